@@ -1,0 +1,55 @@
+# Every target sets up what it needs on a machine with Python 3.11 and make. `make` = check + test.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+OFFICIAL := .venvs/official-0.36.0/.ready
+COOKBOOK := .venvs/cookbook/.ready
+PYTEST := $(BIN)/python -m pytest
+
+.PHONY: all demo test unit conformance check fix types bench docs clean
+
+all: check test
+
+# torch first, by itself: any other version than the pinned one pulls gigabytes of CUDA.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "tinkex needs Python 3.11 or newer: make PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+$(OFFICIAL): tests/conformance/venvs.py
+	$(PYTHON) tests/conformance/venvs.py official
+
+$(COOKBOOK): tests/conformance/venvs.py
+	$(PYTHON) tests/conformance/venvs.py cookbook
+
+demo: $(READY)
+	$(BIN)/python examples/quickstart.py
+
+test: $(READY) $(OFFICIAL) $(COOKBOOK)
+	$(PYTEST) -n 2 --dist worksteal tests
+
+unit: $(READY)
+	$(PYTEST) -n 2 --dist worksteal tests/unit tests/contracts tests/property
+
+conformance: $(READY) $(OFFICIAL) $(COOKBOOK)
+	$(PYTEST) tests/conformance
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/basedpyright
+	$(BIN)/mypy tests/typing
+	$(BIN)/lint-imports
+
+fix: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(READY)
+	$(BIN)/python -m benchmarks.client_cost
+
+clean:
+	rm -rf $(VENV) .venvs build dist out

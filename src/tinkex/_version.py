@@ -1,0 +1,3 @@
+"""The version, and nothing else, so that reading it costs nothing."""
+
+__version__ = "0.1.0"

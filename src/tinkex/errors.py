@@ -1,0 +1,281 @@
+"""Every error a user can meet, in one tree.
+
+    TinkerError                         code, retryable, request_id
+    ├── APIError                        message, request, body
+    │   ├── APIResponseValidationError  + response, status_code
+    │   ├── APIStatusError              + response, status_code
+    │   │   ├── BadRequestError            400
+    │   │   ├── AuthenticationError        401
+    │   │   ├── BillingError               402
+    │   │   ├── PermissionDeniedError      403
+    │   │   ├── NotFoundError              404
+    │   │   ├── ConflictError              409
+    │   │   ├── PromiseLostError           410
+    │   │   ├── UnprocessableEntityError   422
+    │   │   ├── RateLimitError             429
+    │   │   └── InternalServerError        >= 500
+    │   └── APIConnectionError
+    │       └── APITimeoutError
+    ├── RequestFailedError              message, request_id, category
+    ├── InputError          (ValueError)    a bad argument, named by its path
+    │   └── InputTypeError  (TypeError)     ... of the wrong type
+    ├── CredentialError                     no usable key
+    ├── ServerSilentError   (TimeoutError)  no sign of life from the server for too long
+    ├── ClosedError         (RuntimeError)  the client was closed, or its loop ended
+    │   └── ForkedError                     the client belongs to the parent process
+    └── ResultError         (RuntimeError)  the server's answer breaks the protocol
+
+All of them pickle, and none ever holds a credential: `request` and `response` are small
+records without headers that could carry one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, cast
+
+ErrorCategory = Literal["unknown", "server", "user"]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestInfo:
+    """The request behind an error: what was asked, never with which credentials."""
+
+    method: str
+    url: str
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseInfo:
+    """The reply behind an error."""
+
+    status_code: int
+    headers: dict[str, str] = field(default_factory=dict[str, str])
+    text: str = ""
+    request: RequestInfo | None = None
+
+
+class TinkerError(Exception):
+    """Root of the tree."""
+
+    code: ClassVar[str] = "error"
+    retryable: bool = False
+    request_id: str | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Exceptions rebuild from `args` by default, which breaks any constructor that is
+        # not exactly `(*args)`. Rebuilding without __init__ works for every subclass.
+        return (_rebuild, (type(self), self.args, self.__dict__.copy()))
+
+
+def _rebuild(kind: type[TinkerError], args: tuple[Any, ...], state: dict[str, Any]) -> TinkerError:
+    error = kind.__new__(kind)
+    error.args = args
+    error.__dict__.update(state)
+    return error
+
+
+class APIError(TinkerError):
+    """Something went wrong while talking to the server."""
+
+    code = "api_error"
+
+    def __init__(self, message: str, request: Any = None, *, body: object = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.request = request
+        self.body = body
+
+
+class APIResponseValidationError(APIError):
+    """The server answered, but not with what the protocol says."""
+
+    code = "bad_response"
+
+    def __init__(self, response: Any, body: object, message: str | None = None) -> None:
+        super().__init__(
+            message or "The server's answer does not match the protocol.",
+            getattr(response, "request", None),
+            body=body,
+        )
+        self.response = response
+        self.status_code = cast("int", response.status_code)
+
+
+class APIStatusError(APIError):
+    """The server answered with an error status."""
+
+    code = "status_error"
+
+    def __init__(self, message: str, response: Any, body: object = None) -> None:
+        super().__init__(message, getattr(response, "request", None), body=body)
+        self.response = response
+        self.status_code = cast("int", response.status_code)
+
+
+class BadRequestError(APIStatusError):
+    """400: the request is wrong; sending it again will not help."""
+
+    code = "bad_request"
+
+
+class AuthenticationError(APIStatusError):
+    """401: the key is missing, wrong or revoked."""
+
+    code = "authentication"
+
+
+class BillingError(APIStatusError):
+    """402: the account cannot pay for this."""
+
+    code = "billing"
+
+
+class PermissionDeniedError(APIStatusError):
+    """403: the key is good, but not for this."""
+
+    code = "permission_denied"
+
+
+class NotFoundError(APIStatusError):
+    """404: no such thing, or not yours."""
+
+    code = "not_found"
+
+
+class ConflictError(APIStatusError):
+    """409: the server's state does not allow it now."""
+
+    code = "conflict"
+
+
+class PromiseLostError(APIStatusError):
+    """410: the server no longer has this result, or the session is over."""
+
+    code = "promise_lost"
+    retryable = True
+
+
+class UnprocessableEntityError(APIStatusError):
+    """422: the request is well-formed but means nothing."""
+
+    code = "unprocessable"
+
+
+class RateLimitError(APIStatusError):
+    """429: too much at once."""
+
+    code = "rate_limit"
+    retryable = True
+
+
+class InternalServerError(APIStatusError):
+    """5xx: the server's own fault."""
+
+    code = "server_error"
+    retryable = True
+
+
+class APIConnectionError(APIError):
+    """The server could not be reached, or the connection broke."""
+
+    code = "connection"
+    retryable = True
+
+    def __init__(self, request: Any = None, message: str = "Connection error.") -> None:
+        super().__init__(message, request)
+
+
+class APITimeoutError(APIConnectionError):
+    """One HTTP request took too long."""
+
+    code = "timeout"
+
+    def __init__(self, request: Any = None, message: str = "Request timed out.") -> None:
+        super().__init__(request, message)
+
+
+class RequestFailedError(TinkerError):
+    """The server accepted the request and later reported that it failed."""
+
+    code = "request_failed"
+
+    def __init__(self, message: str, request_id: str | None, category: ErrorCategory) -> None:
+        super().__init__(message)
+        self.message = message
+        self.request_id = request_id
+        self.category: ErrorCategory = category
+        self.retryable = category != "user"
+
+
+class InputError(TinkerError, ValueError):
+    """An argument is wrong. `path` names it, such as `data[3].loss_fn_inputs["weights"]`."""
+
+    code = "bad_input"
+
+    def __init__(self, message: str, path: str = "") -> None:
+        super().__init__(f"{path}: {message}" if path else message)
+        self.path = path
+        self.reason = message
+
+
+class InputTypeError(InputError, TypeError):
+    """An argument has the wrong type."""
+
+    code = "bad_input_type"
+
+
+class CredentialError(TinkerError):
+    """There is no usable credential; the message says where one can come from."""
+
+    code = "credential"
+
+
+class ServerSilentError(TinkerError, TimeoutError):
+    """The server gave no sign of life for too long."""
+
+    code = "server_silent"
+    retryable = True
+
+
+class ClosedError(TinkerError, RuntimeError):
+    """The client was closed, or the loop it runs on has ended."""
+
+    code = "closed"
+
+
+class ForkedError(ClosedError):
+    """The client was made in the parent process and cannot be used after a fork."""
+
+    code = "forked"
+
+
+class ResultError(TinkerError, RuntimeError):
+    """The server's result lacks something that was asked for."""
+
+    code = "bad_result"
+
+
+_BY_STATUS: dict[int, type[APIStatusError]] = {
+    400: BadRequestError,
+    401: AuthenticationError,
+    402: BillingError,
+    403: PermissionDeniedError,
+    404: NotFoundError,
+    409: ConflictError,
+    410: PromiseLostError,
+    422: UnprocessableEntityError,
+    429: RateLimitError,
+}
+
+
+def status_error(response: ResponseInfo, body: object) -> APIStatusError:
+    """The error of the tree for an HTTP status."""
+    kind = _BY_STATUS.get(response.status_code)
+    if kind is None:
+        kind = InternalServerError if response.status_code >= 500 else APIStatusError
+    return kind(f"Error code: {response.status_code} - {body}", response, body)
+
+
+class ExperimentalWarning(FutureWarning):
+    """Marks calls whose shape may still change."""

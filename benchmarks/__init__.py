@@ -1,0 +1,1 @@
+"""Benchmarks: programs that measure, with a table and one JSON line each."""

@@ -1,0 +1,261 @@
+"""A Tinker-compatible SDK: write the training loop, run it anywhere.
+
+Scripts written for the official package run after `import tinkex as tinker`. Names are loaded
+when they are first used, so importing this package costs next to nothing and never loads torch,
+transformers or numpy.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tinkex._version import __version__
+
+__title__ = "tinkex"
+
+if TYPE_CHECKING:
+    from tinkex import auth, types
+    from tinkex.clients.admin import AdminClient
+    from tinkex.clients.custom_loss import LossHandle, PerDatumLossFn
+    from tinkex.clients.rest import RestClient
+    from tinkex.clients.retry_config import RetryConfig
+    from tinkex.clients.sampling import SamplingClient
+    from tinkex.clients.service import ServiceClient
+    from tinkex.clients.training import TrainingClient
+    from tinkex.config import Config, RequestOptions, Timeout
+    from tinkex.errors import (
+        APIConnectionError,
+        APIError,
+        APIResponseValidationError,
+        APIStatusError,
+        APITimeoutError,
+        AuthenticationError,
+        BadRequestError,
+        BillingError,
+        ClosedError,
+        ConflictError,
+        CredentialError,
+        ExperimentalWarning,
+        ForkedError,
+        InputError,
+        InputTypeError,
+        InternalServerError,
+        NotFoundError,
+        PermissionDeniedError,
+        PromiseLostError,
+        RateLimitError,
+        RequestFailedError,
+        ResultError,
+        ServerSilentError,
+        TinkerError,
+        UnprocessableEntityError,
+    )
+    from tinkex.futures.future import APIFuture, AwaitableConcurrentFuture, FutureStatus
+    from tinkex.types import (
+        AdamOptimizerConfig,
+        AdamParams,
+        Checkpoint,
+        CheckpointType,
+        Datum,
+        DimuonOptimizerConfig,
+        DimuonParams,
+        DmelChunk,
+        EncodedTextChunk,
+        ForwardBackwardOutput,
+        ImageAssetPointerChunk,
+        ImageChunk,
+        LoraConfig,
+        LossFnType,
+        ModelID,
+        ModelInput,
+        ModelInputChunk,
+        OptimParams,
+        OptimStepRequest,
+        OptimStepResponse,
+        ParsedCheckpointTinkerPath,
+        PromptProvenanceSpan,
+        RequestErrorCategory,
+        SampledProvenanceSpan,
+        SampledSequence,
+        SampleRequest,
+        SampleResponse,
+        SamplingParams,
+        StopReason,
+        TensorData,
+        TensorDtype,
+        TrainingRun,
+    )
+    from tinkex.types.usage import Usage
+
+_HOMES = {
+    "tinkex": ("auth", "types"),
+    "tinkex.clients.admin": ("AdminClient",),
+    "tinkex.clients.custom_loss": ("LossHandle", "PerDatumLossFn"),
+    "tinkex.clients.rest": ("RestClient",),
+    "tinkex.clients.retry_config": ("RetryConfig",),
+    "tinkex.clients.sampling": ("SamplingClient",),
+    "tinkex.clients.service": ("ServiceClient",),
+    "tinkex.clients.training": ("TrainingClient",),
+    "tinkex.config": ("Config", "RequestOptions", "Timeout"),
+    "tinkex.errors": (
+        "APIConnectionError",
+        "APIError",
+        "APIResponseValidationError",
+        "APIStatusError",
+        "APITimeoutError",
+        "AuthenticationError",
+        "BadRequestError",
+        "BillingError",
+        "ClosedError",
+        "ConflictError",
+        "CredentialError",
+        "ExperimentalWarning",
+        "ForkedError",
+        "InputError",
+        "InputTypeError",
+        "InternalServerError",
+        "NotFoundError",
+        "PermissionDeniedError",
+        "PromiseLostError",
+        "RateLimitError",
+        "RequestFailedError",
+        "ResultError",
+        "ServerSilentError",
+        "TinkerError",
+        "UnprocessableEntityError",
+    ),
+    "tinkex.futures.future": ("APIFuture", "AwaitableConcurrentFuture", "FutureStatus"),
+    "tinkex.types": (
+        "AdamOptimizerConfig",
+        "AdamParams",
+        "Checkpoint",
+        "CheckpointType",
+        "Datum",
+        "DimuonOptimizerConfig",
+        "DimuonParams",
+        "DmelChunk",
+        "EncodedTextChunk",
+        "ForwardBackwardOutput",
+        "ImageAssetPointerChunk",
+        "ImageChunk",
+        "LoraConfig",
+        "LossFnType",
+        "ModelID",
+        "ModelInput",
+        "ModelInputChunk",
+        "OptimParams",
+        "OptimStepRequest",
+        "OptimStepResponse",
+        "ParsedCheckpointTinkerPath",
+        "PromptProvenanceSpan",
+        "RequestErrorCategory",
+        "SampleRequest",
+        "SampleResponse",
+        "SampledProvenanceSpan",
+        "SampledSequence",
+        "SamplingParams",
+        "StopReason",
+        "TensorData",
+        "TensorDtype",
+        "TrainingRun",
+    ),
+    "tinkex.types.usage": ("Usage",),
+}
+
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "APIConnectionError",
+    "APIError",
+    "APIFuture",
+    "APIResponseValidationError",
+    "APIStatusError",
+    "APITimeoutError",
+    "AdamOptimizerConfig",
+    "AdamParams",
+    "AdminClient",
+    "AuthenticationError",
+    "AwaitableConcurrentFuture",
+    "BadRequestError",
+    "BillingError",
+    "Checkpoint",
+    "CheckpointType",
+    "ClosedError",
+    "Config",
+    "ConflictError",
+    "CredentialError",
+    "Datum",
+    "DimuonOptimizerConfig",
+    "DimuonParams",
+    "DmelChunk",
+    "EncodedTextChunk",
+    "ExperimentalWarning",
+    "ForkedError",
+    "ForwardBackwardOutput",
+    "FutureStatus",
+    "ImageAssetPointerChunk",
+    "ImageChunk",
+    "InputError",
+    "InputTypeError",
+    "InternalServerError",
+    "LoraConfig",
+    "LossFnType",
+    "LossHandle",
+    "ModelID",
+    "ModelInput",
+    "ModelInputChunk",
+    "NotFoundError",
+    "OptimParams",
+    "OptimStepRequest",
+    "OptimStepResponse",
+    "ParsedCheckpointTinkerPath",
+    "PerDatumLossFn",
+    "PermissionDeniedError",
+    "PromiseLostError",
+    "PromptProvenanceSpan",
+    "RateLimitError",
+    "RequestErrorCategory",
+    "RequestFailedError",
+    "RequestOptions",
+    "RestClient",
+    "ResultError",
+    "RetryConfig",
+    "SampleRequest",
+    "SampleResponse",
+    "SampledProvenanceSpan",
+    "SampledSequence",
+    "SamplingClient",
+    "SamplingParams",
+    "ServerSilentError",
+    "ServiceClient",
+    "StopReason",
+    "TensorData",
+    "TensorDtype",
+    "Timeout",
+    "TinkerError",
+    "TrainingClient",
+    "TrainingRun",
+    "UnprocessableEntityError",
+    "Usage",
+    "__title__",
+    "__version__",
+    "auth",
+    "types",
+]
+
+
+def __getattr__(name: str) -> object:
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module 'tinkex' has no attribute {name!r}")
+    import importlib
+
+    if home == "tinkex":
+        return importlib.import_module(f"tinkex.{name}")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

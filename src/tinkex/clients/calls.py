@@ -1,0 +1,168 @@
+"""Turns the calls of a training client into requests: checks, chunks, encodings, usage."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from tinkex.clients.chunking import chunk, text_tokens
+from tinkex.clients.notices import QueueNotices
+from tinkex.clients.turns import Outgoing, Turns
+from tinkex.errors import InputError, InputTypeError, ResultError, TinkerError
+from tinkex.futures.combine import combine
+from tinkex.futures.poller import Result, charge
+from tinkex.types import Datum, ForwardBackwardOutput
+from tinkex.types.checks import check_datum
+from tinkex.types.training import loss_config, loss_name
+from tinkex.wire import json_codec, proto_codec, routes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    import msgspec
+
+    from tinkex.clients.operations import Operations
+    from tinkex.clients.session import Session
+    from tinkex.futures.future import APIFuture
+    from tinkex.types import LossFnType
+
+T = TypeVar("T")
+
+
+class TrainingCalls:
+    """Everything a training client sends, in its turn."""
+
+    def __init__(
+        self,
+        session: Session,
+        operations: Operations,
+        model_id: str,
+        on_queue_state_change: Callable[[str, str | None], None],
+    ) -> None:
+        self._session = session
+        self._operations = operations
+        self._model_id = model_id
+        notices = QueueNotices(f"training run {model_id}", session.clock, on_queue_state_change)
+        self._turns = Turns(session, operations, notices.observe)
+
+    def refuse(self, error: TinkerError) -> APIFuture[Any]:
+        """A future that has failed already: errors have one way out."""
+        promise = self._operations.promise()
+        promise.fail(error)
+        return promise.future
+
+    def run_pass(
+        self,
+        data: Sequence[Datum],
+        loss_fn: LossFnType,
+        loss_fn_config: Mapping[str, float | str] | None,
+        *,
+        forward_only: bool,
+    ) -> APIFuture[ForwardBackwardOutput]:
+        """A forward or forward-backward pass over `data`, in as many requests as it takes."""
+        try:
+            loss_name(loss_fn, "loss_fn")
+            batch = checked(data, loss_fn)
+            config = loss_config(loss_fn_config, "loss_fn_config")
+            requests = self._pass_requests(batch, loss_fn, config, forward_only)
+        except TinkerError as error:
+            return self.refuse(error)
+        tokens = sum(text_tokens(datum.model_input) for datum in batch)
+        kind = "prompt_tokens" if forward_only else "trained_tokens"
+
+        def fold(results: list[Result]) -> ForwardBackwardOutput:
+            whole = combine([result.value for result in results])
+            self._session.add_usage(charge(_total(results), whole, **{kind: tokens}))
+            return whole
+
+        return self._turns.take(requests, fold)
+
+    def _pass_requests(
+        self,
+        batch: list[Datum],
+        loss_fn: LossFnType,
+        config: dict[str, float | str] | None,
+        forward_only: bool,
+    ) -> list[Outgoing]:
+        flags = self._session.api.client_config
+        chunks = chunk(
+            batch,
+            max_datums=flags.fwdbwd_max_chunk_len,
+            max_bytes=flags.fwdbwd_max_chunk_bytes_count,
+        )
+        return [
+            self._pass_request(part, size, loss_fn, config, forward_only) for part, size in chunks
+        ]
+
+    def _pass_request(
+        self,
+        part: list[Datum],
+        size_bytes: int,
+        loss_fn: LossFnType,
+        config: dict[str, float | str] | None,
+        forward_only: bool,
+    ) -> Outgoing:
+        def encode(seq_id: int) -> bytes:
+            return proto_codec.encode_forward_backward(
+                model_id=self._model_id,
+                seq_id=seq_id,
+                data=part,
+                loss_fn=loss_fn,
+                loss_fn_config=config,
+                forward_only=forward_only,
+            )
+
+        kind: routes.RequestType = "Forward" if forward_only else "ForwardBackward"
+        return Outgoing(routes.FORWARD_BACKWARD, kind, encode, size_bytes)
+
+    def json_turn(
+        self,
+        route: routes.Route[Any, Any],
+        make: Callable[[int], msgspec.Struct],
+        convert: Callable[[Any], T],
+    ) -> APIFuture[T]:
+        """One JSON request in its turn; `make` is tried once now, so bad input is never sent."""
+        try:
+            make(1)
+        except TinkerError as error:
+            return self.refuse(error)
+
+        def fold(results: list[Result]) -> T:
+            value = results[0].value
+            self._session.add_usage(charge(results[0], value))
+            return convert(value)
+
+        assert route.request_type is not None
+        request = Outgoing(
+            route, route.request_type, lambda seq_id: json_codec.encode(make(seq_id))
+        )
+        return self._turns.take([request], fold)
+
+
+def checked(data: object, loss_fn: LossFnType) -> list[Datum]:
+    """`data` as a list of sound datums, or an error that names the first bad one."""
+    if not isinstance(data, (list, tuple)):
+        raise InputTypeError(f"must be a list of Datum, not {type(data).__name__}", "data")
+    batch: list[Datum] = []
+    for index, datum in enumerate(cast("Sequence[object]", data)):
+        if not isinstance(datum, Datum):
+            raise InputTypeError(f"must be a Datum, not {type(datum).__name__}", f"data[{index}]")
+        check_datum(datum, index, loss_fn)
+        batch.append(datum)
+    if not batch:
+        raise InputError("No data provided; give at least one Datum", "data")
+    return batch
+
+
+def given(value: T | None, field: str, answer: str) -> T:
+    """`value`, which the protocol says must be there."""
+    if value is None:
+        raise ResultError(f"the server's answer to {answer} lacks {field}")
+    return value
+
+
+def _total(results: list[Result]) -> Result:
+    """The times of several results, added up; unknown when none is known."""
+
+    queue = [result.queue_s for result in results if result.queue_s is not None]
+    device = [result.device_s for result in results if result.device_s is not None]
+    return Result(None, max(queue, default=None), sum(device) if device else None)

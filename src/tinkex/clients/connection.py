@@ -1,0 +1,152 @@
+"""A connection set: transport, credentials and server flags, without a session.
+
+`RestClient` and `AdminClient` need no more than this; `Session` adds the rest. Constructing one
+does no I/O. Everything below runs on its portal's loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from tinkex._version import __version__
+from tinkex.clients.operations import Operations
+from tinkex.clients.portal import LoopThread
+from tinkex.clock import SystemClock
+from tinkex.errors import APIError, ClosedError, NotFoundError
+from tinkex.futures.budget import ByteBudget
+from tinkex.futures.poller import Poller
+from tinkex.types import ClientConfigRequest, ClientDynamicConfigResponse
+from tinkex.wire import routes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
+    from tinkex.clients.portal import Portal
+    from tinkex.clock import Clock
+    from tinkex.config import Config
+    from tinkex.transport.api import Api
+    from tinkex.transport.base import Transport
+
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
+_MIN_REFRESH_S = 10.0
+
+
+class Once(Generic[T]):
+    """Runs an async factory once for everybody who asks; a failure is told and forgotten."""
+
+    def __init__(self, portal: Portal, factory: Callable[[], Coroutine[Any, Any, T]]) -> None:
+        self._portal = portal
+        self._factory = factory
+        self._outcome: asyncio.Future[T] | None = None
+
+    async def get(self) -> T:
+        """The value, made by the first caller; cancelling one caller does not harm the others."""
+        if self._outcome is None:
+            self._outcome = asyncio.get_running_loop().create_future()
+            self._portal.spawn(self._make(self._outcome))
+        return await asyncio.shield(self._outcome)
+
+    async def _make(self, outcome: asyncio.Future[T]) -> None:
+        try:
+            outcome.set_result(await self._factory())
+        except BaseException as error:  # noqa: BLE001 - handed to whoever asked
+            self._outcome = None
+            if isinstance(error, asyncio.CancelledError):
+                error = ClosedError("the client was closed while it was connecting")
+            outcome.set_exception(error)
+            outcome.exception()  # marks it as seen, should every caller have gone away
+
+
+class Connection:
+    """One server, one credential, one loop."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        clock: Clock | None = None,
+        portal: Portal | None = None,
+        transport: Callable[[Config, Clock], Transport] | None = None,
+    ) -> None:
+        # Mutable state, touched on the loop only: the api and what hangs on it, made by the
+        # first call that needs them.
+        self.config = config
+        self.clock: Clock = clock or SystemClock()
+        self.portal: Portal = portal or LoopThread()
+        self.operations = Operations(self.portal, self.clock)
+        self.closed = False
+        self._make_transport = transport or _http_transport
+        self._connected = Once(self.portal, self._connect)
+        self._api: Api | None = None
+        self._poller: Poller | None = None
+
+    @property
+    def api(self) -> Api:
+        """The api; only after `connected()`."""
+        if self._api is None:
+            raise ClosedError("the client is not connected yet")
+        return self._api
+
+    @property
+    def poller(self) -> Poller:
+        """The poller; only after `connected()`."""
+        if self._poller is None:
+            raise ClosedError("the client is not connected yet")
+        return self._poller
+
+    async def connected(self) -> Api:
+        """Server flags fetched, credentials resolved."""
+        if self.closed:
+            raise ClosedError("ServiceClient is closed")
+        return await self._connected.get()
+
+    async def _connect(self) -> Api:
+        from tinkex.transport.api import connect
+
+        api = connect(self.config, self._make_transport(self.config, self.clock), self.clock)
+        request = ClientConfigRequest(sdk_version=__version__)
+        bootstrap_s = self.config.bootstrap_deadline_s
+        api.client_config = await api.call(routes.CLIENT_CONFIG, request, deadline_s=bootstrap_s)
+        try:
+            api.dynamic_config = await api.call(
+                routes.CLIENT_DYNAMIC_CONFIG, request, deadline_s=bootstrap_s
+            )
+        except NotFoundError:
+            api.dynamic_config = ClientDynamicConfigResponse()
+        self._api = api
+        self._poller = Poller(
+            api,
+            self.clock,
+            ByteBudget(api.client_config.inflight_response_bytes_semaphore_size),
+            silence_s=self.config.silence_deadline_s,
+            total_s=self.config.total_deadline_s,
+        )
+        return api
+
+    async def refresh_flags(self) -> None:
+        """Keep the dynamic flags fresh until cancelled; a failed refresh keeps the old ones."""
+        api = self.api
+        while True:
+            await self.clock.sleep(max(api.dynamic_config.refresh_interval_sec, _MIN_REFRESH_S))
+            try:
+                api.dynamic_config = await api.call(
+                    routes.CLIENT_DYNAMIC_CONFIG,
+                    ClientConfigRequest(sdk_version=__version__),
+                    deadline_s=0.0,
+                )
+            except APIError as error:
+                _log.debug("client flags were not refreshed: %s", error)
+
+    async def disconnect(self) -> None:
+        """Close the sockets."""
+        if self._api is not None:
+            await self._api.aclose()
+
+
+def _http_transport(config: Config, clock: Clock) -> Transport:
+    from tinkex.transport.http import HttpTransport
+
+    return HttpTransport(config.base_url, clock)

@@ -1,0 +1,105 @@
+"""Sampler handles: how a sampling client travels to another process.
+
+A handle is URL-safe base64 of a small JSON object. It names the session, the sampler, the server
+and the caller's extra headers; it never holds a credential. In the process that made the session
+a copy shares its connections; elsewhere it resolves credentials like `ServiceClient()` does.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+import threading
+import weakref
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from tinkex.errors import InputError
+
+if TYPE_CHECKING:
+    from tinkex.clients.sampling import SamplingClient
+    from tinkex.clients.session import Lease
+
+
+# Extra headers travel with a handle, but none that could be a credential.
+_SECRET = re.compile("auth|key|token|secret|cookie|cf-access", re.IGNORECASE)
+
+
+class _Handle(msgspec.Struct, frozen=True):
+    """What a handle says."""
+
+    session_id: str
+    sampling_session_id: str
+    base_url: str
+    headers: dict[str, str]
+    record_stability_info: bool = False
+    version: int = 1
+
+
+def handle_of(client: SamplingClient) -> str:
+    """The handle of a sampling client."""
+    session = client.holder
+    if session.session_id is None:
+        raise InputError("the client has no session yet; create it through a ServiceClient")
+    handle = _Handle(
+        session_id=session.session_id,
+        sampling_session_id=client.sampling_session_id,
+        base_url=session.config.base_url,
+        headers={k: v for k, v in session.config.headers.items() if not _SECRET.search(k)},
+        record_stability_info=client.record_stability_info,
+    )
+    _leases.keep(handle, client.lease)
+    return base64.urlsafe_b64encode(msgspec.json.encode(handle)).decode()
+
+
+def from_handle(text: str, *, api_key: str | None = None) -> SamplingClient:
+    """A copy of the client behind a handle; makes no request yet."""
+    from tinkex.clients.sampling import SamplingClient
+
+    try:
+        handle = msgspec.json.decode(base64.urlsafe_b64decode(text), type=_Handle)
+    except (binascii.Error, ValueError, TypeError) as error:
+        raise InputError(
+            "is not a sampler handle; pass what get_sampler_handle() returned", "handle"
+        ) from error
+    lease = _leases.find(handle) if api_key is None else None
+    return SamplingClient(
+        lease or _join(handle, api_key),
+        handle.sampling_session_id,
+        record_stability_info=handle.record_stability_info,
+        clone_id=None,
+    )
+
+
+def _join(handle: _Handle, api_key: str | None) -> Lease:
+    from tinkex.clients.session import Session
+    from tinkex.config import Config
+
+    config = Config.load(base_url=handle.base_url, api_key=api_key, headers=handle.headers)
+    lease = Session(config, session_id=handle.session_id).lease()
+    _leases.keep(handle, lease)
+    return lease
+
+
+class _Leases:
+    """Sessions of this process by what a handle says of them; held weakly."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._by_key: weakref.WeakValueDictionary[tuple[str, str], Lease] = (
+            weakref.WeakValueDictionary()
+        )
+
+    def keep(self, handle: _Handle, lease: Lease) -> None:
+        with self._lock:
+            self._by_key[handle.base_url, handle.session_id] = lease
+
+    def find(self, handle: _Handle) -> Lease | None:
+        with self._lock:
+            lease = self._by_key.get((handle.base_url, handle.session_id))
+        return lease if lease is not None and lease.session.usable() else None
+
+
+_leases = _Leases()

@@ -1,0 +1,39 @@
+"""`RetryConfig`: how patient a sampling client is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tinkex.errors import APIConnectionError, InputError, PromiseLostError
+
+
+@dataclass(unsafe_hash=True)
+class RetryConfig:
+    """Settings of a sampling client's retries, with the official fields and defaults.
+
+    `max_connections` is replaced by the server's own limit. `progress_timeout` is the longest
+    time, in seconds, without any sample of the client finishing.
+    """
+
+    max_connections: int | None = 1000
+    progress_timeout: float = 7200.0
+    retry_delay_base: float = 0.5
+    retry_delay_max: float = 10.0
+    jitter_factor: float = 0.25
+    enable_retry_logic: bool = True
+    enable_stuck_detection: bool = True
+    retryable_exceptions: tuple[type[Exception], ...] = (
+        TimeoutError,
+        APIConnectionError,
+        PromiseLostError,
+    )
+
+    def __post_init__(self) -> None:
+        if self.max_connections is not None and self.max_connections <= 0:
+            raise InputError("must be positive, or None for no limit", "max_connections")
+
+    def delay_s(self, attempt: int, draw: float) -> float:
+        """The wait before retry number `attempt` (from 0); `draw` is uniform in [0, 1)."""
+        delay = min(self.retry_delay_base * 2.0 ** min(attempt, 30), self.retry_delay_max)
+        jitter = delay * self.jitter_factor * (2.0 * draw - 1.0)
+        return min(max(delay + jitter, 0.0), self.retry_delay_max)

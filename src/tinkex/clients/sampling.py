@@ -1,0 +1,421 @@
+"""`SamplingClient`: draws from one frozen set of weights."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from tinkex.clients.chunking import input_bytes, text_tokens
+from tinkex.clients.notices import QueueNotices
+from tinkex.clients.operations import blocking
+from tinkex.clients.retry_config import RetryConfig
+from tinkex.clients.sampling_checks import build_request, check_response
+from tinkex.errors import InputError, ServerSilentError, TinkerError
+from tinkex.futures.feed import CompletionFeed
+from tinkex.futures.poller import Ticket, charge
+from tinkex.transport.retry import Limits, Progress, decide, outcome_of, retry_after_s
+from tinkex.types import (
+    CreateSamplingSessionRequest,
+    JoinSamplingSessionRequest,
+    SamplingParams,
+)
+from tinkex.wire import json_codec, routes
+
+if TYPE_CHECKING:
+    from tinkex.clients.operations import Operations
+    from tinkex.clients.session import Lease, Session
+    from tinkex.clients.telemetry import Telemetry
+    from tinkex.clients.tokenizers import Tokenizer
+    from tinkex.futures.future import APIFuture, Promise
+    from tinkex.futures.poller import Result
+    from tinkex.types import ModelInput, SampleRequest, SampleResponse, TensorData
+    from tinkex.wire.results import Pending
+
+# Copies of a sampler number their requests from blocks of their own.
+CLONE_BLOCK = 1_000_000_000
+_BYTES_PER_TOKEN = 10
+
+
+class SamplingClient:
+    """Samples from a base model or from saved weights. Made by the other clients.
+
+    It can be pickled and sent to other processes, and turned into a text handle; neither holds a
+    credential: the receiving process uses its own (`TINKER_API_KEY` or a stored key).
+    """
+
+    def __init__(
+        self,
+        lease: Lease,
+        sampling_session_id: str,
+        *,
+        retry_config: RetryConfig | None = None,
+        record_stability_info: bool = False,
+        clone_id: int | None = 0,
+    ) -> None:
+        # Mutable state, touched on the loop only: the next request number (once the clone id is
+        # known), the completion feed, and the places for samples under way.
+        self._lease = lease
+        self._operations = lease.operations()
+        self._sampling_session_id = sampling_session_id
+        self._record_stability_info = record_stability_info
+        self._clone_id = clone_id
+        self._numbers: itertools.count[int] | None = None
+        self._numbering = asyncio.Lock()
+        self._feed: CompletionFeed | None = None
+        self._slots: asyncio.Semaphore | None = None
+        self._notices = QueueNotices(
+            f"sampler {sampling_session_id}",
+            lease.session.clock,
+            lambda state, reason: self.on_queue_state_change(state, reason),
+        )
+        self.retry_config = retry_config or RetryConfig()
+
+    @classmethod
+    async def open(
+        cls,
+        lease: Lease,
+        *,
+        model_path: str | None = None,
+        base_model: str | None = None,
+        retry_config: RetryConfig | None = None,
+        record_stability_info: bool = False,
+    ) -> SamplingClient:
+        """Open a sampler on the server."""
+        if model_path is None and base_model is None:
+            raise InputError("give model_path or base_model", "model_path")
+        if model_path is not None and not model_path.startswith("tinker://"):
+            raise InputError(f"must start with tinker://, not {model_path!r}", "model_path")
+        session = lease.session
+
+        async def create() -> str:
+            api = await session.opened()
+            assert session.session_id is not None
+            request = CreateSamplingSessionRequest(
+                session_id=session.session_id,
+                sampling_session_seq_id=session.next_sampling_session_seq_id(),
+                base_model=base_model,
+                model_path=model_path,
+            )
+            return (await api.call(routes.CREATE_SAMPLING_SESSION, request)).sampling_session_id
+
+        return cls(
+            lease,
+            await lease.operations().run(create),
+            retry_config=retry_config,
+            record_stability_info=record_stability_info,
+        )
+
+    @property
+    def operations(self) -> Operations:
+        """Where this client's work runs; for the twins of its methods."""
+        return self._operations
+
+    @property
+    def holder(self) -> Session:
+        """The session behind this client."""
+        return self._lease.session
+
+    @property
+    def lease(self) -> Lease:
+        """What keeps the session alive."""
+        return self._lease
+
+    @property
+    def sampling_session_id(self) -> str:
+        """The server's id of this sampler."""
+        return self._sampling_session_id
+
+    @property
+    def record_stability_info(self) -> bool:
+        """Whether the server is asked to record what stability losses need."""
+        return self._record_stability_info
+
+    # -- sampling -----------------------------------------------------------------------------
+
+    def sample(
+        self,
+        prompt: ModelInput,
+        num_samples: int,
+        sampling_params: SamplingParams,
+        include_prompt_logprobs: bool = False,
+        topk_prompt_logprobs: int = 0,
+        topk_sample_logprobs: int = 0,
+        target_prompt_logprobs: TensorData | None = None,
+        prompt_alt_tokens_k: int = 0,
+        prompt_logprobs_last_n: int | None = None,
+    ) -> APIFuture[SampleResponse]:
+        """Draw `num_samples` continuations of `prompt`.
+
+        `target_prompt_logprobs` is an int64 tensor `[len(prompt) - 1, K]`: cell `[i, j]` asks for
+        that token's log-probability at prompt position `i + 1`, -1 asks for nothing.
+        `prompt_alt_tokens_k` draws so many alternatives at each prompt position after the first.
+        `prompt_logprobs_last_n` scores only the last tokens, with `include_prompt_logprobs`.
+        """
+        try:
+            request = build_request(
+                prompt,
+                num_samples,
+                sampling_params,
+                include_prompt_logprobs=include_prompt_logprobs,
+                topk_prompt_logprobs=topk_prompt_logprobs,
+                topk_sample_logprobs=topk_sample_logprobs,
+                target_prompt_logprobs=target_prompt_logprobs,
+                prompt_alt_tokens_k=prompt_alt_tokens_k,
+                prompt_logprobs_last_n=prompt_logprobs_last_n,
+                record_stability_info=self._record_stability_info,
+                sampling_session_id=self._sampling_session_id,
+            )
+        except TinkerError as error:
+            promise = self._operations.promise()
+            promise.fail(error)
+            return promise.future
+        return self._operations.start(lambda promise: self._sample(promise, request))
+
+    async def sample_async(
+        self,
+        prompt: ModelInput,
+        num_samples: int,
+        sampling_params: SamplingParams,
+        include_prompt_logprobs: bool = False,
+        topk_prompt_logprobs: int = 0,
+        topk_sample_logprobs: int = 0,
+        target_prompt_logprobs: TensorData | None = None,
+        prompt_alt_tokens_k: int = 0,
+        prompt_logprobs_last_n: int | None = None,
+    ) -> SampleResponse:
+        """As `sample`, awaiting the answer; cancelling the task cancels the sample."""
+        return await self.sample(
+            prompt,
+            num_samples,
+            sampling_params,
+            include_prompt_logprobs,
+            topk_prompt_logprobs,
+            topk_sample_logprobs,
+            target_prompt_logprobs,
+            prompt_alt_tokens_k,
+            prompt_logprobs_last_n,
+        )
+
+    def compute_logprobs(
+        self, prompt: ModelInput, prompt_logprobs_last_n: int | None = None
+    ) -> APIFuture[list[float | None]]:
+        """The log-probability of each token of `prompt`; the first has none."""
+        scored = self.sample(
+            prompt,
+            1,
+            SamplingParams(max_tokens=1),
+            include_prompt_logprobs=True,
+            prompt_logprobs_last_n=prompt_logprobs_last_n,
+        )
+        return scored.then(_prompt_logprobs)
+
+    async def compute_logprobs_async(
+        self, prompt: ModelInput, prompt_logprobs_last_n: int | None = None
+    ) -> list[float | None]:
+        """As `compute_logprobs`, awaiting the answer."""
+        return await self.compute_logprobs(prompt, prompt_logprobs_last_n)
+
+    # -- on the loop --------------------------------------------------------------------------
+
+    async def _sample(
+        self, promise: Promise[SampleResponse], request: SampleRequest
+    ) -> SampleResponse:
+        """Send, wait, and send again as long as that can help."""
+        session = self.holder
+        await session.opened()
+        life = _Life(session.clock.now())
+        attempt = 0
+        async with await self._slot():
+            while True:
+                promise.note(attempts=attempt + 1)
+                try:
+                    result = await self._attempt(promise, request, life)
+                    break
+                except TinkerError as error:
+                    delay_s = self._delay_s(error, attempt, life)
+                    promise.note(state="queued", request_id=None)
+                    attempt += 1
+                    await session.clock.sleep(delay_s)
+        response: SampleResponse = result.value
+        usage = charge(
+            result,
+            response,
+            prompt_tokens=text_tokens(request.prompt),
+            cached_tokens=response.prompt_cache_hit_tokens,
+            generated_tokens=sum(
+                0 if sequence.tokens_np is None else len(sequence.tokens_np)
+                for sequence in response.sequences
+            ),
+        )
+        session.add_usage(usage)
+        check_response(response, request)
+        return response
+
+    async def _attempt(self, promise: Promise[Any], request: SampleRequest, life: _Life) -> Result:
+        """One request with a number of its own, from sending to result."""
+        session = self.holder
+        asked = session.clock.now()
+        numbers = self._numbers or await self._number()
+        numbered = msgspec.structs.replace(request, seq_id=next(numbers))
+        body = json_codec.encode(numbered)
+        estimate = input_bytes(request.prompt, per_token=_BYTES_PER_TOKEN)
+        accepted = await session.dispatcher.submit(body, estimate)
+        life.last = session.clock.now()
+        promise.note(state="running", request_id=accepted.request_id)
+        ids = accepted.sample_sequence_ids
+        if ids is None:
+            # Servers older than sequence ids; the ids only need to be unique in the session.
+            ids = [f"{accepted.request_id}:{i}" for i in range(request.num_samples)]
+        ticket = Ticket(accepted.request_id, "Sample", ids, session.clock.now() - asked)
+        try:
+            return await self._wait(ticket, promise, life)
+        except asyncio.CancelledError:
+            session.cancel_on_server(ticket.request_id)
+            raise
+
+    async def _wait(self, ticket: Ticket, promise: Promise[Any], life: _Life) -> Result:
+        session = self.holder
+
+        def observe(pending: Pending) -> None:
+            life.last = session.clock.now()
+            self._notices.observe(pending, promise)
+
+        if not session.api.client_config.sample_use_retrieve_futures:
+            return await session.poller.wait(ticket, observe)
+        if self._feed is None:
+            self._feed = CompletionFeed(
+                session.api,
+                session.clock,
+                session.portal.spawn,
+                self._sampling_session_id,
+                self._clone_id or 0,
+                silence_s=session.config.silence_deadline_s,
+            )
+        feed = self._feed
+        size_bytes = await feed.finished(ticket.request_id)
+        try:
+            return await session.poller.wait(ticket, observe, known_size=size_bytes)
+        finally:
+            feed.retrieved(ticket.request_id)
+
+    async def _number(self) -> itertools.count[int]:
+        """Request numbers: from 0, or for a copy from a block of its own."""
+        async with self._numbering:
+            if self._numbers is None:
+                if self._clone_id is None:
+                    self._clone_id = await self._join()
+                self._numbers = itertools.count(self._clone_id * CLONE_BLOCK)
+            return self._numbers
+
+    async def _join(self) -> int:
+        api = self.holder.api
+        if not api.client_config.sample_join_sampling_session:
+            return random.SystemRandom().randint(1, CLONE_BLOCK)
+        joined = await api.call(
+            routes.JOIN_SAMPLING_SESSION,
+            JoinSamplingSessionRequest(sampling_session_id=self._sampling_session_id),
+        )
+        return joined.client_counter
+
+    async def _slot(self) -> asyncio.Semaphore | _NoLimit:
+        """How many samples of this client may be under way: the server's limit."""
+        flags = self.holder.api.client_config
+        if flags.sample_use_retrieve_futures:
+            return _NO_LIMIT
+        if self._slots is None:
+            self._slots = asyncio.Semaphore(max(flags.sample_max_concurrent_requests, 1))
+        return self._slots
+
+    def _delay_s(self, error: TinkerError, attempt: int, life: _Life) -> float:
+        """How long to wait before the sample is sent again; raises when that cannot help."""
+        session, config = self.holder, self.retry_config
+        flags = session.api.client_config
+        if flags.sample_no_retries or not config.enable_retry_logic:
+            raise error
+        patience_s = session.config.silence_deadline_s
+        if config.enable_stuck_detection and flags.sample_enable_stuck_detection:
+            patience_s = min(patience_s, config.progress_timeout)
+        silent_s = session.clock.now() - life.last
+        outcome = outcome_of(error)
+        decision = decide(outcome, "sample", Progress(attempt, silent_s), Limits(patience_s))
+        if silent_s >= patience_s:
+            raise ServerSilentError(
+                f"no sign of life from the server for {silent_s:.0f} s; the sample keeps "
+                f"failing: {error}; check that the server runs and is reachable"
+            ) from error
+        if not (decision.retry or isinstance(error, config.retryable_exceptions)):
+            raise error
+        hint_s = retry_after_s(outcome.headers, session.clock.wall())
+        return config.delay_s(attempt, random.random()) if hint_s is None else hint_s
+
+    # -- about this sampler -------------------------------------------------------------------
+
+    async def get_base_model_async(self) -> str:
+        """The name of the model under the weights."""
+        return await self._operations.run(self._base_model)
+
+    async def _base_model(self) -> str:
+        api = await self.holder.opened()
+        sampler = await api.call(routes.GET_SAMPLER, params={"sampler": self._sampling_session_id})
+        return sampler.base_model
+
+    get_base_model = blocking(get_base_model_async)
+
+    async def get_tokenizer_async(self) -> Tokenizer:
+        """The model's tokenizer; from `transformers` where installed, else `tokenizers`."""
+        from tinkex.clients.tokenizers import load_tokenizer_async
+
+        return await load_tokenizer_async(await self.get_base_model_async(), None)
+
+    get_tokenizer = blocking(get_tokenizer_async)
+
+    def get_sampler_handle(self) -> str:
+        """Text from which another process can make a copy of this client; holds no credential."""
+        from tinkex.clients.handles import handle_of
+
+        return handle_of(self)
+
+    @staticmethod
+    def from_sampler_handle(handle: str, *, api_key: str | None = None) -> SamplingClient:
+        """A copy of the client that `handle` was made from; makes no request yet."""
+        from tinkex.clients.handles import from_handle
+
+        return from_handle(handle, api_key=api_key)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (SamplingClient.from_sampler_handle, (self.get_sampler_handle(),))
+
+    def get_telemetry(self) -> Telemetry | None:
+        """The session's telemetry, or None when it is off."""
+        return self.holder.telemetry
+
+    def on_queue_state_change(self, queue_state: str, queue_state_reason: str | None) -> None:
+        """Called whenever the server's queue pauses or moves again; override or replace it."""
+
+
+class _Life:
+    """When the server last showed that it knows about a sample."""
+
+    def __init__(self, last: float) -> None:
+        self.last = last
+
+
+class _NoLimit:
+    """A semaphore with room for everybody."""
+
+    async def __aenter__(self) -> None: ...
+
+    async def __aexit__(self, *_: object) -> None: ...
+
+
+_NO_LIMIT = _NoLimit()
+
+
+def _prompt_logprobs(response: SampleResponse) -> list[float | None]:
+    from tinkex.clients.calls import given
+
+    return given(response.prompt_logprobs, "prompt_logprobs", "compute_logprobs")

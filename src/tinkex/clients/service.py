@@ -1,0 +1,434 @@
+"""`ServiceClient`: the way in. Makes the other clients, and ends their session."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any, Literal
+
+from tinkex.clients.calls import given
+from tinkex.clients.console import session_url
+from tinkex.clients.operations import blocking
+from tinkex.clients.sampling import SamplingClient
+from tinkex.clients.session import Session
+from tinkex.clients.training import TrainingClient
+from tinkex.config import Config
+from tinkex.errors import ClosedError, InputError
+from tinkex.futures.poller import Ticket
+from tinkex.types import (
+    AdamOptimizerConfig,
+    CreateModelRequest,
+    LoadWeightsRequest,
+    LoraConfig,
+    ParsedCheckpointTinkerPath,
+)
+from tinkex.wire import bodies, routes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from types import TracebackType
+
+    from tinkex.clients.custom_loss import LossHandle, PerDatumLossFn
+    from tinkex.clients.operations import Operations
+    from tinkex.clients.portal import Portal
+    from tinkex.clients.rest import RestClient
+    from tinkex.clients.retry_config import RetryConfig
+    from tinkex.clients.telemetry import Telemetry
+    from tinkex.clock import Clock
+    from tinkex.futures.future import APIFuture, Promise
+    from tinkex.transport.base import Transport
+    from tinkex.types import (
+        CustomLossInputRank,
+        GetServerCapabilitiesResponse,
+        OptimizerConfig,
+        WeightsInfoResponse,
+    )
+    from tinkex.types.usage import Usage
+
+CloseStatus = Literal["success", "errored", "interrupted"]
+
+
+class ServiceClient:
+    """A connection to a Tinker server; does nothing until it is used.
+
+    Use it as a context manager, blocking or async, or call `close()`: both finish the session.
+    """
+
+    def __init__(
+        self,
+        user_metadata: dict[str, str] | None = None,
+        project_id: str | None = None,
+        *,
+        display_name: str | None = None,
+        base_url: str | None = None,
+        api_key: str | None = None,
+        default_headers_overrides: Mapping[str, str] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        parts = {
+            name: kwargs.pop(name, None) for name in ("_config", "_clock", "_portal", "_transport")
+        }
+        if kwargs:
+            names = ", ".join(sorted(kwargs))
+            warnings.warn(f"ServiceClient ignores unknown arguments: {names}", FutureWarning, 2)
+        config: Config = parts["_config"] or Config.load(
+            base_url=base_url,
+            api_key=api_key,
+            project_id=project_id,
+            headers=default_headers_overrides,
+        )
+        self._start(config, user_metadata, display_name, **parts)
+
+    def _start(
+        self,
+        config: Config,
+        user_metadata: dict[str, str] | None,
+        display_name: str | None,
+        *,
+        _config: object = None,
+        _clock: Clock | None = None,
+        _portal: Portal | None = None,
+        _transport: Callable[[Config, Clock], Transport] | None = None,
+    ) -> None:
+        session = Session(
+            config,
+            user_metadata=user_metadata,
+            display_name=display_name,
+            project_id=config.project_id,
+            clock=_clock,
+            portal=_portal,
+            transport=_transport,
+        )
+        self._lease = session.lease()
+        self._operations = self._lease.operations()
+        self._closing: APIFuture[None] | None = None
+
+    @property
+    def operations(self) -> Operations:
+        """Where this client's work runs; for the twins of its methods."""
+        return self._operations
+
+    @property
+    def holder(self) -> Session:
+        """The session behind this client."""
+        return self._lease.session
+
+    # -- what the server has ------------------------------------------------------------------
+
+    async def get_server_capabilities_async(self) -> GetServerCapabilitiesResponse:
+        """The models this server offers; needs no session."""
+        return await self._operations.run(self._capabilities)
+
+    async def _capabilities(self) -> GetServerCapabilitiesResponse:
+        api = await self.holder.connected()
+        return await api.call(routes.GET_SERVER_CAPABILITIES)
+
+    get_server_capabilities = blocking(get_server_capabilities_async)
+
+    # -- training -----------------------------------------------------------------------------
+
+    async def create_lora_training_client_async(
+        self,
+        base_model: str,
+        rank: int = 32,
+        seed: int | None = None,
+        train_mlp: bool = True,
+        train_attn: bool = True,
+        train_unembed: bool = True,
+        user_metadata: dict[str, str] | None = None,
+        optimizer: OptimizerConfig | None = None,
+    ) -> TrainingClient:
+        """Start a training run with a fresh LoRA adapter."""
+        if not (train_mlp or train_attn or train_unembed):
+            raise NothingToTrain(
+                "at least one of train_mlp, train_attn, train_unembed must be true"
+            )
+        lora = LoraConfig(
+            rank=rank,
+            seed=seed,
+            train_mlp=train_mlp,
+            train_attn=train_attn,
+            train_unembed=train_unembed,
+        )
+        return await self._operations.run(
+            lambda: self._create_model(base_model, lora, user_metadata, optimizer)
+        )
+
+    create_lora_training_client = blocking(create_lora_training_client_async)
+
+    async def _create_model(
+        self,
+        base_model: str,
+        lora: LoraConfig,
+        user_metadata: dict[str, str] | None,
+        optimizer: OptimizerConfig | None,
+    ) -> TrainingClient:
+        session = self.holder
+        await session.opened()
+        number = session.next_model_seq_id()
+        request = CreateModelRequest(
+            session_id=given(session.session_id, "session_id", "create_session"),
+            model_seq_id=number,
+            base_model=base_model,
+            user_metadata=user_metadata,
+            lora_config=lora,
+            optimizer_config=optimizer or AdamOptimizerConfig(),
+        )
+        created = await self._submit(routes.CREATE_MODEL, request)
+        return TrainingClient(self._lease, number, created.model_id)
+
+    async def create_training_client_from_state_async(
+        self,
+        path: str,
+        base_model: str | None = None,
+        user_metadata: dict[str, str] | None = None,
+        weights_access_token: str | None = None,
+        optimizer: OptimizerConfig | None = None,
+    ) -> TrainingClient:
+        """Start a new run from saved weights, with a fresh optimizer."""
+        return await self._operations.run(
+            lambda: self._resume(
+                path, base_model, user_metadata, weights_access_token, optimizer, False
+            )
+        )
+
+    create_training_client_from_state = blocking(create_training_client_from_state_async)
+
+    async def create_training_client_from_state_with_optimizer_async(
+        self,
+        path: str,
+        base_model: str | None = None,
+        user_metadata: dict[str, str] | None = None,
+        weights_access_token: str | None = None,
+    ) -> TrainingClient:
+        """Start a new run from saved weights and optimizer state."""
+        return await self._operations.run(
+            lambda: self._resume(path, base_model, user_metadata, weights_access_token, None, True)
+        )
+
+    create_training_client_from_state_with_optimizer = blocking(
+        create_training_client_from_state_with_optimizer_async
+    )
+
+    async def _resume(
+        self,
+        path: str,
+        base_model: str | None,
+        user_metadata: dict[str, str] | None,
+        token: str | None,
+        optimizer: OptimizerConfig | None,
+        with_optimizer: bool,
+    ) -> TrainingClient:
+        ParsedCheckpointTinkerPath.from_tinker_path(path)
+        api = await self.holder.opened()
+        if api.client_config.create_model_via_load_weights:
+            return await self._create_by_loading(
+                path, base_model, user_metadata, token, optimizer, with_optimizer
+            )
+        info = await self._weights_info(path, token)
+        if not info.is_lora or info.lora_rank is None:
+            raise InputError("is not a LoRA checkpoint, so no LoRA run can start from it", "path")
+        lora = LoraConfig(
+            rank=info.lora_rank,
+            train_unembed=info.train_unembed is not False,
+            train_mlp=info.train_mlp is not False,
+            train_attn=info.train_attn is not False,
+        )
+        client = await self._create_model(
+            base_model or info.base_model,
+            lora,
+            user_metadata,
+            info.optimizer_config if with_optimizer else optimizer,
+        )
+        await client.load(path, optimizer=with_optimizer, weights_access_token=token)
+        return client
+
+    async def _create_by_loading(
+        self,
+        path: str,
+        base_model: str | None,
+        user_metadata: dict[str, str] | None,
+        token: str | None,
+        optimizer: OptimizerConfig | None,
+        with_optimizer: bool,
+    ) -> TrainingClient:
+        session = self.holder
+        session_id = given(session.session_id, "session_id", "create_session")
+        number = session.next_model_seq_id()
+        request = LoadWeightsRequest(
+            session_id=session_id,
+            model_seq_id=number,
+            base_model=base_model,
+            user_metadata=user_metadata,
+            path=path,
+            optimizer=with_optimizer,
+            optimizer_config=None if with_optimizer else optimizer,
+            weights_access_token=token,
+        )
+        loaded = await self._submit(routes.LOAD_WEIGHTS, request)
+        # The protocol fixes the id of a run that is created this way.
+        return TrainingClient(
+            self._lease, number, loaded.model_id or f"{session_id}:train:{number}"
+        )
+
+    async def _weights_info(self, path: str, token: str | None) -> WeightsInfoResponse:
+        api = await self.holder.connected()
+        request = bodies.WeightsInfoRequest(tinker_path=path)
+        headers = {} if token is None else {"X-API-Key": token}
+        return await api.call(routes.WEIGHTS_INFO, request, headers=headers)
+
+    async def _submit(self, route: routes.Route[Any, Any], request: Any) -> Any:
+        """Send a request outside any run's turn order and wait for its result."""
+        session = self.holder
+        accepted = await session.api.call(route, request)
+        ticket = Ticket(accepted.request_id, given(route.request_type, "type", route.name))
+        return (await session.poller.wait(ticket, lambda pending: None)).value
+
+    # -- sampling -----------------------------------------------------------------------------
+
+    async def create_sampling_client_async(
+        self,
+        model_path: str | None = None,
+        base_model: str | None = None,
+        retry_config: RetryConfig | None = None,
+        record_stability_info: bool = False,
+    ) -> SamplingClient:
+        """A client that samples from a base model or from saved weights."""
+        return await SamplingClient.open(
+            self._lease,
+            model_path=model_path,
+            base_model=base_model,
+            retry_config=retry_config,
+            record_stability_info=record_stability_info,
+        )
+
+    create_sampling_client = blocking(create_sampling_client_async)
+
+    # -- the rest -----------------------------------------------------------------------------
+
+    def create_custom_loss(
+        self, fn: PerDatumLossFn, input_ranks: Mapping[str, CustomLossInputRank]
+    ) -> APIFuture[LossHandle]:
+        """Trace a loss over log-probabilities, and upload it where the server runs such losses."""
+        from tinkex.clients.custom_loss import create_custom_loss
+
+        return create_custom_loss(self.holder, self._operations, fn, input_ranks)
+
+    async def create_custom_loss_async(
+        self, fn: PerDatumLossFn, input_ranks: Mapping[str, CustomLossInputRank]
+    ) -> LossHandle:
+        """As `create_custom_loss`, awaiting the handle."""
+        return await self.create_custom_loss(fn, input_ranks)
+
+    async def copy_weights_async(
+        self,
+        path: str,
+        *,
+        ttl_seconds: int | None = None,
+        weights_access_token: str | None = None,
+    ) -> str:
+        """Copy a checkpoint into this client's project; returns the path of the copy."""
+        return await self.copy_weights(
+            path, ttl_seconds=ttl_seconds, weights_access_token=weights_access_token
+        )
+
+    def copy_weights(
+        self,
+        path: str,
+        *,
+        ttl_seconds: int | None = None,
+        weights_access_token: str | None = None,
+    ) -> APIFuture[str]:
+        """Copy a checkpoint into this client's project; the result is the path of the copy."""
+        return self.create_rest_client_quietly().copy_weights(
+            path,
+            self.holder.project_id,
+            ttl_seconds=ttl_seconds,
+            weights_access_token=weights_access_token,
+        )
+
+    def create_rest_client(self) -> RestClient:
+        """Deprecated: `RestClient()` needs no session."""
+        warnings.warn("create_rest_client is deprecated; use RestClient()", FutureWarning, 2)
+        return self.create_rest_client_quietly()
+
+    def create_rest_client_quietly(self) -> RestClient:
+        """A RestClient on this client's connections."""
+        from tinkex.clients.rest import RestClient
+
+        return RestClient(self._lease)
+
+    def usage(self) -> Usage:
+        """Tokens, queue time and device seconds of this session so far."""
+        return self.holder.usage
+
+    def get_console_url(self) -> str:
+        """Where this session can be looked at; the list of sessions before there is one."""
+        return session_url(self.holder.session_id)
+
+    def get_telemetry(self) -> Telemetry | None:
+        """The session's telemetry, or None when it is off."""
+        return self.holder.telemetry
+
+    # -- the end ------------------------------------------------------------------------------
+
+    def close(self, status: CloseStatus = "success", detail: str | None = None) -> APIFuture[None]:
+        """Finish the session and let go of everything; pending calls end with `ClosedError`."""
+        if self._closing is None:
+            session = self.holder
+            promise: Promise[None] = self._operations.promise()
+            self._closing = promise.future
+            if not session.portal.started():
+                session.closed = True
+                promise.finish(None)
+            else:
+                self._operations.post(
+                    promise,
+                    lambda: session.portal.spawn(session.close(promise, status, detail)),
+                )
+        return self._closing
+
+    async def close_async(self, status: CloseStatus = "success", detail: str | None = None) -> None:
+        """As `close`, awaiting the end."""
+        await self.close(status, detail)
+
+    def __enter__(self) -> ServiceClient:
+        if self._closing is not None:
+            raise ClosedError("ServiceClient is closed")
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        self.close(_status_of(kind)).result()
+
+    async def __aenter__(self) -> ServiceClient:
+        return self.__enter__()
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        await self.close_async(_status_of(kind))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise TypeError(
+            "a ServiceClient belongs to its process and cannot be pickled; send a SamplingClient, "
+            "or make a new ServiceClient there"
+        )
+
+
+class NothingToTrain(InputError, AssertionError):
+    """All three train flags are off; an AssertionError too, as in the official client."""
+
+    code = "nothing_to_train"
+
+
+def _status_of(kind: type[BaseException] | None) -> CloseStatus:
+    if kind is None:
+        return "success"
+    return "errored" if issubclass(kind, Exception) else "interrupted"

@@ -1,0 +1,289 @@
+"""Telemetry: tells the server how the client fares, and never gets in anybody's way.
+
+Recording an event puts it into a bounded queue and returns, from any thread; a loop on the
+client's own event loop sends what is queued. Nothing here blocks, raises into its caller or
+delays an error: a dead telemetry route costs some events, which are counted. What events may
+say is decided in `redaction`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import threading
+import uuid
+from collections import deque
+from datetime import UTC, datetime, timedelta
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tinkex._version import __version__
+from tinkex.clients.redaction import Redactor, is_user_error
+from tinkex.clock import time_limit
+from tinkex.errors import ClosedError, NotFoundError, TinkerError
+from tinkex.types import (
+    GenericEvent,
+    SessionEndEvent,
+    SessionStartEvent,
+    TelemetrySendRequest,
+    UnhandledExceptionEvent,
+)
+from tinkex.wire import routes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from tinkex.clients.portal import Portal
+    from tinkex.clock import Clock
+    from tinkex.transport.api import Api
+    from tinkex.types import Severity, TelemetryEvent
+
+_log = logging.getLogger(__name__)
+_BATCH = 100
+_QUEUE = 10_000
+_EVERY_S = 10.0
+_ATTEMPTS = 3
+_NAMES = 100
+_FLUSH_S = 2.0
+
+
+class _Stamp(NamedTuple):
+    """What every event carries."""
+
+    event_id: str
+    index: int
+    severity: Severity
+    timestamp: datetime
+
+
+class Telemetry:
+    """The events of one connection set.
+
+    `api` gives the api once there is one, `secrets` the credentials that must never be in an
+    event. Without a `session_id` the events count as those of a connection without a session.
+    """
+
+    def __init__(
+        self,
+        api: Callable[[], Api],
+        clock: Clock,
+        portal: Portal,
+        *,
+        session_id: str | None = None,
+        secrets: Callable[[], Iterable[str]] = tuple,
+    ) -> None:
+        # Mutable state: the queue, the counters and the names seen, behind one lock that is held
+        # for moments; whether the sending loop runs and was woken; whether the server has said
+        # that it takes no telemetry.
+        self.session_id = session_id
+        self.dropped = 0
+        self._api = api
+        self._clock = clock
+        self._portal = portal
+        self._redactor = Redactor(secrets)
+        # Re-entrant: a signal handler may record while its own thread is recording.
+        self._lock = threading.RLock()
+        self._queue: deque[TelemetryEvent] = deque()
+        self._next_index = 0
+        self._names: set[str] = set()
+        self._due: asyncio.Event | None = None
+        self._woken = False
+        self._refused = False
+        self._started_s = clock.now()
+        self._pid = os.getpid()
+        self._sessionless_id = f"sessionless-{uuid.uuid4()}"
+
+    # -- recording, from any thread -----------------------------------------------------------
+
+    def event(
+        self, name: str, data: Mapping[str, Any] | None = None, severity: Severity = "INFO"
+    ) -> None:
+        """Record that something happened; `name` is one of few, ids belong into `data`."""
+        self._record(lambda stamp: self._generic(stamp, name, data or {}), severity)
+
+    def exception(self, error: BaseException) -> None:
+        """Record an error that reached the user, and send it soon."""
+        if not isinstance(error, Exception) or isinstance(error, ClosedError):
+            # Interrupts, cancellations and closing are how programs end.
+            return
+        if is_user_error(error):
+            self._record(lambda stamp: self._user_error(stamp, error), "WARNING", urgent=True)
+        else:
+            self._record(lambda stamp: self._unhandled(stamp, error), "ERROR", urgent=True)
+
+    def session_start(self) -> None:
+        """Record that the session exists."""
+        self._record(
+            lambda stamp: SessionStartEvent(
+                event_id=stamp.event_id,
+                event_session_index=stamp.index,
+                severity=stamp.severity,
+                timestamp=stamp.timestamp,
+            ),
+            "INFO",
+        )
+
+    def session_end(self) -> None:
+        """Record that the session is over."""
+        duration = timedelta(seconds=self._clock.now() - self._started_s)
+        self._record(
+            lambda stamp: SessionEndEvent(
+                duration=str(duration),
+                event_id=stamp.event_id,
+                event_session_index=stamp.index,
+                severity=stamp.severity,
+                timestamp=stamp.timestamp,
+            ),
+            "INFO",
+        )
+
+    def _record(
+        self,
+        make: Callable[[_Stamp], TelemetryEvent],
+        severity: Severity,
+        *,
+        urgent: bool = False,
+    ) -> None:
+        # In a forked child the loop is gone, and the lock may be held by a thread that is too.
+        if self._refused or os.getpid() != self._pid:
+            return
+        try:
+            with self._lock:
+                self._put(make, severity)
+                waiting = len(self._queue)
+            if urgent or waiting >= _BATCH:
+                self._wake()
+        except Exception:  # noqa: BLE001 - telemetry breaks nobody
+            _log.debug("an event could not be recorded", exc_info=True)
+
+    def _put(self, make: Callable[[_Stamp], TelemetryEvent], severity: Severity) -> None:
+        if len(self._queue) >= _QUEUE:
+            self.dropped += 1
+            return
+        timestamp = datetime.fromtimestamp(self._clock.wall(), UTC)
+        self._queue.append(make(_Stamp(str(uuid.uuid4()), self._next_index, severity, timestamp)))
+        self._next_index += 1
+
+    def _generic(self, stamp: _Stamp, name: str, data: Mapping[str, Any]) -> GenericEvent:
+        return GenericEvent(
+            event_id=stamp.event_id,
+            event_name=self._known(name),
+            event_session_index=stamp.index,
+            severity=stamp.severity,
+            timestamp=stamp.timestamp,
+            event_data=self._redactor.members(data),
+        )
+
+    def _known(self, name: str) -> str:
+        """`name`, unless so many are in use that somebody must be putting ids into them."""
+        if name not in self._names:
+            if len(self._names) >= _NAMES:
+                return "other"
+            self._names.add(name)
+        return name
+
+    def _user_error(self, stamp: _Stamp, error: Exception) -> GenericEvent:
+        data = {
+            "error_type": type(error).__name__,
+            "code": getattr(error, "code", None),
+            "status_code": getattr(error, "status_code", None),
+            "request_id": getattr(error, "request_id", None),
+            "message": self._redactor.message(error),
+        }
+        return self._generic(stamp, "user_error", {k: v for k, v in data.items() if v is not None})
+
+    def _unhandled(self, stamp: _Stamp, error: Exception) -> UnhandledExceptionEvent:
+        return UnhandledExceptionEvent(
+            error_message=self._redactor.message(error),
+            error_type=type(error).__name__,
+            event_id=stamp.event_id,
+            event_session_index=stamp.index,
+            severity=stamp.severity,
+            timestamp=stamp.timestamp,
+            traceback=self._redactor.frames(error),
+        )
+
+    def _wake(self) -> None:
+        due = self._due
+        if due is not None and not self._woken:
+            self._woken = True
+            with contextlib.suppress(ClosedError):
+                self._portal.post(due.set)
+
+    # -- sending, on the loop -----------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Send what is queued every ten seconds, or sooner when there is reason; until cancelled."""
+        self._due = asyncio.Event()
+        try:
+            while not self._refused:
+                async with time_limit(self._clock, _EVERY_S):
+                    await self._due.wait()
+                self._due.clear()
+                self._woken = False
+                await self._send_queued()
+        finally:
+            self._due = None
+
+    async def flush(self, limit_s: float = _FLUSH_S) -> None:
+        """Try to send everything that is queued, for at most `limit_s`."""
+        async with time_limit(self._clock, limit_s):
+            await self._send_queued()
+
+    async def _send_queued(self) -> None:
+        """Send batch after batch; one that cannot be sent ends the round."""
+        while self._queue and not self._refused and await self._deliver(self._take()):
+            pass
+
+    def _take(self) -> list[TelemetryEvent]:
+        with self._lock:
+            return [self._queue.popleft() for _ in range(min(_BATCH, len(self._queue)))]
+
+    async def _deliver(self, batch: list[TelemetryEvent]) -> bool:
+        """Send one batch, a few times if need be; True when the server has it."""
+        for attempt in range(_ATTEMPTS):
+            try:
+                if attempt:
+                    await self._clock.sleep(2.0 ** (attempt - 1))
+                await self._api().call(routes.TELEMETRY, self._request(batch))
+            except asyncio.CancelledError:
+                with self._lock:
+                    self._queue.extendleft(reversed(batch))
+                raise
+            except Exception as error:  # noqa: BLE001 - telemetry breaks nobody
+                _log.debug("telemetry was not delivered: %s", self._redactor.message(error))
+                if not self._may_try_again(error):
+                    break
+            else:
+                return True
+        with self._lock:
+            self.dropped += len(batch)
+        return False
+
+    def _may_try_again(self, error: Exception) -> bool:
+        # A server without the route will not grow one during this session.
+        self._refused = isinstance(error, NotFoundError)
+        return isinstance(error, TinkerError) and error.retryable
+
+    def _request(self, batch: list[TelemetryEvent]) -> TelemetrySendRequest:
+        import platform
+
+        return TelemetrySendRequest(
+            events=batch,
+            platform=platform.system(),
+            sdk_version=__version__,
+            session_id=self.session_id or self._sessionless_id,
+            process_uuid=process_uuid(),
+        )
+
+
+def process_uuid() -> str:
+    """Names this process; a forked child has a name of its own."""
+    return _uuid_of(os.getpid())
+
+
+@cache
+def _uuid_of(pid: int) -> str:
+    return str(uuid.uuid4())

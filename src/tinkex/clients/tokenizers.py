@@ -1,0 +1,244 @@
+"""Tokenizers: which one belongs to a model, and loading it.
+
+`plan` decides by name alone what to load; loading runs in a thread, because it reads files and
+may download. `transformers` is used where it is installed, else the small `tokenizers` library.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import importlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
+
+from tinkex.errors import InputError, TinkerError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+_UNGATED_LLAMA_3 = "thinkingmachineslabinc/meta-llama-3-instruct-tokenizer"
+_VENDOR_PREFIXES = ("TML/", "thinkingmachines/")
+# These repositories carry their own code, so what runs is fixed to a commit somebody has read.
+_PINNED = {
+    "moonshotai/Kimi-K2-Thinking": "612681931a8c906ddb349f8ad0f582cb552189cd",
+    "moonshotai/Kimi-K2.5": "4d01dfe0332d63057c186e0b262165819efb6611",
+    "moonshotai/Kimi-K2.6": "b5aabbfb20227ed42becbf5541dbffd213942c58",
+    "moonshotai/Kimi-K3": "f831ab66814297da540d832a5235f8e904f29d06",
+}
+_ALIASES = {"moonshotai/Kimi-K2.5-Text-Only": "moonshotai/Kimi-K2.5"}
+_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
+@runtime_checkable
+class Tokenizer(Protocol):
+    """What a program may count on, whichever library the tokenizer comes from."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def eos_token_id(self) -> int | None: ...
+
+    @property
+    def bos_token_id(self) -> int | None: ...
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str: ...
+
+
+class TokenizerError(TinkerError, RuntimeError):
+    """The tokenizer cannot be had here; the message says what to install or fetch."""
+
+    code = "tokenizer"
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What to load: a folder, or a repository at a revision.
+
+    `stamp` is when a folder was last written, so that a new version is not taken for an old one.
+    """
+
+    name: str
+    revision: str | None = None
+    local: bool = False
+    stamp: int = 0
+
+
+async def load_tokenizer_async(model_name: str, tokenizer_id: str | None = None) -> Tokenizer:
+    """The tokenizer of a model, loaded without blocking the caller's loop."""
+    return await asyncio.to_thread(load_tokenizer, model_name, tokenizer_id)
+
+
+def load_tokenizer(model_name: str, tokenizer_id: str | None = None) -> Tokenizer:
+    """The tokenizer of a model; the last 32 are kept."""
+    return _load(plan(model_name, tokenizer_id))
+
+
+def plan(model_name: str, tokenizer_id: str | None = None) -> Source:
+    """What to load: an existing local folder, else the server's choice, else by the name."""
+    if not model_name:
+        raise InputError("must not be empty", "model_name")
+    for name in (model_name, tokenizer_id):
+        folder = _folder(name) if name else None
+        if folder is not None:
+            return folder
+    name = tokenizer_id or _by_model_name(model_name.split(":")[0])
+    name = _ALIASES.get(name, name)
+    return Source(name, _PINNED.get(name))
+
+
+def _by_model_name(name: str) -> str:
+    if name.startswith("meta-llama/Llama-3"):
+        return _UNGATED_LLAMA_3
+    if name.count("/") == 2:
+        organisation, model, _variant = name.split("/")
+        return f"{organisation}/{model}"
+    return name
+
+
+def _folder(name: str) -> Source | None:
+    """`name` as a local folder that holds a tokenizer."""
+    folder = Path(name)
+    try:
+        stamps = [path.stat().st_mtime_ns for file in _FILES if (path := folder / file).is_file()]
+    except (OSError, ValueError):  # too long a name, a null byte: no folder
+        return None
+    return Source(str(folder.resolve()), local=True, stamp=max(stamps)) if stamps else None
+
+
+@functools.lru_cache(maxsize=32)
+def _load(source: Source) -> Tokenizer:
+    if not source.local and source.name.startswith(_VENDOR_PREFIXES):
+        found = _from_vendor(source.name)
+        if found is not None:
+            return found
+    for library, read in (("transformers", _from_transformers), ("tokenizers", _from_tokenizers)):
+        module = _installed(library)
+        if module is None:
+            continue
+        try:
+            return read(module, source)
+        except TokenizerError:
+            raise
+        except Exception as error:
+            # Both libraries raise whatever comes to their minds, bare Exception included.
+            where = "the folder" if source.local else "the hub or its local cache"
+            raise TokenizerError(
+                f"the tokenizer {source.name!r} could not be read from {where}: {error}"
+            ) from error
+    raise TokenizerError(
+        f"loading the tokenizer {source.name!r} needs `pip install 'tinkex[tokenizers]'` or "
+        "`pip install transformers`"
+    )
+
+
+def _installed(library: str) -> Any:
+    try:
+        return importlib.import_module(library)
+    except ImportError:
+        return None
+
+
+def _from_vendor(name: str) -> Tokenizer | None:
+    vendor = _installed("tml_tokenizers.tinker_tokenizers")
+    if vendor is None:
+        raise TokenizerError(
+            f"the tokenizer {name!r} is not on any hub; install the vendor's package "
+            "tml_tokenizers, or build prompts with tml-renderers"
+        )
+    return vendor.get_tinker_tokenizer(name)
+
+
+def _from_transformers(transformers: Any, source: Source) -> Tokenizer:
+    options: dict[str, Any] = {}
+    if source.revision is not None:
+        options = {"revision": source.revision, "trust_remote_code": True}
+    return transformers.AutoTokenizer.from_pretrained(source.name, **options)
+
+
+def _from_tokenizers(tokenizers: Any, source: Source) -> Tokenizer:
+    folder = Path(source.name) if source.local else _downloaded(source)
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        raise TokenizerError(
+            f"{source.name!r} has no tokenizer.json, which is all `tokenizers` reads; "
+            "`pip install transformers` can load it"
+        )
+    return FastTokenizer(source.name, tokenizers.Tokenizer.from_file(str(file)), _settings(folder))
+
+
+def _downloaded(source: Source) -> Path:
+    # The hub's client is a dependency of `tokenizers`.
+    hub: Any = importlib.import_module("huggingface_hub")
+    return Path(
+        hub.snapshot_download(
+            source.name, revision=source.revision, allow_patterns=["tokenizer*.json"]
+        )
+    )
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    import msgspec
+
+    try:
+        text = (folder / "tokenizer_config.json").read_bytes()
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except (OSError, msgspec.MsgspecError):
+        return {}
+
+
+class FastTokenizer:
+    """A tokenizer without `transformers`: text to ids and back, no chat templates."""
+
+    def __init__(self, name: str, fast: Any, settings: Mapping[str, Any]) -> None:
+        self.name_or_path = name
+        self._fast = fast
+        self._settings = settings
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids of the model's own vocabulary, without tokens added later."""
+        return self._fast.get_vocab_size(with_added_tokens=False)
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The id that ends a text, where the tokenizer names one."""
+        return self._special("eos_token")
+
+    @property
+    def bos_token_id(self) -> int | None:
+        """The id that begins a text, where the tokenizer names one."""
+        return self._special("bos_token")
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The ids of `text`."""
+        return self._fast.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """The text of `token_ids`; numpy and torch values are taken too."""
+        ids = [int(token) for token in token_ids]
+        return self._fast.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def apply_chat_template(self, *args: object, **kwargs: object) -> list[int]:
+        """Not without `transformers`, whose template language this would need."""
+        raise TokenizerError(
+            "apply_chat_template needs `pip install transformers`; get_tokenizer() then returns "
+            "its tokenizer"
+        )
+
+    def __len__(self) -> int:
+        """All ids, those of added tokens included."""
+        return self._fast.get_vocab_size(with_added_tokens=True)
+
+    def __repr__(self) -> str:
+        return f"FastTokenizer({self.name_or_path!r}, {len(self)} ids)"
+
+    def _special(self, role: str) -> int | None:
+        # Older files hold an object where newer ones hold the text.
+        token: Any = self._settings.get(role)
+        text = cast("dict[str, Any]", token).get("content") if isinstance(token, dict) else token
+        return self._fast.token_to_id(text) if isinstance(text, str) else None

@@ -1,0 +1,408 @@
+"""`TrainingClient`: one training run.
+
+Every operation returns an `APIFuture` at once and is sent in the order of the calls. Bad data is
+refused before anything is sent; the error comes out of the future like any other.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from typing import TYPE_CHECKING, Literal
+
+from tinkex.clients.calls import TrainingCalls, given
+from tinkex.clients.console import training_run_url
+from tinkex.clients.operations import blocking, hint_async
+from tinkex.clients.sampling import SamplingClient
+from tinkex.errors import InputError, InputTypeError, TinkerError
+from tinkex.types import (
+    AdamParams,
+    ForwardBackwardOutput,
+    GetInfoRequest,
+    GetInfoResponse,
+    LoadWeightsRequest,
+    LoadWeightsResponse,
+    OptimParamsBase,
+    OptimStepRequest,
+    OptimStepResponse,
+    SaveWeightsExternalRequest,
+    SaveWeightsExternalResponse,
+    SaveWeightsForSamplerRequest,
+    SaveWeightsForSamplerResponse,
+    SaveWeightsRequest,
+    SaveWeightsResponse,
+)
+from tinkex.wire import routes
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from tinkex.clients.custom_loss import CustomLossFnV1, LossHandle
+    from tinkex.clients.operations import Operations
+    from tinkex.clients.retry_config import RetryConfig
+    from tinkex.clients.session import Lease, Session
+    from tinkex.clients.telemetry import Telemetry
+    from tinkex.clients.tokenizers import Tokenizer
+    from tinkex.futures.future import APIFuture
+    from tinkex.types import Datum, LossFnType, OptimParams
+
+_log = logging.getLogger(__name__)
+
+
+class TrainingClient:
+    """Trains one LoRA adapter. Made by `ServiceClient`, never directly."""
+
+    def __init__(self, lease: Lease, model_seq_id: int, model_id: str) -> None:
+        self.model_id = model_id
+        self.model_seq_id = model_seq_id
+        self._lease = lease
+        self._operations = lease.operations()
+        self._calls = TrainingCalls(
+            lease.session,
+            self._operations,
+            model_id,
+            # Looked up at each change, so that replacing the hook on the object works.
+            lambda state, reason: self.on_queue_state_change(state, reason),
+        )
+
+    @property
+    def operations(self) -> Operations:
+        """Where this client's work runs; for the twins of its methods."""
+        return self._operations
+
+    @property
+    def holder(self) -> Session:
+        """The session behind this client."""
+        return self._lease.session
+
+    # -- training -----------------------------------------------------------------------------
+
+    def forward(
+        self,
+        data: Sequence[Datum],
+        loss_fn: LossFnType,
+        loss_fn_config: Mapping[str, float | str] | None = None,
+    ) -> APIFuture[ForwardBackwardOutput]:
+        """Compute the loss without gradients."""
+        return self._calls.run_pass(data, loss_fn, loss_fn_config, forward_only=True)
+
+    async def forward_async(
+        self,
+        data: Sequence[Datum],
+        loss_fn: LossFnType,
+        loss_fn_config: Mapping[str, float | str] | None = None,
+    ) -> APIFuture[ForwardBackwardOutput]:
+        """As `forward`; awaiting it gives the future."""
+        return self.forward(data, loss_fn, loss_fn_config)
+
+    def forward_backward(
+        self,
+        data: Sequence[Datum],
+        loss_fn: LossFnType,
+        loss_fn_config: Mapping[str, float | str] | None = None,
+    ) -> APIFuture[ForwardBackwardOutput]:
+        """Compute the loss and add its gradients to those already accumulated."""
+        return self._calls.run_pass(data, loss_fn, loss_fn_config, forward_only=False)
+
+    async def forward_backward_async(
+        self,
+        data: Sequence[Datum],
+        loss_fn: LossFnType,
+        loss_fn_config: Mapping[str, float | str] | None = None,
+    ) -> APIFuture[ForwardBackwardOutput]:
+        """As `forward_backward`; awaiting it gives the future."""
+        return self.forward_backward(data, loss_fn, loss_fn_config)
+
+    def optim_step(
+        self, optim_params: OptimParams | None = None, *, adam_params: AdamParams | None = None
+    ) -> APIFuture[OptimStepResponse]:
+        """Apply the accumulated gradients."""
+        try:
+            params = _one_of(optim_params, adam_params)
+        except TinkerError as error:
+            return self._calls.refuse(error)
+        return self._calls.json_turn(
+            routes.OPTIM_STEP,
+            lambda seq_id: OptimStepRequest(
+                optim_params=params, model_id=self.model_id, seq_id=seq_id
+            ),
+            lambda value: value,
+        )
+
+    async def optim_step_async(
+        self, optim_params: OptimParams | None = None, *, adam_params: AdamParams | None = None
+    ) -> APIFuture[OptimStepResponse]:
+        """As `optim_step`; awaiting it gives the future."""
+        return self.optim_step(optim_params, adam_params=adam_params)
+
+    # -- weights ------------------------------------------------------------------------------
+
+    def save_state(
+        self,
+        name: str,
+        ttl_seconds: int | None = None,
+        overwrite: bool = False,
+        user_metadata: dict[str, str] | None = None,
+    ) -> APIFuture[SaveWeightsResponse]:
+        """Save a checkpoint that training can resume from."""
+        return self._calls.json_turn(
+            routes.SAVE_WEIGHTS,
+            lambda seq_id: SaveWeightsRequest(
+                model_id=self.model_id,
+                path=name,
+                seq_id=seq_id,
+                ttl_seconds=ttl_seconds,
+                overwrite=overwrite,
+                user_metadata=user_metadata,
+            ),
+            lambda value: value,
+        )
+
+    async def save_state_async(
+        self,
+        name: str,
+        ttl_seconds: int | None = None,
+        overwrite: bool = False,
+        user_metadata: dict[str, str] | None = None,
+    ) -> APIFuture[SaveWeightsResponse]:
+        """As `save_state`; awaiting it gives the future."""
+        return self.save_state(name, ttl_seconds, overwrite, user_metadata)
+
+    def save_weights_for_sampler(
+        self,
+        name: str,
+        ttl_seconds: int | None = None,
+        user_metadata: dict[str, str] | None = None,
+    ) -> APIFuture[SaveWeightsForSamplerResponse]:
+        """Save weights that a sampling client can be made from."""
+        return self._calls.json_turn(
+            routes.SAVE_WEIGHTS_FOR_SAMPLER,
+            lambda seq_id: SaveWeightsForSamplerRequest(
+                model_id=self.model_id,
+                path=name,
+                seq_id=seq_id,
+                ttl_seconds=ttl_seconds,
+                user_metadata=user_metadata,
+            ),
+            lambda value: SaveWeightsForSamplerResponse(
+                path=given(value.path, "path", routes.SAVE_WEIGHTS_FOR_SAMPLER.name),
+                usage=value.usage,
+            ),
+        )
+
+    async def save_weights_for_sampler_async(
+        self,
+        name: str,
+        ttl_seconds: int | None = None,
+        user_metadata: dict[str, str] | None = None,
+    ) -> APIFuture[SaveWeightsForSamplerResponse]:
+        """As `save_weights_for_sampler`; awaiting it gives the future."""
+        return self.save_weights_for_sampler(name, ttl_seconds, user_metadata)
+
+    def save_weights_external(
+        self,
+        name: str,
+        ttl_seconds: int | None = None,
+        age_encryption_recipients: list[str] | None = None,
+    ) -> APIFuture[SaveWeightsExternalResponse]:
+        """Export weights in the Hugging Face layout, encrypted if recipients are given."""
+        return self._calls.json_turn(
+            routes.SAVE_WEIGHTS_EXTERNAL,
+            lambda seq_id: SaveWeightsExternalRequest(
+                model_id=self.model_id,
+                path=name,
+                seq_id=seq_id,
+                ttl_seconds=ttl_seconds,
+                age_encryption_recipients=age_encryption_recipients,
+            ),
+            lambda value: SaveWeightsExternalResponse(
+                path=given(value.path, "path", routes.SAVE_WEIGHTS_EXTERNAL.name),
+                usage=value.usage,
+            ),
+        )
+
+    async def save_weights_external_async(
+        self,
+        name: str,
+        ttl_seconds: int | None = None,
+        age_encryption_recipients: list[str] | None = None,
+    ) -> APIFuture[SaveWeightsExternalResponse]:
+        """As `save_weights_external`; awaiting it gives the future."""
+        return self.save_weights_external(name, ttl_seconds, age_encryption_recipients)
+
+    def load_state(
+        self, path: str, weights_access_token: str | None = None
+    ) -> APIFuture[LoadWeightsResponse]:
+        """Load weights into this run. Deprecated: create a client from the state instead."""
+        _deprecated("load_state", "create_training_client_from_state")
+        return self.load(path, optimizer=False, weights_access_token=weights_access_token)
+
+    async def load_state_async(
+        self, path: str, weights_access_token: str | None = None
+    ) -> APIFuture[LoadWeightsResponse]:
+        """As `load_state`; awaiting it gives the future."""
+        return self.load_state(path, weights_access_token)
+
+    def load_state_with_optimizer(
+        self, path: str, weights_access_token: str | None = None
+    ) -> APIFuture[LoadWeightsResponse]:
+        """Load weights and optimizer state. Deprecated: create a client from the state instead."""
+        _deprecated("load_state_with_optimizer", "create_training_client_from_state_with_optimizer")
+        return self.load(path, optimizer=True, weights_access_token=weights_access_token)
+
+    async def load_state_with_optimizer_async(
+        self, path: str, weights_access_token: str | None = None
+    ) -> APIFuture[LoadWeightsResponse]:
+        """As `load_state_with_optimizer`; awaiting it gives the future."""
+        return self.load_state_with_optimizer(path, weights_access_token)
+
+    def load(
+        self, path: str, *, optimizer: bool, weights_access_token: str | None = None
+    ) -> APIFuture[LoadWeightsResponse]:
+        """Load a checkpoint into this run in its turn."""
+        return self._calls.json_turn(
+            routes.LOAD_WEIGHTS,
+            lambda seq_id: LoadWeightsRequest(
+                model_id=self.model_id,
+                seq_id=seq_id,
+                path=path,
+                optimizer=optimizer,
+                weights_access_token=weights_access_token,
+            ),
+            lambda value: value,
+        )
+
+    # -- sampling -----------------------------------------------------------------------------
+
+    async def save_weights_and_get_sampling_client_async(
+        self,
+        name: str | None = None,
+        retry_config: RetryConfig | None = None,
+        record_stability_info: bool = False,
+    ) -> SamplingClient:
+        """Publish the weights as they are now and return a client that samples from them."""
+        if name is not None:
+            warnings.warn("name is ignored: the weights are not kept", DeprecationWarning, 2)
+        # One number for all attempts; the turn is taken now, so that the snapshot has its place
+        # among the other operations.
+        number = self.holder.next_sampling_session_seq_id()
+        saved = self._calls.json_turn(
+            routes.SAVE_WEIGHTS_FOR_SAMPLER,
+            lambda seq_id: SaveWeightsForSamplerRequest(
+                model_id=self.model_id,
+                sampling_session_seq_id=number,
+                seq_id=seq_id,
+            ),
+            lambda value: given(value.sampling_session_id, "sampling_session_id", "the save"),
+        )
+        return SamplingClient(
+            self._lease,
+            await saved,
+            retry_config=retry_config,
+            record_stability_info=record_stability_info,
+        )
+
+    save_weights_and_get_sampling_client = blocking(save_weights_and_get_sampling_client_async)
+
+    async def create_sampling_client_async(
+        self,
+        model_path: str,
+        retry_config: RetryConfig | None = None,
+        record_stability_info: bool = False,
+    ) -> SamplingClient:
+        """A client that samples from saved weights."""
+        return await SamplingClient.open(
+            self._lease,
+            model_path=model_path,
+            retry_config=retry_config,
+            record_stability_info=record_stability_info,
+        )
+
+    create_sampling_client = blocking(create_sampling_client_async)
+
+    # -- custom losses ------------------------------------------------------------------------
+
+    def forward_backward_custom(
+        self,
+        data: Sequence[Datum],
+        loss_fn: CustomLossFnV1 | LossHandle,
+        *,
+        loss_type_input: Literal["logprobs"] | None = None,
+    ) -> APIFuture[ForwardBackwardOutput]:
+        """Train on a loss of your own over log-probabilities; needs torch.
+
+        A callable, or a handle the server does not run, is evaluated here on the calling thread,
+        between a forward and a backward pass; the returned future is that of the backward pass.
+        """
+        from tinkex.clients.custom_loss import run_custom
+
+        hint_async("forward_backward_custom")
+        return run_custom(self, data, loss_fn, loss_type_input)
+
+    async def forward_backward_custom_async(
+        self,
+        data: Sequence[Datum],
+        loss_fn: CustomLossFnV1 | LossHandle,
+        *,
+        loss_type_input: Literal["logprobs"] | None = None,
+    ) -> APIFuture[ForwardBackwardOutput]:
+        """As `forward_backward_custom`; the loss runs on the caller's loop."""
+        from tinkex.clients.custom_loss import run_custom_async
+
+        return await run_custom_async(self, data, loss_fn, loss_type_input)
+
+    # -- about this run -----------------------------------------------------------------------
+
+    async def get_info_async(self) -> GetInfoResponse:
+        """What the server knows about this run."""
+        return await self._operations.run(self._get_info)
+
+    async def _get_info(self) -> GetInfoResponse:
+        api = await self.holder.opened()
+        info = await api.call(routes.GET_INFO, GetInfoRequest(model_id=self.model_id))
+        tokenizer_id = info.model_data.tokenizer_id
+        if tokenizer_id is None or ":" not in tokenizer_id:
+            return info
+        cut = info.model_data.model_copy(update={"tokenizer_id": tokenizer_id.split(":")[0]})
+        return info.model_copy(update={"model_data": cut})
+
+    get_info = blocking(get_info_async)
+
+    async def get_tokenizer_async(self) -> Tokenizer:
+        """The model's tokenizer; from `transformers` where installed, else `tokenizers`."""
+        from tinkex.clients.tokenizers import load_tokenizer_async
+
+        data = (await self.get_info_async()).model_data
+        name = given(data.model_name, "model_data.model_name", "get_info")
+        return await load_tokenizer_async(name, data.tokenizer_id)
+
+    get_tokenizer = blocking(get_tokenizer_async)
+
+    def get_console_url(self) -> str:
+        """Where this run can be looked at."""
+        return training_run_url(self.model_id)
+
+    def get_telemetry(self) -> Telemetry | None:
+        """The session's telemetry, or None when it is off."""
+        return self.holder.telemetry
+
+    def on_queue_state_change(self, queue_state: str, queue_state_reason: str | None) -> None:
+        """Called whenever the server's queue pauses or moves again; override or replace it."""
+
+
+def _one_of(optim_params: object, adam_params: object) -> OptimParams:
+    if optim_params is not None and adam_params is not None:
+        raise InputError("give either optim_params or adam_params, not both", "optim_params")
+    params = optim_params if optim_params is not None else adam_params
+    if not isinstance(params, (AdamParams, OptimParamsBase)):
+        raise InputTypeError(
+            f"must be AdamParams or another optimizer's parameters, not {type(params).__name__}",
+            "optim_params",
+        )
+    return params
+
+
+def _deprecated(old: str, new: str) -> None:
+    message = f"{old} is deprecated; use ServiceClient.{new}, which makes a new run"
+    warnings.warn(message, FutureWarning, stacklevel=3)
+    _log.error("%s", message)

@@ -1,0 +1,163 @@
+"""Settings: one immutable `Config`, built at the edge and handed to everything.
+
+The only reader of the environment. An explicit argument beats the environment, which beats the
+stored credentials file; an empty value counts as not set.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from tinkex.errors import InputError
+from tinkex.transport import urls
+from tinkex.transport.credentials import credentials_path, read_store
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+DEFAULT_BASE_URL = "https://tinker.thinkingmachines.dev/services/tinker-prod"
+EMBEDDED = "embedded"
+
+_LEVELS = {
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+}
+_ON = frozenset({"1", "true", "yes", "on"})
+# Never shown and never pickled: a process resolves credentials of its own.
+_SECRETS = frozenset({"api_key", "stored_key", "credential_cmd", "headers"})
+
+
+def _secret(default: Any) -> Any:
+    return field(default=default, repr=False, hash=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Everything a client was told. Use `Config.load()`; the constructor reads nothing.
+
+    `api_key` is the key given or found in `TINKER_API_KEY`, `stored_key` the default of the
+    credentials file. Both, the credential command and the extra headers stay out of `repr` and
+    of pickles: an unpickled Config takes them from its own process.
+    """
+
+    base_url: str = DEFAULT_BASE_URL
+    api_key: str | None = _secret(None)
+    credential_cmd: str | None = _secret(None)
+    stored_key: str | None = _secret(None)
+    headers: Mapping[str, str] = field(default_factory=dict[str, str], repr=False, hash=False)
+    project_id: str | None = None
+    tags: tuple[str, ...] = ()
+    telemetry: bool = True
+    log_level: int | None = None
+    embedded: bool = False
+    connect_timeout_s: float = 4.0
+    bootstrap_deadline_s: float = 120.0
+    submit_deadline_s: float = 300.0
+    silence_deadline_s: float = 300.0
+    total_deadline_s: float | None = None
+
+    def __post_init__(self) -> None:
+        base_url = urls.normalise(self.base_url)
+        object.__setattr__(self, "base_url", base_url)
+        object.__setattr__(self, "headers", MappingProxyType(_headers(self.headers)))
+        object.__setattr__(self, "tags", _distinct(self.tags))
+        for name in (f.name for f in fields(self) if f.name.endswith("_s")):
+            value = getattr(self, name)
+            if value is not None and not (value > 0 and math.isfinite(value)):
+                raise InputError("must be a positive number of seconds", name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        public = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _SECRETS}
+        return _from_pickle, (public,)
+
+    @property
+    def has_credential(self) -> bool:
+        """Whether any source of a credential is configured; none is tried."""
+        return bool(self.api_key or self.credential_cmd or self.stored_key)
+
+    @classmethod
+    def load(
+        cls,
+        *,
+        base_url: str | None = None,
+        api_key: str | None = None,
+        project_id: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        env: Mapping[str, str] | None = None,
+        home: Path | None = None,
+    ) -> Config:
+        """Settings from arguments, the environment and the stored credentials, in that order.
+
+        With neither a URL nor any credential anywhere, or with `base_url="embedded"`, the result is
+        marked `embedded`. Raises InputError naming the setting that is malformed.
+        """
+        env = os.environ if env is None else env
+        by_name = base_url == EMBEDDED
+        url = "" if by_name else base_url or env.get("TINKER_BASE_URL") or ""
+        setting = "base_url" if base_url else "TINKER_BASE_URL"
+        key = api_key or env.get("TINKER_API_KEY") or None
+        command = env.get("TINKER_CREDENTIAL_CMD") or None
+        stored = None
+        if not (key or command or by_name):
+            # A file nobody needs may be as damaged as it likes.
+            stored = read_store(credentials_path(home or Path.home())).default_key
+        return cls(
+            base_url=urls.normalise(url, setting=setting) if url else DEFAULT_BASE_URL,
+            api_key=key,
+            credential_cmd=command,
+            stored_key=stored,
+            headers={**_cloudflare(env), **(headers or {})},
+            project_id=project_id or env.get("TINKER_PROJECT_ID") or None,
+            tags=_distinct(env.get("TINKER_TAGS", "").split(",")),
+            telemetry=env.get("TINKER_TELEMETRY", "1").strip().lower() in _ON,
+            log_level=_level(env.get("TINKER_LOG", "")),
+            embedded=by_name or not (url or key or command or stored),
+        )
+
+
+def _from_pickle(public: dict[str, Any]) -> Config:
+    here = Config.load()
+    return replace(here, **public)
+
+
+def _cloudflare(env: Mapping[str, str]) -> dict[str, str]:
+    names = {
+        "CF-Access-Client-Id": "CLOUDFLARE_ACCESS_CLIENT_ID",
+        "CF-Access-Client-Secret": "CLOUDFLARE_ACCESS_CLIENT_SECRET",
+    }
+    return {header: env[name] for header, name in names.items() if env.get(name)}
+
+
+def _headers(headers: Mapping[str, str]) -> dict[str, str]:
+    """One value per name, whatever its case: the last one given."""
+    by_name: dict[str, tuple[str, str]] = {}
+    for name, value in headers.items():
+        text = name + value
+        if not name or not text.isascii() or any(char in text for char in "\r\n\0"):
+            raise InputError("must be one line of ASCII text", f"headers[{name!r}]")
+        if name.lower() == "x-api-key":
+            raise InputError("is set by the client; pass api_key= instead", f"headers[{name!r}]")
+        by_name[name.lower()] = (name, value)
+    return dict(by_name.values())
+
+
+def _distinct(tags: Iterable[str]) -> tuple[str, ...]:
+    """Without empty ones and repetitions, in the order given."""
+    return tuple(dict.fromkeys(tag for tag in (raw.strip() for raw in tags) if tag))
+
+
+def _level(text: str) -> int | None:
+    if not text.strip():
+        return None
+    level = _LEVELS.get(text.strip().lower())
+    if level is None:
+        raise InputError(f"must be one of {', '.join(_LEVELS)}", "TINKER_LOG")
+    return level

@@ -1,0 +1,142 @@
+"""Which module of the official package each name lives in, and what answers for it here.
+
+A module maps to the places where its attributes are looked up, in order: a tinkex module
+(every public name of it), or a dictionary for names that are called otherwise here.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+OFFICIAL_NAME = "tinker"
+OFFICIAL_VERSION = "0.36.0"
+
+Source: TypeAlias = "str | dict[str, str]"
+
+CLIENTS = ("ServiceClient", "TrainingClient", "SamplingClient", "RestClient", "AdminClient")
+FUTURES = ("APIFuture", "LossHandle", "PerDatumLossFn")
+MODULE_ATTRIBUTES = ("auth", "types")
+TYPES = (
+    "AdamOptimizerConfig",
+    "AdamParams",
+    "Checkpoint",
+    "CheckpointType",
+    "Datum",
+    "DimuonOptimizerConfig",
+    "DimuonParams",
+    "DmelChunk",
+    "EncodedTextChunk",
+    "ForwardBackwardOutput",
+    "LoraConfig",
+    "ModelID",
+    "ModelInput",
+    "ModelInputChunk",
+    "OptimParams",
+    "OptimStepRequest",
+    "OptimStepResponse",
+    "ParsedCheckpointTinkerPath",
+    "PromptProvenanceSpan",
+    "SampledProvenanceSpan",
+    "SampledSequence",
+    "SampleRequest",
+    "SampleResponse",
+    "SamplingParams",
+    "StopReason",
+    "TensorData",
+    "TensorDtype",
+    "TrainingRun",
+)
+HTTP = ("Timeout", "RequestOptions")
+ERRORS = (
+    "TinkerError",
+    "APIError",
+    "APIStatusError",
+    "APITimeoutError",
+    "APIConnectionError",
+    "APIResponseValidationError",
+    "RequestFailedError",
+    "BadRequestError",
+    "AuthenticationError",
+    "BillingError",
+    "PermissionDeniedError",
+    "NotFoundError",
+    "ConflictError",
+    "UnprocessableEntityError",
+    "RateLimitError",
+    "InternalServerError",
+)
+
+ALL = (
+    *CLIENTS,
+    *FUTURES,
+    *MODULE_ATTRIBUTES,
+    *TYPES,
+    *HTTP,
+    *ERRORS,
+    "ExperimentalWarning",
+    "__version__",
+    "__title__",
+)
+"""`tinker.__all__`."""
+
+# One future serves for both of theirs.
+_FUTURE: Source = {"AwaitableConcurrentFuture": "tinkex:APIFuture"}
+_PUBLIC = "tinker.lib.public_interfaces"
+
+MODULES: dict[str, tuple[Source, ...]] = {
+    "tinker": ("tinkex",),
+    "tinker.auth": ("tinkex.auth",),
+    "tinker._exceptions": ("tinkex.errors",),
+    "tinker._version": (),
+    "tinker.lib": (),
+    _PUBLIC: ("tinkex", _FUTURE),
+    f"{_PUBLIC}.service_client": ("tinkex",),
+    f"{_PUBLIC}.training_client": ("tinkex",),
+    f"{_PUBLIC}.sampling_client": ("tinkex",),
+    f"{_PUBLIC}.rest_client": ("tinkex",),
+    f"{_PUBLIC}.admin_client": ("tinkex",),
+    f"{_PUBLIC}.api_future": ("tinkex", _FUTURE),
+    f"{_PUBLIC}.custom_loss": ("tinkex",),
+    "tinker.lib.retry_handler": ("tinkex",),
+    "tinker.lib.api_future_impl": ("tinkex",),
+    "tinker.lib.experimental": ("tinkex",),
+    "tinker.types": ("tinkex.types",),
+}
+PACKAGES = frozenset({"tinker", "tinker.lib", _PUBLIC, "tinker.types"})
+
+_TYPE_MODULES = """
+audit_log_entry audit_log_response auth_token_response billing_usage_request
+billing_usage_response checkpoint checkpoints_list_response client_config_request
+client_config_response client_dynamic_config_response copy_weights_request
+copy_weights_response create_custom_loss_request create_custom_loss_response
+create_model_request create_model_response create_sampling_session_request
+create_sampling_session_response create_session_request create_session_response
+current_checkpoint_storage_usage_request current_checkpoint_storage_usage_response cursor
+custom_loss_graph custom_loss_input datum dmel_chunk encoded_text_chunk event_type
+external_weights_urls_response forward_backward_input forward_backward_output
+forward_backward_request forward_request future_completion future_retrieve_request
+future_retrieve_response futures_retrieve_request futures_retrieve_response generic_event
+get_info_request get_info_response get_sampler_response get_server_capabilities_response
+get_session_response health_response image_asset_pointer_chunk image_chunk
+join_sampling_session_request join_sampling_session_response list_sessions_response
+load_weights_request load_weights_response lora_config loss_fn_inputs loss_fn_output
+loss_fn_type model_id model_input model_input_chunk optim_step_request optim_step_response
+optimizer prompt_alt_tokens provenance_spans request_error_category request_failed_response
+request_id sample_request sample_response sampled_sequence sampling_params
+save_weights_external_request save_weights_external_response save_weights_for_sampler_request
+save_weights_for_sampler_response save_weights_request save_weights_response search_owner
+session_end_event session_heartbeat_request session_heartbeat_response session_search_cursor
+session_search_request session_search_response session_start_event session_status
+session_status_query session_summary severity shared stop_reason telemetry_batch
+telemetry_event telemetry_response telemetry_send_request tensor_data tensor_dtype
+topk_logprobs training_run training_runs_response try_again_response unhandled_exception_event
+unload_model_request unload_model_response weights_info_response whoami_response
+"""
+MODULES.update({f"tinker.types.{name}": ("tinkex.types",) for name in _TYPE_MODULES.split()})
+
+ABSENT = {
+    "tinker.resources": "the low-level resources; use ServiceClient and RestClient",
+    "tinker._client": "the low-level client; use ServiceClient and RestClient",
+    "tinker.proto": "the generated protobuf module; use tinkex.wire",
+}
+"""Parts of the official package that have no counterpart, and what to use instead."""

@@ -1,0 +1,208 @@
+"""The seam between the server and whatever computes: protocol, operations, results.
+
+An engine owns weights, optimizer state, snapshots and caches. It knows no HTTP, no
+sessions and no owners; the server hands it operations in the right order per model.
+A local process, a cluster and `tinkex.testing.FakeEngine` implement `Engine`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from tinkex.errors import RequestFailedError
+    from tinkex.types import (
+        CustomLossGraph,
+        CustomLossInput,
+        Datum,
+        ForwardBackwardOutput,
+        LoraConfig,
+        ModelInput,
+        OptimizerConfig,
+        OptimParams,
+        SampleResponse,
+        SamplingParams,
+        TensorData,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """A base model the engine serves."""
+
+    name: str
+    max_context_length: int
+    vocab_size: int
+    tokenizer_id: str | None = None
+    arch: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterSpec:
+    """What a fresh adapter looks like; `model_id` names it from then on."""
+
+    model_id: str
+    base_model: str
+    lora: LoraConfig
+    optimizer: OptimizerConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedAdapter:
+    """What lies at a location after a save."""
+
+    size_bytes: int
+    has_optimizer: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CustomLoss:
+    """A loss uploaded by a client, as a traced graph."""
+
+    inputs: Sequence[CustomLossInput]
+    graph: CustomLossGraph
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainOp:
+    """One forward or forward_backward over the data of one adapter."""
+
+    op_id: str
+    model_id: str
+    data: Sequence[Datum]
+    loss_fn: str
+    loss_fn_config: Mapping[str, float | str] = field(default_factory=dict[str, "float | str"])
+    backward: bool = True
+    custom_loss: CustomLoss | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainResult:
+    """Loss outputs in the order of the data; `device_s` is this operation's share."""
+
+    output: ForwardBackwardOutput
+    tokens: int
+    device_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimOp:
+    """Apply the accumulated gradient of one adapter and clear it."""
+
+    op_id: str
+    model_id: str
+    params: OptimParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimResult:
+    """Step metrics: at least gradient norm before and after clipping, update norm, step."""
+
+    metrics: dict[str, float]
+    device_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """Which weights to sample from.
+
+    With neither snapshot nor location it is the base model. A snapshot was published from
+    a training adapter; a location was saved and is loaded when it is not resident.
+    """
+
+    base_model: str
+    snapshot: str | None = None
+    location: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleOp:
+    """One sampling request; the fields mean what they mean in the protocol."""
+
+    op_id: str
+    weights: Weights
+    prompt: ModelInput
+    params: SamplingParams
+    sequence_ids: Sequence[str]
+    prompt_logprobs: bool = False
+    prompt_logprobs_last_n: int | None = None
+    topk_prompt_logprobs: int = 0
+    topk_sample_logprobs: int = 0
+    target_prompt_logprobs: TensorData | None = None
+    prompt_alt_tokens_k: int = 0
+    record_stability_info: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleResult:
+    """Finished sequences, one per requested id and in that order."""
+
+    response: SampleResponse
+    prompt_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+    device_s: float
+
+
+if TYPE_CHECKING:
+    # Called as (sample index, token, log-probability) while a sequence grows.
+    OnToken = Callable[[int, int, float], None]
+
+
+class Engine(Protocol):
+    """What the server needs from whatever computes.
+
+    Every method may be cancelled. A batch answers operation by operation, in order: one
+    bad operation is a `RequestFailedError` in its place and leaves the others alone.
+    Calls for one `model_id` are never made concurrently; calls for different ones are.
+    """
+
+    @property
+    def models(self) -> Sequence[ModelSpec]:
+        """The base models, the same ones for the engine's whole life."""
+        ...
+
+    async def create_adapter(self, spec: AdapterSpec) -> None: ...
+
+    async def load_adapter(self, model_id: str, location: str, *, optimizer: bool) -> None:
+        """Replace an adapter's weights, and its optimizer state too when asked."""
+        ...
+
+    async def save_adapter(self, model_id: str, location: str, *, optimizer: bool) -> SavedAdapter:
+        """Write an adapter; complete and durable when it returns."""
+        ...
+
+    async def drop_adapter(self, model_id: str) -> None:
+        """Free an adapter; unknown names are fine."""
+        ...
+
+    async def train(self, batch: Sequence[TrainOp]) -> Sequence[TrainResult | RequestFailedError]:
+        """Run forward or forward_backward of many operations at once."""
+        ...
+
+    async def optim_step(
+        self, batch: Sequence[OptimOp]
+    ) -> Sequence[OptimResult | RequestFailedError]: ...
+
+    async def publish(self, model_id: str, snapshot: str) -> None:
+        """Freeze a copy of an adapter for sampling under the name `snapshot`."""
+        ...
+
+    async def drop_snapshot(self, snapshot: str) -> None: ...
+
+    async def sample(self, op: SampleOp, on_token: OnToken | None = None) -> SampleResult:
+        """Sample; cancelling the call frees its place."""
+        ...
+
+    async def copy_saved(self, source: str, target: str) -> None:
+        """Copy what was saved at one location to another."""
+        ...
+
+    async def delete_saved(self, location: str) -> None: ...
+
+    async def export_saved(self, location: str) -> Mapping[str, bytes]:
+        """The files of a saved adapter in PEFT's layout, by relative name."""
+        ...

@@ -1,0 +1,154 @@
+"""One long-poll for all pending samples of a sampler (`retrieve_futures`).
+
+The feed only says what has finished; the payload is fetched by the `Poller`. When the feed itself
+fails for good, nothing is lost: everybody who waits goes on by polling for themselves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from typing import TYPE_CHECKING
+
+from tinkex.errors import TinkerError
+from tinkex.transport.retry import Limits, Progress, decide, outcome_of
+from tinkex.types import (
+    FutureFinished,
+    FuturesRetrieveRequest,
+    SamplingSessionFuturesTarget,
+)
+from tinkex.wire import routes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+    from typing import Any
+
+    from tinkex.clock import Clock
+    from tinkex.transport.api import Api
+
+_log = logging.getLogger(__name__)
+_PAUSE_S = 1.0
+# A poll without news that comes back sooner than this was not held by the server.
+_HELD_S = 0.05
+
+
+class CompletionFeed:
+    """Which requests of one (sampling session, clone) have finished."""
+
+    def __init__(
+        self,
+        api: Api,
+        clock: Clock,
+        spawn: Callable[[Coroutine[Any, Any, None]], object],
+        sampling_session_id: str,
+        cloned_sampler_id: int,
+        *,
+        silence_s: float,
+    ) -> None:
+        # Mutable state: who waits for what, completions nobody has asked for yet, results to
+        # acknowledge, the server's cursor, and whether the loop runs or has given up.
+        self._api = api
+        self._clock = clock
+        self._spawn = spawn
+        self._silence_s = silence_s
+        self._target = SamplingSessionFuturesTarget(
+            sampling_session_id=sampling_session_id, cloned_sampler_id=cloned_sampler_id
+        )
+        self._waiters: dict[str, asyncio.Future[int | None]] = {}
+        self._unclaimed: dict[str, int | None] = {}
+        self._retrieved: set[str] = set()
+        self._cursor = 0
+        self._running = False
+        self._gave_up = False
+
+    async def finished(self, request_id: str) -> int | None:
+        """Return when the request has ended, with its payload size where the server said it.
+
+        Also returns, with None, when the feed has given up: the caller then polls by itself.
+        """
+        if self._gave_up:
+            return None
+        if request_id in self._unclaimed:
+            return self._unclaimed.pop(request_id)
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiters[request_id] = waiter
+        self._wake()
+        try:
+            return await waiter
+        finally:
+            self._waiters.pop(request_id, None)
+
+    def retrieved(self, request_id: str) -> None:
+        """The result, or its error, has been fetched: the server may drop it."""
+        if not self._gave_up:
+            self._retrieved.add(request_id)
+            self._wake()
+
+    def _wake(self) -> None:
+        if not self._running:
+            self._running = True
+            self._spawn(self._run())
+
+    async def _run(self) -> None:
+        last_life, failures = self._clock.now(), 0
+        try:
+            while self._waiters or self._retrieved:
+                try:
+                    await self._poll()
+                    last_life, failures = self._clock.now(), 0
+                except TinkerError as error:
+                    decision = decide(
+                        outcome_of(error),
+                        "poll",
+                        Progress(failures, self._clock.now() - last_life),
+                        Limits(self._silence_s),
+                        jitter=random.random(),
+                        wall=self._clock.wall(),
+                    )
+                    if decision.wait_s is None:
+                        self._give_up(error)
+                        return
+                    failures += 1
+                    # Unlike a single result, the feed is in no hurry: it never asks at once.
+                    await self._clock.sleep(max(decision.wait_s, _PAUSE_S))
+        finally:
+            self._running = False
+
+    async def _poll(self) -> None:
+        acknowledged = sorted(self._retrieved)
+        asked = self._clock.now()
+        answer = await self._api.call(
+            routes.RETRIEVE_FUTURES,
+            FuturesRetrieveRequest(
+                target=self._target, prev_cursor=self._cursor, retrieved_request_ids=acknowledged
+            ),
+        )
+        self._retrieved.difference_update(acknowledged)
+        self._cursor = answer.cursor
+        for completion in answer.completions:
+            size = (
+                completion.response_payload_uncompressed_size
+                if isinstance(completion, FutureFinished)
+                else None
+            )
+            waiter = self._waiters.get(completion.request_id)
+            if waiter is None:
+                self._unclaimed[completion.request_id] = size
+            elif not waiter.done():
+                waiter.set_result(size)
+        if not answer.completions and self._clock.now() - asked < _HELD_S:
+            # Without a pause this would be a hot loop.
+            await self._clock.sleep(_PAUSE_S)
+
+    def _give_up(self, error: TinkerError) -> None:
+        _log.warning(
+            "session-level polling failed (%s); samples are polled for one by one from now on",
+            error,
+        )
+        self._gave_up = True
+        for waiter in self._waiters.values():
+            if not waiter.done():
+                waiter.set_result(None)
+        self._unclaimed.clear()
+        self._retrieved.clear()

@@ -1,0 +1,8 @@
+"""The server behind the SDK: the protocol over a store and an engine."""
+
+from tinkex.server.app import create_app
+from tinkex.server.settings import Settings
+from tinkex.server.store.base import Store
+from tinkex.server.store.memory import MemoryStore
+
+__all__ = ["create_app", "Settings", "Store", "MemoryStore"]

@@ -1,0 +1,153 @@
+"""One request as a handler sees it: the caller, the parts of the server, the body."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+from starlette.responses import Response
+
+from tinkex.server.api.errors import refuse
+from tinkex.wire.compression import decompress
+from tinkex.wire.json_codec import encode
+from tinkex.wire.json_requests import decode_request
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Mapping
+
+    from starlette.requests import Request
+
+    from tinkex.clock import Clock
+    from tinkex.engine.base import Engine, ModelSpec
+    from tinkex.server.api.identity import Identity
+    from tinkex.server.scheduler.waiters import Waiters
+    from tinkex.server.scheduler.worker import Worker
+    from tinkex.server.settings import Settings
+    from tinkex.server.store.base import Store
+    from tinkex.server.store.records import Model, Session
+
+    Handler = Callable[["Call"], Awaitable[Response]]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What a server is made of."""
+
+    store: Store
+    engine: Engine
+    settings: Settings
+    clock: Clock
+    worker: Worker
+    waiters: Waiters
+    identity: Identity
+    new_id: Callable[[], str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """A request, its caller, and the server's parts. Handlers keep nothing else."""
+
+    request: Request
+    parts: Parts
+    owner: str
+
+    @property
+    def store(self) -> Store:
+        return self.parts.store
+
+    @property
+    def settings(self) -> Settings:
+        return self.parts.settings
+
+    @property
+    def worker(self) -> Worker:
+        return self.parts.worker
+
+    def now(self) -> float:
+        """Seconds since the epoch."""
+        return self.parts.clock.wall()
+
+    def header(self, name: str) -> str:
+        """A request header, or an empty string."""
+        return self.request.headers.get(name, "")
+
+    def param(self, name: str) -> str:
+        """A parameter of the path; a checkpoint id has two parts."""
+        values = self.request.path_params
+        return f"{values['kind']}/{values['name']}" if name == "ckpt" else str(values[name])
+
+    def number(self, name: str, default: int, *, most: int = 10_000) -> int:
+        """A number of the query string."""
+        text = self.request.query_params.get(name)
+        if text is None:
+            return default
+        if not text.isdigit() or int(text) > most:
+            raise refuse(400, f"{name} must be a whole number from 0 to {most}, not {text!r}.")
+        return int(text)
+
+    def link(self, path: str) -> str:
+        """An absolute URL of this server, below whatever prefix it is mounted at."""
+        url = self.request.url
+        prefix = str(self.request.scope.get("root_path", "")).rstrip("/")
+        return f"{url.scheme}://{url.netloc}{prefix}{path}"
+
+    async def json(self, kind: type[T]) -> T:
+        """The body as one of the protocol's requests; an empty body is an empty object."""
+        return decode_request(kind, await self.body() or b"{}")
+
+    async def body(self) -> bytes:
+        """The body, decompressed, within the server's limits."""
+        encoding = self.header("content-encoding").lower()
+        if encoding not in ("", "identity", "zstd"):
+            raise refuse(415, f"Content-Encoding {encoding!r} is not understood; use zstd or none.")
+        raw = await self._raw()
+        if encoding == "zstd":
+            return decompress(raw, self.settings.max_decoded_bytes)
+        return raw
+
+    async def _raw(self) -> bytes:
+        parts: list[bytes] = []
+        size = 0
+        async for part in self.request.stream():
+            size += len(part)
+            if size > self.settings.max_body_bytes:
+                raise refuse(413, f"A body may have {self.settings.max_body_bytes} bytes at most.")
+            parts.append(part)
+        return b"".join(parts)
+
+    async def session(self, session_id: str) -> Session:
+        """One of the caller's sessions."""
+        session = await self.store.get_session(session_id)
+        if session is None or session.owner != self.owner:
+            raise refuse(404, f"There is no session {session_id!r}.")
+        return session
+
+    async def live_session(self, session_id: str) -> Session:
+        """One of the caller's sessions that still takes work."""
+        session = await self.session(session_id)
+        if not session.active:
+            raise refuse(400, f"Session {session_id!r} is over; start a new one.")
+        return session
+
+    async def model(self, model_id: str) -> Model:
+        """One of the caller's models."""
+        model = await self.store.get_model(model_id)
+        if model is None or model.owner != self.owner:
+            raise refuse(404, f"There is no model {model_id!r}.")
+        return model
+
+    def base_model(self, name: str) -> ModelSpec:
+        """A base model this server has."""
+        for spec in self.parts.engine.models:
+            if spec.name == name:
+                return spec
+        names = ", ".join(spec.name for spec in self.parts.engine.models)
+        raise refuse(400, f"Base model {name!r} is not served here; there is: {names}.")
+
+
+def reply(value: object = None, headers: Mapping[str, str] | None = None) -> Response:
+    """A JSON reply; without a value an empty object, which also serves as an empty result."""
+    body = b"{}" if value is None else encode(value)
+    return Response(body, media_type="application/json", headers=dict(headers or {}))

@@ -1,0 +1,189 @@
+"""Results: one by one, as a stream of completions, and withdrawing what is not wanted.
+
+A poll is held until there is something to say. Delivering a result does not forget it:
+a client whose connection broke asks again.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+from starlette.responses import Response
+
+from tinkex.server.api.call import reply
+from tinkex.server.api.errors import refuse
+from tinkex.server.api.sampling import own_sampler
+from tinkex.types import (
+    FutureFailed,
+    FutureFinished,
+    FutureRetrieveRequest,
+    FuturesRetrieveRequest,
+    FuturesRetrieveResponse,
+)
+from tinkex.wire import results, routes
+from tinkex.wire.bodies import CancelFutureRequest
+from tinkex.wire.json_codec import encode
+
+if TYPE_CHECKING:
+    from tinkex.server.api.call import Call, Handler
+    from tinkex.server.store.records import Operation, OpKind, Outcome
+    from tinkex.types import FutureCompletion
+    from tinkex.wire.routes import RequestType
+
+# Our own clients read what a result used from this header; others ignore it.
+USAGE_HEADER = "x-tinkex-usage"
+
+REQUEST_TYPES: dict[OpKind, RequestType] = {
+    "create_model": "CreateModel",
+    "load_weights": "LoadWeights",
+    "forward": "Forward",
+    "forward_backward": "ForwardBackward",
+    "optim_step": "OptimStep",
+    "save_weights": "SaveWeights",
+    "save_weights_for_sampler": "SaveWeightsForSampler",
+    "save_weights_external": "SaveWeightsExternal",
+    "unload_model": "UnloadModel",
+    "create_custom_loss": "CreateCustomLoss",
+    "sample": "Sample",
+}
+
+
+def encode_value(kind: OpKind, value: object) -> bytes:
+    """A result as it is stored: protobuf where the protocol has it, else JSON."""
+    return results.encode_value(REQUEST_TYPES[kind], value)[1]
+
+
+async def retrieve_future(call: Call) -> Response:
+    """Wait for one result."""
+    request = await call.json(FutureRetrieveRequest)
+
+    async def look() -> Operation | None:
+        operation = await _own_operation(call, request.request_id)
+        return operation if operation.state == "done" else None
+
+    done = await call.parts.waiters.until(
+        request.request_id, look, call.settings.long_poll_s
+    )
+    if done is None:
+        return await _try_again(call, request.request_id)
+    outcome = cast("Outcome", done.outcome)
+    headers = {USAGE_HEADER: encode(outcome.usage).decode()}
+    if outcome.error is not None:
+        failed = results.Failed(outcome.error, outcome.category)
+        return _answer(done, failed, headers)
+    if outcome.body is None:
+        raise refuse(410, f"The result of {done.op_id!r} is no longer kept.")
+    large = outcome.size_bytes > call.settings.inline_result_bytes
+    if large and request.allow_metadata_only:
+        return _answer(done, results.MetadataOnly(outcome.size_bytes), headers)
+    media, body = _payload(done, outcome.body, call.header("accept"))
+    return Response(body, media_type=media, headers=headers)
+
+
+async def _own_operation(call: Call, op_id: str) -> Operation:
+    operation = await call.store.get_operation(op_id)
+    if operation is not None:
+        if operation.owner != call.owner:
+            raise refuse(404, f"There is no request {op_id!r}.")
+        return operation
+    # A sampler or model that is still known had this request before a restart.
+    source = op_id.rpartition(":")[0]
+    holder = await call.store.get_sampler(source) or await call.store.get_model(source)
+    if holder is not None and holder.owner == call.owner:
+        raise refuse(410, f"Request {op_id!r} was lost; send it again.")
+    raise refuse(404, f"There is no request {op_id!r}.")
+
+
+async def _try_again(call: Call, op_id: str) -> Response:
+    operation = await _own_operation(call, op_id)
+    progress = await call.worker.progress(operation)
+    return reply(
+        {
+            "type": "try_again",
+            "request_id": op_id,
+            "queue_state": "active",
+            # Beyond the protocol: where the operation stands, for clients that show it.
+            "progress": {
+                "state": progress.state,
+                "position": progress.position,
+                "since": progress.since,
+            },
+        }
+    )
+
+
+def _answer(
+    operation: Operation, outcome: results.Outcome, headers: dict[str, str]
+) -> Response:
+    media, body = results.encode_result(
+        REQUEST_TYPES[operation.kind], outcome, request_id=operation.op_id
+    )
+    return Response(body, media_type=media, headers=headers)
+
+
+def _payload(operation: Operation, body: bytes, accept: str) -> tuple[str, bytes]:
+    kind = REQUEST_TYPES[operation.kind]
+    if kind not in results.PROTOBUF_RESULTS:
+        return routes.MEDIA_JSON, body
+    if routes.MEDIA_PROTOBUF in accept.lower():
+        return routes.MEDIA_PROTOBUF, body
+    ready = results.decode_result(kind, routes.MEDIA_PROTOBUF, body, operation.sequence_ids)
+    return results.encode_result(kind, ready, request_id=operation.op_id, accept=accept)
+
+
+async def retrieve_futures(call: Call) -> Response:
+    """Wait for completions of one sampling client after its cursor."""
+    request = await call.json(FuturesRetrieveRequest)
+    target = request.target
+    sampler = await own_sampler(call, target.sampling_session_id)
+    await call.store.drop_results(
+        [
+            op_id
+            for op_id in request.retrieved_request_ids
+            if op_id.startswith(f"{sampler.sampler_id}:")
+        ]
+    )
+
+    async def look() -> FuturesRetrieveResponse | None:
+        ended, cursor = await call.store.completions(
+            sampler.sampler_id, target.cloned_sampler_id, request.prev_cursor
+        )
+        if not ended:
+            return None
+        return FuturesRetrieveResponse(
+            completions=[_completion(operation) for operation in ended], cursor=cursor
+        )
+
+    timeout_s = call.settings.long_poll_s
+    if request.timeout is not None:
+        timeout_s = min(timeout_s, request.timeout)
+    key = (sampler.sampler_id, target.cloned_sampler_id)
+    found = await call.parts.waiters.until(key, look, timeout_s)
+    return reply(found or FuturesRetrieveResponse(completions=[], cursor=request.prev_cursor))
+
+
+def _completion(operation: Operation) -> FutureCompletion:
+    outcome = operation.outcome
+    if outcome is None or outcome.error is not None:
+        return FutureFailed(request_id=operation.op_id)
+    return FutureFinished(
+        request_id=operation.op_id, response_payload_uncompressed_size=outcome.size_bytes
+    )
+
+
+async def cancel_future(call: Call) -> Response:
+    """Stop a sample, or withdraw a training operation that has not started.
+
+    Always a success: what has run, or runs and cannot be stopped, keeps its result.
+    """
+    request = await call.json(CancelFutureRequest)
+    operation = await _own_operation(call, request.request_id)
+    cancelled = operation.state != "done" and await call.worker.cancel(operation)
+    return reply({"cancelled": cancelled})
+
+
+HANDLERS: dict[str, Handler] = {
+    routes.RETRIEVE_FUTURE.name: retrieve_future,
+    routes.RETRIEVE_FUTURES.name: retrieve_futures,
+    routes.CANCEL_FUTURE.name: cancel_future,
+}

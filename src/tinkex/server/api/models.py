@@ -1,0 +1,151 @@
+"""Models, which are training runs: create, describe, list, unload."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tinkex.server.api.call import reply
+from tinkex.server.api.checkpoints import describe, live_checkpoints
+from tinkex.server.api.errors import refuse
+from tinkex.server.api.sessions import as_strings, open_session, when
+from tinkex.server.api.submit import accepted, submit_training
+from tinkex.server.store.records import Model, Operation
+from tinkex.types import (
+    CreateModelRequest,
+    Cursor,
+    GetInfoRequest,
+    GetInfoResponse,
+    LoraConfig,
+    ModelData,
+    TrainingRun,
+    TrainingRunsResponse,
+    UnloadModelRequest,
+)
+from tinkex.wire import routes
+
+if TYPE_CHECKING:
+    from starlette.responses import Response
+
+    from tinkex.server.api.call import Call, Handler
+    from tinkex.server.store.records import StoredCheckpoint
+
+MAX_RANK = 1024
+
+
+async def create_model(call: Call) -> Response:
+    """Start a training run. Clients before sessions get one made for them."""
+    request = await call.json(CreateModelRequest)
+    spec = call.base_model(request.base_model)
+    lora = request.lora_config or LoraConfig(rank=32)
+    _check_lora(lora)
+    if request.session_id:
+        session = await call.live_session(request.session_id)
+    else:
+        session = await open_session(call, heartbeats=False)
+    now = call.now()
+    model = await call.store.add_model(
+        Model(
+            model_id=f"{session.session_id}:train:{request.model_seq_id}",
+            owner=call.owner,
+            session_id=session.session_id,
+            base_model=spec.name,
+            lora=lora,
+            optimizer=request.optimizer_config,
+            created_at=now,
+            last_request_at=now,
+            user_metadata=as_strings(request.user_metadata),
+            project_id=session.project_id,
+        )
+    )
+    operation = Operation(
+        op_id=f"{model.model_id}:0",
+        kind="create_model",
+        owner=call.owner,
+        session_id=session.session_id,
+        created_at=now,
+        request=request,
+        model_id=model.model_id,
+    )
+    return accepted(await call.worker.submit(operation))
+
+
+def _check_lora(lora: LoraConfig) -> None:
+    if not 1 <= lora.rank <= MAX_RANK:
+        raise refuse(400, f"lora_config.rank must lie between 1 and {MAX_RANK}, not {lora.rank}.")
+    if not (lora.train_mlp or lora.train_attn or lora.train_unembed):
+        raise refuse(400, "lora_config trains nothing: set train_mlp, train_attn or train_unembed.")
+
+
+async def get_info(call: Call) -> Response:
+    """What a client needs to know about its model."""
+    request = await call.json(GetInfoRequest)
+    model = await call.model(request.model_id)
+    spec = call.base_model(model.base_model)
+    return reply(
+        GetInfoResponse(
+            type="get_info",
+            model_data=ModelData(
+                arch=spec.arch, model_name=spec.name, tokenizer_id=spec.tokenizer_id
+            ),
+            model_id=model.model_id,
+            optimizer_config=model.optimizer,
+            is_lora=True,
+            lora_rank=model.lora.rank,
+            model_name=spec.name,
+        )
+    )
+
+
+async def unload_model(call: Call) -> Response:
+    """Free a model, after everything submitted before."""
+    request = await call.json(UnloadModelRequest)
+    return await submit_training(call, "unload_model", request.model_id, None, request)
+
+
+async def list_training_runs(call: Call) -> Response:
+    """The caller's runs, newest first."""
+    offset, limit = call.number("offset", 0), call.number("limit", 20)
+    project = call.request.query_params.get("project_id")
+    models = [
+        m
+        for m in await call.store.models(owner=call.owner)
+        if project is None or m.project_id == project
+    ]
+    runs = [await _run(call, model) for model in models[offset : offset + limit]]
+    cursor = Cursor(offset=offset, limit=limit, total_count=len(models))
+    return reply(TrainingRunsResponse(training_runs=runs, cursor=cursor))
+
+
+async def get_training_run(call: Call) -> Response:
+    """One run."""
+    return reply(await _run(call, await call.model(call.param("run"))))
+
+
+async def _run(call: Call, model: Model) -> TrainingRun:
+    saved = await live_checkpoints(call, model_id=model.model_id)
+
+    def last(kind: str) -> StoredCheckpoint | None:
+        return next((c for c in saved if c.kind == kind), None)
+
+    state, sampler = last("weights"), last("sampler_weights")
+    return TrainingRun(
+        training_run_id=model.model_id,
+        base_model=model.base_model,
+        model_owner=model.owner,
+        is_lora=True,
+        corrupted=model.corrupted,
+        lora_rank=model.lora.rank,
+        last_request_time=when(model.last_request_at),
+        last_checkpoint=None if state is None else describe(state),
+        last_sampler_checkpoint=None if sampler is None else describe(sampler),
+        user_metadata=dict(model.user_metadata),
+    )
+
+
+HANDLERS: dict[str, Handler] = {
+    routes.CREATE_MODEL.name: create_model,
+    routes.GET_INFO.name: get_info,
+    routes.UNLOAD_MODEL.name: unload_model,
+    routes.LIST_TRAINING_RUNS.name: list_training_runs,
+    routes.GET_TRAINING_RUN.name: get_training_run,
+}

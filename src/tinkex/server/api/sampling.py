@@ -1,0 +1,150 @@
+"""Sampling: choose weights, copy samplers, submit samples."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tinkex.server.api.call import reply
+from tinkex.server.api.checkpoints import readable, readers
+from tinkex.server.api.errors import refuse
+from tinkex.server.api.sessions import open_session
+from tinkex.server.api.submit import accepted
+from tinkex.server.store.records import Operation, Sampler
+from tinkex.types import (
+    CreateSamplingSessionRequest,
+    CreateSamplingSessionResponse,
+    GetSamplerResponse,
+    JoinSamplingSessionRequest,
+    JoinSamplingSessionResponse,
+    SampleRequest,
+)
+from tinkex.wire import routes
+
+if TYPE_CHECKING:
+    from starlette.responses import Response
+
+    from tinkex.server.api.call import Call, Handler
+
+# A copy of a sampling client numbers its requests in a block of its own.
+CLONE_BLOCK = 1_000_000_000
+
+
+async def create_sampling_session(call: Call) -> Response:
+    """Choose the weights to sample from; they stay what they are now."""
+    request = await call.json(CreateSamplingSessionRequest)
+    session = await call.live_session(request.session_id)
+    sampler_id = f"{session.session_id}:sample:{request.sampling_session_seq_id}"
+    sampler = await _sampler(call, sampler_id, session.session_id, request)
+    return reply(CreateSamplingSessionResponse(sampling_session_id=sampler.sampler_id))
+
+
+async def _sampler(
+    call: Call,
+    sampler_id: str,
+    session_id: str,
+    request: CreateSamplingSessionRequest | SampleRequest,
+) -> Sampler:
+    base_model, location = request.base_model, None
+    if request.model_path is not None:
+        checkpoint = await readable(call, request.model_path, readers(call, None))
+        if base_model not in (None, checkpoint.base_model):
+            raise refuse(
+                400, f"{checkpoint.path} is on {checkpoint.base_model}, not on {base_model}."
+            )
+        base_model, location = checkpoint.base_model, checkpoint.location
+    if base_model is None:
+        raise refuse(400, "Name what to sample from: base_model, or a model_path.")
+    return await call.store.add_sampler(
+        Sampler(
+            sampler_id=sampler_id,
+            owner=call.owner,
+            session_id=session_id,
+            base_model=call.base_model(base_model).name,
+            created_at=call.now(),
+            model_path=request.model_path,
+            location=location,
+        )
+    )
+
+
+async def join_sampling_session(call: Call) -> Response:
+    """Number one more copy of a sampling client."""
+    request = await call.json(JoinSamplingSessionRequest)
+    sampler = await own_sampler(call, request.sampling_session_id)
+    counter = await call.store.join_sampler(sampler.sampler_id)
+    return reply(JoinSamplingSessionResponse(client_counter=counter))
+
+
+async def get_sampler(call: Call) -> Response:
+    """What a sampler samples from."""
+    sampler = await own_sampler(call, call.param("sampler"))
+    return reply(
+        GetSamplerResponse(
+            sampler_id=sampler.sampler_id,
+            base_model=sampler.base_model,
+            model_path=sampler.model_path,
+        )
+    )
+
+
+async def own_sampler(call: Call, sampler_id: str) -> Sampler:
+    """One of the caller's samplers."""
+    sampler = await call.store.get_sampler(sampler_id)
+    if sampler is None or sampler.owner != call.owner:
+        raise refuse(404, f"There is no sampling session {sampler_id!r}.")
+    return sampler
+
+
+async def asample(call: Call) -> Response:
+    """Accept a sample; a known seq_id is answered by the first, with the same ids."""
+    request = await call.json(SampleRequest)
+    most = call.settings.max_samples
+    if not 1 <= request.num_samples <= most:
+        raise refuse(400, f"num_samples must lie between 1 and {most}, not {request.num_samples}.")
+    sampler = await _sampler_of(call, request)
+    seq_id = request.seq_id
+    number = str(seq_id) if seq_id is not None else await _number_of(call)
+    op_id = f"{sampler.sampler_id}:{number}"
+    known = await call.store.get_operation(op_id)
+    if known is not None:
+        return accepted(known)
+    await call.live_session(sampler.session_id)
+    if call.worker.samples_in_flight >= call.settings.max_samples_in_flight:
+        raise refuse(429, "Too many samples are in flight; slow down.", headers=_SLOW_DOWN)
+    operation = Operation(
+        op_id=op_id,
+        kind="sample",
+        owner=call.owner,
+        session_id=sampler.session_id,
+        created_at=call.now(),
+        request=request,
+        seq_id=seq_id or 0,
+        sampler_id=sampler.sampler_id,
+        clone=(seq_id or 0) // CLONE_BLOCK,
+        sequence_ids=tuple(f"{op_id}:{index}" for index in range(request.num_samples)),
+    )
+    return accepted(await call.worker.submit(operation))
+
+
+_SLOW_DOWN = {"retry-after": "1"}
+
+
+async def _sampler_of(call: Call, request: SampleRequest) -> Sampler:
+    if request.sampling_session_id is not None:
+        return await own_sampler(call, request.sampling_session_id)
+    # Clients before sampling sessions name the weights in every request.
+    session = await open_session(call, heartbeats=False)
+    return await _sampler(call, f"{session.session_id}:sample:0", session.session_id, request)
+
+
+async def _number_of(call: Call) -> str:
+    """Names a request whose client does not number them."""
+    return call.header("x-idempotency-key") or call.parts.new_id()
+
+
+HANDLERS: dict[str, Handler] = {
+    routes.CREATE_SAMPLING_SESSION.name: create_sampling_session,
+    routes.JOIN_SAMPLING_SESSION.name: join_sampling_session,
+    routes.GET_SAMPLER.name: get_sampler,
+    routes.ASAMPLE.name: asample,
+}

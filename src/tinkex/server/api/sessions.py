@@ -1,0 +1,252 @@
+"""Sessions: create, keep alive, finish, list, describe, search, export a trace."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from tinkex.server.api.call import reply
+from tinkex.server.api.errors import refuse
+from tinkex.server.store.records import AuditEntry, Session
+from tinkex.types import (
+    ClientFinishedSessionStatusQuery,
+    ClientSessionFinished,
+    CreateSessionRequest,
+    CreateSessionResponse,
+    GetSessionResponse,
+    ListSessionsResponse,
+    SessionHeartbeatRequest,
+    SessionHeartbeatResponse,
+    SessionSearchCursor,
+    SessionSearchRequest,
+    SessionSearchResponse,
+    SessionSummary,
+    UserSearchOwner,
+)
+from tinkex.wire import routes
+from tinkex.wire.bodies import FinishSessionRequest, SetProjectRequest, TraceExportResponse
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from starlette.responses import Response
+
+    from tinkex.server.api.call import Call, Handler
+    from tinkex.types import SessionStatusQuery
+
+
+def as_strings(metadata: Mapping[str, object] | None) -> dict[str, str]:
+    """Metadata as listings return it: values that are no strings become JSON."""
+    return {
+        key: value if isinstance(value, str) else msgspec.json.encode(value).decode()
+        for key, value in (metadata or {}).items()
+    }
+
+
+def when(at: float) -> datetime:
+    """A stored time with its zone."""
+    return datetime.fromtimestamp(at, UTC)
+
+
+async def create_session(call: Call) -> Response:
+    """Open a session; the settings may have something to say to every new one."""
+    request = await call.json(CreateSessionRequest)
+    session = await open_session(
+        call,
+        sdk_version=request.sdk_version,
+        tags=tuple(request.tags),
+        user_metadata=as_strings(request.user_metadata),
+        project_id=request.project_id,
+        display_name=request.display_name,
+    )
+    messages = call.settings.session_messages
+    return reply(
+        CreateSessionResponse(
+            session_id=session.session_id,
+            info_message=messages.get("info"),
+            warning_message=messages.get("warning"),
+            error_message=messages.get("error"),
+        )
+    )
+
+
+async def open_session(
+    call: Call,
+    *,
+    sdk_version: str = "",
+    tags: tuple[str, ...] = (),
+    user_metadata: Mapping[str, str] | None = None,
+    project_id: str | None = None,
+    display_name: str | None = None,
+    heartbeats: bool = True,
+) -> Session:
+    """Store a new session of the caller."""
+    now = call.now()
+    session = Session(
+        session_id=call.parts.new_id(),
+        owner=call.owner,
+        created_at=now,
+        last_seen_at=now,
+        sdk_version=sdk_version,
+        tags=tags,
+        user_metadata=user_metadata or {},
+        project_id=project_id,
+        display_name=display_name,
+        heartbeats=heartbeats,
+    )
+    await call.store.put_session(session)
+    return session
+
+
+async def session_heartbeat(call: Call) -> Response:
+    """410 tells a client that its session is over."""
+    request = await call.json(SessionHeartbeatRequest)
+    session = await call.session(request.session_id)
+    if not session.active:
+        raise refuse(410, f"Session {session.session_id!r} is over.")
+    await call.store.put_session(replace(session, last_seen_at=call.now()))
+    return reply(SessionHeartbeatResponse())
+
+
+async def finish_session(call: Call) -> Response:
+    """End a session; the first reason wins, a second finish changes nothing."""
+    request = await call.json(FinishSessionRequest)
+    session = await call.session(call.param("session"))
+    if session.active:
+        status = ClientSessionFinished(reason=request.reason, detail=request.detail)
+        await call.store.put_session(replace(session, status=status))
+        await call.worker.end_session(session.session_id)
+    return reply()
+
+
+async def set_session_project(call: Call) -> Response:
+    """Move a session and its runs into a project."""
+    request = await call.json(SetProjectRequest)
+    if not request.project_id:
+        raise refuse(400, "project_id is empty; name the project.")
+    session = await call.session(call.param("session"))
+    await call.store.put_session(replace(session, project_id=request.project_id))
+    for model in await call.store.models(session_id=session.session_id):
+        await call.store.put_model(replace(model, project_id=request.project_id))
+    await call.store.audit(
+        AuditEntry(
+            at=call.now(),
+            owner=call.owner,
+            topic="projects",
+            event="session_moved",
+            details={"session_id": session.session_id, "project_id": request.project_id},
+        )
+    )
+    return reply()
+
+
+async def list_sessions(call: Call) -> Response:
+    """Ids, newest first."""
+    offset, limit = call.number("offset", 0), call.number("limit", 20)
+    sessions = await call.store.sessions(call.owner)
+    ids = [session.session_id for session in sessions[offset : offset + limit]]
+    return reply(ListSessionsResponse(sessions=ids))
+
+
+async def get_session(call: Call) -> Response:
+    """The runs and samplers of a session."""
+    session = await call.session(call.param("session"))
+    models = await call.store.models(session_id=session.session_id)
+    samplers = await call.store.samplers(session.session_id)
+    return reply(
+        GetSessionResponse(
+            training_run_ids=[model.model_id for model in reversed(models)],
+            sampler_ids=[sampler.sampler_id for sampler in samplers],
+            user_metadata=dict(session.user_metadata),
+            display_name=session.display_name,
+        )
+    )
+
+
+async def export_trace(call: Call) -> Response:
+    """A trace is made when it is downloaded, so it is always ready."""
+    session = await call.session(call.param("session"))
+    token, _ = call.parts.identity.make_link({"kind": "trace", "session": session.session_id})
+    url = call.link(f"{routes.PREFIX}/files/{token}/trace.json")
+    return reply(TraceExportResponse(status="ready", url=url))
+
+
+async def search_sessions(call: Call) -> Response:
+    """One page of the caller's sessions that match, newest first."""
+    request = await call.json(SessionSearchRequest)
+    found = [s for s in await _searched(call, request) if _matches(s, request)]
+    if request.cursor is not None:
+        last = (request.cursor.last_created_at.timestamp(), request.cursor.last_session_id)
+        found = [s for s in found if (s.created_at, s.session_id) < last]
+    page, rest = found[: request.limit], found[request.limit :]
+    cursor = None
+    if rest:
+        cursor = SessionSearchCursor(
+            last_created_at=when(page[-1].created_at), last_session_id=page[-1].session_id
+        )
+    summaries = [await _summary(call, session) for session in page]
+    return reply(SessionSearchResponse(sessions=summaries, next_cursor=cursor))
+
+
+async def _searched(call: Call, request: SessionSearchRequest) -> list[Session]:
+    owner = request.owner
+    if isinstance(owner, UserSearchOwner) and call.owner not in owner.owner_urns:
+        return []
+    return list(await call.store.sessions(call.owner))
+
+
+def _matches(session: Session, request: SessionSearchRequest) -> bool:
+    names = [request.session_id is not None, request.display_name is not None]
+    by_name = session.session_id == request.session_id or (
+        request.display_name is not None
+        and all(
+            word in (session.display_name or "").lower()
+            for word in request.display_name.lower().split()
+        )
+    )
+    return (
+        (by_name or not any(names))
+        and (request.project_ids is None or session.project_id in request.project_ids)
+        and all(session.user_metadata.get(k) == v for k, v in request.user_metadata.items())
+        and (request.statuses is None or any(_in_status(session, q) for q in request.statuses))
+    )
+
+
+def _in_status(session: Session, query: SessionStatusQuery) -> bool:
+    if session.status.type != query.type:
+        return False
+    if isinstance(query, ClientFinishedSessionStatusQuery) and query.reasons is not None:
+        status = session.status
+        return isinstance(status, ClientSessionFinished) and status.reason.type in query.reasons
+    return True
+
+
+async def _summary(call: Call, session: Session) -> SessionSummary:
+    runs = {model.model_id for model in await call.store.models(session_id=session.session_id)}
+    saved = [c for c in await call.store.checkpoints(owner=call.owner) if c.model_id in runs]
+    return SessionSummary(
+        session_id=session.session_id,
+        created_at=when(session.created_at),
+        owner=session.owner,
+        project_id=session.project_id or "default",
+        status=session.status,
+        checkpoints_count=len(saved),
+        display_name=session.display_name,
+        user_metadata=dict(session.user_metadata),
+        checkpoint_storage_bytes=sum(c.size_bytes for c in saved),
+    )
+
+
+HANDLERS: dict[str, Handler] = {
+    routes.CREATE_SESSION.name: create_session,
+    routes.SESSION_HEARTBEAT.name: session_heartbeat,
+    routes.FINISH_SESSION.name: finish_session,
+    routes.SET_SESSION_PROJECT.name: set_session_project,
+    routes.LIST_SESSIONS.name: list_sessions,
+    routes.GET_SESSION.name: get_session,
+    routes.EXPORT_TRACE.name: export_trace,
+    routes.SEARCH_SESSIONS.name: search_sessions,
+}

@@ -1,0 +1,172 @@
+"""Usage and audit: tokens and storage per hour, never money."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from datetime import UTC, date, datetime, timedelta
+from typing import TYPE_CHECKING
+
+from tinkex.server.api.call import reply
+from tinkex.server.api.checkpoints import live_checkpoints
+from tinkex.server.api.errors import refuse
+from tinkex.server.api.sessions import when
+from tinkex.types import (
+    AuditLogEntry,
+    AuditLogResponse,
+    BillingUsageEvent,
+    BillingUsageResponse,
+    BillingUsageSession,
+    CheckpointBillingEvent,
+    CurrentCheckpointStorageUsageItem,
+    CurrentCheckpointStorageUsageResponse,
+    SamplingPrefillBillingEvent,
+    SamplingSampleBillingEvent,
+    TrainingBillingEvent,
+)
+from tinkex.wire import routes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from starlette.responses import Response
+
+    from tinkex.server.api.call import Call, Handler
+    from tinkex.server.store.records import UsageEntry
+    from tinkex.types import BillingEventInfo
+
+_HOUR_S = 3600
+_LONGEST = timedelta(days=14)
+_TOPICS = ("all", "checkpoints", "projects", "teams", "organizations")
+
+
+async def get_billing_usage(call: Call) -> Response:
+    """Tokens per hour, session and kind; this server knows no prices."""
+    start, end = _hour(call, "starting_on"), _hour(call, "ending_before")
+    if not timedelta(0) < end - start <= _LONGEST:
+        raise refuse(400, "ending_before must follow starting_on by 14 days at most.")
+    entries = await call.store.usage(call.owner, start.timestamp(), end.timestamp())
+    events = list(_events(entries))
+    sessions: dict[str, BillingUsageSession] = {}
+    for session_id in {entry.session_id for entry in entries}:
+        session = await call.store.get_session(session_id)
+        if session is not None:
+            metadata = dict(session.user_metadata)
+            sessions[session_id] = BillingUsageSession(user_metadata=metadata)
+    return reply(BillingUsageResponse(data=events, sessions=sessions))
+
+
+def _hour(call: Call, name: str) -> datetime:
+    text = call.request.query_params.get(name, "")
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        raise refuse(400, f"{name} must be a time such as 2026-01-31T12:00:00Z.") from None
+    moment = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+    if moment.timestamp() % _HOUR_S:
+        raise refuse(400, f"{name} must be a full hour, not {text!r}.")
+    return moment
+
+
+def _events(entries: Iterable[UsageEntry]) -> Iterator[BillingUsageEvent]:
+    sums: dict[tuple[int, str, str | None, str | None, str], int] = defaultdict(int)
+    owners: dict[str, str] = {}
+    for entry in entries:
+        owners[entry.session_id] = entry.owner
+        hour = int(entry.at // _HOUR_S) * _HOUR_S
+        for kind, amount in _amounts(entry):
+            sums[hour, entry.session_id, entry.base_model, entry.project_id, kind] += amount
+    for (hour, session_id, base_model, project_id, kind), amount in sorted(
+        sums.items(), key=lambda item: (item[0][0], item[0][1], item[0][4])
+    ):
+        yield BillingUsageEvent(
+            bucket_start=when(hour),
+            bucket_end=when(hour + _HOUR_S),
+            base_model=base_model,
+            user_id=owners[session_id],
+            session_id=session_id,
+            project_id=project_id,
+            event_info=_info(kind, amount),
+        )
+
+
+def _amounts(entry: UsageEntry) -> list[tuple[str, int]]:
+    usage = entry.usage
+    amounts = [
+        ("training", usage.trained_tokens),
+        ("prefill", usage.prompt_tokens - usage.cached_tokens),
+        ("prefill_cached", usage.cached_tokens),
+        ("sample", usage.generated_tokens),
+        ("checkpoint", int(entry.kind.startswith("save_weights"))),
+    ]
+    return [(kind, amount) for kind, amount in amounts if amount > 0]
+
+
+def _info(kind: str, amount: int) -> BillingEventInfo:
+    match kind:
+        case "training":
+            return TrainingBillingEvent(token_count=amount)
+        case "prefill" | "prefill_cached":
+            cached = kind == "prefill_cached"
+            return SamplingPrefillBillingEvent(cached=cached, token_count=amount)
+        case "sample":
+            return SamplingSampleBillingEvent(token_count=amount)
+        case _:
+            return CheckpointBillingEvent(count=amount)
+
+
+async def get_checkpoint_storage_usage(call: Call) -> Response:
+    """Stored bytes per project."""
+    project = call.request.query_params.get("project_id")
+    sizes: dict[str | None, list[int]] = defaultdict(list)
+    for checkpoint in await live_checkpoints(call):
+        if project in (None, checkpoint.project_id):
+            sizes[checkpoint.project_id].append(checkpoint.size_bytes)
+    items = [
+        CurrentCheckpointStorageUsageItem(
+            project_id=project_id,
+            org_user_urn=call.owner,
+            checkpoint_count=len(found),
+            size_bytes=sum(found),
+            size_gigabytes=sum(found) / 1e9,
+        )
+        for project_id, found in sizes.items()
+    ]
+    return reply(CurrentCheckpointStorageUsageResponse(data=items))
+
+
+async def get_audit_log(call: Call) -> Response:
+    """What happened to the caller's things, by topic and day."""
+    topic = call.request.query_params.get("event_type", "all")
+    if topic not in _TOPICS:
+        raise refuse(400, f"event_type must be one of {', '.join(_TOPICS)}, not {topic!r}.")
+    day = _day(call.request.query_params.get("day"))
+    entries = [
+        AuditLogEntry(
+            timestamp=when(entry.at),
+            event=entry.event,
+            event_details=dict(entry.details),
+            model_id=_text(entry.details.get("model_id")),
+            tinker_path=_text(entry.details.get("tinker_path")),
+        )
+        for entry in await call.store.audit_log(call.owner)
+        if topic in ("all", entry.topic) and day in (None, when(entry.at).date())
+    ]
+    return reply(AuditLogResponse(entries=entries))
+
+
+def _day(text: str | None) -> date | None:
+    try:
+        return None if text is None else date.fromisoformat(text)
+    except ValueError:
+        raise refuse(400, f"day must be a date such as 2026-01-31, not {text!r}.") from None
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+HANDLERS: dict[str, Handler] = {
+    routes.GET_BILLING_USAGE.name: get_billing_usage,
+    routes.GET_CHECKPOINT_STORAGE_USAGE.name: get_checkpoint_storage_usage,
+    routes.GET_AUDIT_LOG.name: get_audit_log,
+}

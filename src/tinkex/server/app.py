@@ -1,0 +1,164 @@
+"""The ASGI app: the routes of the protocol over a store and an engine.
+
+`create_app` connects the parts it is given; the app's lifespan runs the worker and the
+upkeep. The app can be mounted below any path prefix.
+"""
+
+from __future__ import annotations
+
+import uuid
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import anyio
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.routing import Route
+
+from tinkex.clock import SystemClock
+from tinkex.server.api import checkpoints, files, futures, models, sampling, service, sessions
+from tinkex.server.api import training, usage
+from tinkex.server.api.call import Call, Parts
+from tinkex.server.api.errors import error_reply, refuse
+from tinkex.server.api.identity import Identity
+from tinkex.server.scheduler.upkeep import Upkeep
+from tinkex.server.scheduler.waiters import Waiters
+from tinkex.server.scheduler.worker import Worker
+from tinkex.server.settings import Settings
+from tinkex.wire.routes import HEALTHZ, PREFIX, ROUTES
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Callable
+
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+    from tinkex.clock import Clock
+    from tinkex.engine.base import Engine
+    from tinkex.server.api.call import Handler
+    from tinkex.server.store.base import Store
+
+HANDLERS: dict[str, Handler] = {
+    **service.HANDLERS,
+    **sessions.HANDLERS,
+    **models.HANDLERS,
+    **training.HANDLERS,
+    **sampling.HANDLERS,
+    **futures.HANDLERS,
+    **checkpoints.HANDLERS,
+    **usage.HANDLERS,
+}
+
+
+def create_app(
+    store: Store,
+    engine: Engine,
+    settings: Settings | None = None,
+    clock: Clock | None = None,
+    *,
+    new_id: Callable[[], str] | None = None,
+) -> Starlette:
+    """The server's app; run its lifespan, or nothing accepted is ever executed."""
+    parts = _connect(
+        store, engine, settings or Settings(), clock or SystemClock(), new_id or _random_id
+    )
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncGenerator[None]:
+        async with running(parts):
+            yield
+
+    app = Starlette(
+        routes=[
+            *(_route(parts, route) for route in ROUTES),
+            Route(f"{PREFIX}/files/{{token}}/{{name:path}}", _files(parts), methods=["GET"]),
+        ],
+        lifespan=lifespan,
+        exception_handlers={HTTPException: _http_error},
+    )
+    app.state.parts = parts
+    return app
+
+
+@asynccontextmanager
+async def running(parts: Parts) -> AsyncGenerator[None]:
+    """Run what works between requests."""
+    settings = parts.settings
+    upkeep = Upkeep(
+        parts.store,
+        parts.worker,
+        parts.clock,
+        interval_s=settings.upkeep_interval_s,
+        session_timeout_s=settings.session_timeout_s,
+        result_ttl_s=settings.result_ttl_s,
+    )
+    async with anyio.create_task_group() as group:
+        group.start_soon(parts.worker.run)
+        group.start_soon(upkeep.run)
+        try:
+            yield
+        finally:
+            group.cancel_scope.cancel()
+
+
+def _connect(
+    store: Store, engine: Engine, settings: Settings, clock: Clock, new_id: Callable[[], str]
+) -> Parts:
+    waiters = Waiters(clock)
+    worker = Worker(
+        store,
+        engine,
+        clock,
+        waiters,
+        encode=futures.encode_value,
+        gap_timeout_s=settings.gap_timeout_s,
+        max_batch_ops=settings.max_batch_ops,
+    )
+    return Parts(
+        store=store,
+        engine=engine,
+        settings=settings,
+        clock=clock,
+        worker=worker,
+        waiters=waiters,
+        identity=Identity(settings, clock),
+        new_id=new_id,
+    )
+
+
+def _route(parts: Parts, route: Any) -> Route:
+    handler = HANDLERS[route.name]
+    public = route.name == HEALTHZ.name
+
+    async def endpoint(request: Request) -> Response:
+        try:
+            owner = "" if public else parts.identity.owner(request.headers.get("x-api-key"))
+            return await handler(Call(request=request, parts=parts, owner=owner))
+        except Exception as error:  # noqa: BLE001  # a request ends here, answered
+            return error_reply(request, error)
+
+    # A checkpoint id is the two last parts of a path, such as weights/final.
+    path = route.path.replace("{ckpt}", "{kind}/{name}")
+    return Route(path, endpoint, methods=[route.method], name=route.name)
+
+
+def _files(parts: Parts) -> Callable[[Request], Any]:
+    async def endpoint(request: Request) -> Response:
+        params = request.path_params
+        try:
+            return await files.download(parts, params["token"], params["name"])
+        except Exception as error:  # noqa: BLE001  # a request ends here, answered
+            return error_reply(request, error)
+
+    return endpoint
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """Starlette's own refusals (no such path, wrong method) in our form."""
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    what = f"{request.method} {request.url.path} is not part of this API."
+    return error_reply(request, refuse(status, what))
+
+
+def _random_id() -> str:
+    return str(uuid.uuid4())

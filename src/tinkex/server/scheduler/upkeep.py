@@ -1,0 +1,55 @@
+"""What the server does on its own: end silent sessions, expire checkpoints, drop old results."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from tinkex.types import SessionCancelled
+
+if TYPE_CHECKING:
+    from tinkex.clock import Clock
+    from tinkex.server.scheduler.worker import Worker
+    from tinkex.server.store.base import Store
+
+
+class Upkeep:
+    """Looks around every `interval_s`; `run()` is its one long-lived task."""
+
+    def __init__(
+        self,
+        store: Store,
+        worker: Worker,
+        clock: Clock,
+        *,
+        interval_s: float,
+        session_timeout_s: float,
+        result_ttl_s: float,
+    ) -> None:
+        self._store = store
+        self._worker = worker
+        self._clock = clock
+        self._interval_s = interval_s
+        self._session_timeout_s = session_timeout_s
+        self._result_ttl_s = result_ttl_s
+
+    async def run(self) -> None:
+        """Sweep until cancelled."""
+        while True:
+            await self._clock.sleep(self._interval_s)
+            await self.sweep()
+
+    async def sweep(self) -> None:
+        """One look around."""
+        now = self._clock.wall()
+        for session in await self._store.sessions():
+            silent_s = now - session.last_seen_at
+            if session.active and session.heartbeats and silent_s > self._session_timeout_s:
+                status = SessionCancelled(detail=f"no heartbeat for {silent_s:.0f} s")
+                await self._store.put_session(replace(session, status=status))
+                await self._worker.end_session(session.session_id)
+        for checkpoint in await self._store.checkpoints():
+            if checkpoint.expires_at is not None and checkpoint.expires_at <= now:
+                await self._store.delete_checkpoint(checkpoint.path)
+                await self._worker.jobs.forget_location(checkpoint.location)
+        await self._store.drop_results_before(now - self._result_ttl_s)

@@ -1,0 +1,329 @@
+"""Calls: a route and a value in, a value out.
+
+`Api` adds credentials and headers, encodes, decodes, and turns error statuses into errors.
+`Api.call` is the only retry loop for unary calls; `Api.send` is one attempt, for those who own a
+loop themselves (the sampling dispatcher and the future's poller).
+"""
+
+from __future__ import annotations
+
+import random
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+
+from tinkex.errors import (
+    APIConnectionError,
+    APIError,
+    APIResponseValidationError,
+    APIStatusError,
+    APITimeoutError,
+    InputError,
+    InputTypeError,
+    RequestInfo,
+    ResponseInfo,
+    status_error,
+)
+from tinkex.transport import urls
+from tinkex.transport.auth import Credentials
+from tinkex.transport.base import Reply, Request
+from tinkex.transport.headers import API_KEY, IDEMPOTENCY_KEY, RETRY_COUNT, StandardHeaders
+from tinkex.transport.notices import Notices
+from tinkex.transport.retry import Limits, Outcome, Progress, decide
+from tinkex.types import ClientConfigResponse, ClientDynamicConfigResponse
+from tinkex.wire import json_codec, routes
+from tinkex.wire.bodies import AuthTokenRequest
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Callable, Mapping
+
+    from tinkex.clock import Clock
+    from tinkex.config import Config
+    from tinkex.transport.base import StreamedReply, Transport
+    from tinkex.wire.routes import Route
+
+ReqT = TypeVar("ReqT")
+RepT = TypeVar("RepT")
+
+# Asked with the credential itself: these come before there can be a token.
+_RAW = frozenset({routes.CLIENT_CONFIG.name, routes.AUTH_TOKEN.name})
+# The classes whose retry loop is `Api.call`.
+_RETRIED = frozenset({"full", "submit"})
+# What a reply says about itself; nothing else of its headers is kept in an error.
+_KEPT_HEADERS = (
+    "content-type", "content-length", "date", "retry-after", "retry-after-ms", "x-request-id",
+    "x-should-retry",
+)  # fmt: skip
+_MAX_ERROR_TEXT = 8192
+
+
+def connect(config: Config, transport: Transport, clock: Clock) -> Api:
+    """An `Api` with the credentials the settings name; does no I/O."""
+    return Api(config, transport, clock, Credentials(config, clock))
+
+
+class Api:
+    """The server, as far as one connection set can see it."""
+
+    def __init__(
+        self,
+        config: Config,
+        transport: Transport,
+        clock: Clock,
+        auth: Credentials,
+        *,
+        jitter: Callable[[], float] = random.random,
+    ) -> None:
+        # Mutable state: the server's flags, and what was logged when.
+        self.config = config
+        self.transport = transport
+        self.clock = clock
+        self.auth = auth
+        self.dynamic_config = ClientDynamicConfigResponse()
+        self._client_config = ClientConfigResponse()
+        self._headers = StandardHeaders(config.headers)
+        self._jitter = jitter
+        self._notices = Notices(clock)
+
+    @property
+    def client_config(self) -> ClientConfigResponse:
+        """The server's flags; setting them also makes the credentials follow."""
+        return self._client_config
+
+    @client_config.setter
+    def client_config(self, flags: ClientConfigResponse) -> None:
+        self._client_config = flags
+        self.auth.follow(
+            self._exchange,
+            exchanging=flags.pjwt_auth_enabled,
+            enforce_command=flags.pjwt_auth_enabled
+            and flags.credential_default_source == "credential_cmd",
+        )
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        await self.transport.aclose()
+
+    # -- one call -----------------------------------------------------------------------------
+
+    async def call(
+        self,
+        route: Route[ReqT, RepT],
+        request: ReqT | None = None,
+        *,
+        params: Mapping[str, str] | None = None,
+        query: Mapping[str, object] | None = None,
+        headers: Mapping[str, str] | None = None,
+        body: bytes | None = None,
+        deadline_s: float | None = None,
+    ) -> RepT:
+        """The answer of one endpoint, after as many attempts as the route's class allows.
+
+        `body` replaces the encoding of `request`. `deadline_s` bounds attempts and waits together;
+        0 means one attempt. Raises what the last attempt raised.
+        """
+        prepared = self._prepare(route, self._encode(route, request, body), params, query, headers)
+        limits = Limits(
+            budget_s=self.config.submit_deadline_s if deadline_s is None else deadline_s,
+            billing_s=self._client_config.billing_exception_max_pause_duration_sec,
+        )
+        started, retries, billing_s = self.clock.now(), 0, 0.0
+        while True:
+            left_s = limits.budget_s - (self.clock.now() - started - billing_s)
+            try:
+                reply = await self._attempt(
+                    route, prepared, retries, left_s if deadline_s else None
+                )
+                self.raise_for(reply, route, prepared)
+                return self._decode(route, prepared, reply)
+            except APIError as error:
+                if route.retry not in _RETRIED:
+                    raise
+                progress = Progress(retries, self.clock.now() - started, billing_s)
+                decision = decide(
+                    outcome_of(error), route.retry, progress, limits,
+                    jitter=self._jitter(), wall=self.clock.wall(),
+                )  # fmt: skip
+                if decision.wait_s is None:
+                    if retries:
+                        error.add_note(f"gave up after {retries + 1} attempts: {decision.reason}")
+                    raise
+                self._notices.waiting(route.name, decision)
+                failure = decision
+            # Outside the handler: an error of the next attempt must not drag this one along.
+            await self.clock.sleep(failure.wait_s or 0.0)
+            if failure.billing:
+                billing_s += failure.wait_s or 0.0
+            retries += 1
+
+    async def send(
+        self,
+        route: Route[Any, Any],
+        body: bytes | None,
+        *,
+        params: Mapping[str, str] | None = None,
+        query: Mapping[str, object] | None = None,
+        headers: Mapping[str, str] | None = None,
+        timeout_s: float | None = None,
+    ) -> Reply:
+        """One attempt; any status is a reply. Raises connection and credential errors only."""
+        return await self._attempt(
+            route, self._prepare(route, body, params, query, headers, timeout_s), 0, None
+        )
+
+    @asynccontextmanager
+    async def stream(
+        self,
+        route: Route[Any, Any],
+        body: bytes | None = None,
+        *,
+        params: Mapping[str, str] | None = None,
+        query: Mapping[str, object] | None = None,
+        headers: Mapping[str, str] | None = None,
+        timeout_s: float | None = None,
+    ) -> AsyncGenerator[StreamedReply]:
+        """One attempt whose body is read as it comes; any status is a reply."""
+        prepared = self._prepare(route, body, params, query, headers, timeout_s)
+        async with self.transport.stream(await self._authorise(route, prepared, 0)) as reply:
+            yield reply
+
+    def raise_for(
+        self, reply: Reply, route: Route[Any, Any], request: Request | None = None
+    ) -> None:
+        """Nothing for a 2xx; otherwise the error of the tree that the status stands for."""
+        status = reply.status
+        if 200 <= status < 300:
+            return
+        path = request.path if request is not None else route.path
+        info = RequestInfo(route.method, urls.join(self.config.base_url, path))
+        if status == 400 and _from_the_edge(reply):
+            raise APIConnectionError(
+                info, f"Something in front of {self.config.base_url} refused the connection (400)."
+            )
+        text = self._scrub(reply.body[:_MAX_ERROR_TEXT].decode("utf-8", "replace"))
+        kept = {name: reply.headers[name] for name in _KEPT_HEADERS if name in reply.headers}
+        error = status_error(ResponseInfo(status, kept, text, info), _error_body(text))
+        error.request_id = reply.headers.get("x-request-id")
+        if status == 401:
+            error.add_note("Check TINKER_API_KEY (or api_key=): the server refused the credential.")
+        raise error
+
+    # -- the parts of a call ------------------------------------------------------------------
+
+    def _encode(
+        self, route: Route[ReqT, RepT], request: ReqT | None, body: bytes | None
+    ) -> bytes | None:
+        if body is not None or route.request_encoding == "none":
+            return body
+        if route.request_encoding == "protobuf":
+            raise InputTypeError(f"{route.name} needs an encoded `body`", "body")
+        if request is None:
+            raise InputTypeError(f"{route.name} needs a request", "request")
+        return json_codec.encode(request)
+
+    def _prepare(
+        self,
+        route: Route[Any, Any],
+        body: bytes | None,
+        params: Mapping[str, str] | None,
+        query: Mapping[str, object] | None,
+        headers: Mapping[str, str] | None,
+        timeout_s: float | None = None,
+    ) -> Request:
+        """What stays the same over all attempts of one call."""
+        merged = self._headers.of(route)
+        if route.method != "GET" and route.retry != "poll":
+            merged = {**merged, IDEMPOTENCY_KEY: self._headers.idempotency_key()}
+        if headers:
+            merged = {**merged, **headers}
+        return Request(
+            method=route.method,
+            path=route.url(**(params or {})) if params or "{" in route.path else route.path,
+            pool=route.pool,
+            timeout_s=route.timeout_s if timeout_s is None else timeout_s,
+            query=urls.encode_query(query) if query else "",
+            headers=merged,
+            body=body,
+            follow_redirects=route.follow_redirects,
+        )
+
+    async def _authorise(
+        self, route: Route[Any, Any], request: Request, retries: int, left_s: float | None = None
+    ) -> Request:
+        credential = await self.auth.header_value(raw=route.name in _RAW)
+        headers = {**request.headers, API_KEY: credential}
+        if retries:
+            headers[RETRY_COUNT] = str(retries)
+        timeout_s = request.timeout_s
+        if left_s is not None:
+            timeout_s = min(timeout_s, max(left_s, 1.0))
+        return Request(
+            request.method, request.path, request.pool, timeout_s, request.query, headers,
+            request.body, request.follow_redirects,
+        )  # fmt: skip
+
+    async def _attempt(
+        self, route: Route[Any, Any], request: Request, retries: int, left_s: float | None
+    ) -> Reply:
+        authorised = await self._authorise(route, request, retries, left_s)
+        try:
+            reply = await self.transport.send(authorised)
+        except APIConnectionError as error:
+            self._notices.unreachable(route.name, error)
+            raise
+        note = reply.headers.get("x-deprecation-note")
+        if note is not None:
+            self._notices.deprecated(note, reply.headers.get("x-deprecation-level", ""))
+        return reply
+
+    def _decode(self, route: Route[Any, RepT], request: Request, reply: Reply) -> RepT:
+        if route.reply is None:
+            return None  # pyright: ignore[reportReturnType] - RepT is None for these routes
+        try:
+            return json_codec.decode(route.reply, reply.body)
+        except InputError as error:
+            text = self._scrub(reply.body[:_MAX_ERROR_TEXT].decode("utf-8", "replace"))
+            info = RequestInfo(route.method, urls.join(self.config.base_url, request.path))
+            response = ResponseInfo(reply.status, {}, text, info)
+            raise APIResponseValidationError(
+                response, text, f"The answer to {route.name} breaks the protocol: {error}"
+            ) from error
+
+    async def _exchange(self) -> str:
+        return (await self.call(routes.AUTH_TOKEN, AuthTokenRequest())).jwt
+
+    def _scrub(self, text: str) -> str:
+        """A server may quote the credential it refuses; errors must not."""
+        for secret in self.auth.secrets():
+            text = text.replace(secret, "***")
+        return text
+
+
+def outcome_of(error: APIError) -> Outcome:
+    """An error as a row of the retry table."""
+    match error:
+        case APITimeoutError():
+            return Outcome("timeout")
+        case APIConnectionError():
+            return Outcome("connection")
+        case APIStatusError():
+            return Outcome("status", error.status_code, error.response.headers)
+        case _:
+            return Outcome("bad_response")
+
+
+def _from_the_edge(reply: Reply) -> bool:
+    """Whether a 400 comes from a proxy: the API always sends a body and says how long it is."""
+    if not reply.body:
+        return True
+    if reply.headers.get("content-length", "0") != "0":
+        return False
+    return not isinstance(_error_body(reply.body.decode("utf-8", "replace")), dict)
+
+
+def _error_body(text: str) -> object:
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.MsgspecError:
+        return text

@@ -1,0 +1,295 @@
+"""One socket: HTTP/1.1 on asyncio, parsed by httptools (llhttp, in C).
+
+A `Connection` carries one request at a time and knows nothing of pools, retries or headers'
+meaning. It raises `OSError`, `TimeoutError` and `BrokenReply`; `http.py` translates them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import TYPE_CHECKING
+
+import httptools
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+# No server needs more for its headers; without a limit a stranger could fill our memory.
+MAX_HEAD_BYTES = 256 * 1024
+# How far a streamed reply may run ahead of its reader.
+_STREAM_AHEAD_BYTES = 256 * 1024
+# A reply may take longer than its timeout as long as bytes keep coming, but not for ever.
+_TOTAL_FACTOR = 10
+# Small bodies travel in one segment with their head; large ones are not copied for that.
+_ONE_WRITE_BYTES = 64 * 1024
+
+
+class BrokenReply(Exception):
+    """What came back is not a whole HTTP reply; the text says in what way."""
+
+
+class Connection(asyncio.Protocol):
+    """A keep-alive connection; `send` or `stream` may be called when the last one has ended."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        # Mutable state: the socket, the parser, and everything about the exchange under way.
+        self._loop = loop
+        self._transport: asyncio.Transport | None = None
+        self._parser = httptools.HttpResponseParser(self)
+        self.reusable = True
+        self.idle_since = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self._reset(None)
+
+    def _reset(self, done: asyncio.Future[None] | None) -> None:
+        self._done = done
+        self._head_done: asyncio.Future[None] | None = None
+        self._status = 0
+        self._headers: dict[str, str] = {}
+        self._head_bytes = 0
+        self._head_complete = False
+        self._keep_alive = False
+        self._body: list[bytes] = []
+        self._sink: Stream | None = None
+        self._last_progress = 0.0
+        self._unsent = 0
+
+    # -- one exchange -------------------------------------------------------------------------
+
+    async def send(
+        self, head: bytes, body: bytes | None, timeout_s: float
+    ) -> tuple[int, dict[str, str], bytes]:
+        """Status, headers (lower-case names) and the body as it was sent."""
+        done = self._begin(head, body)
+        now = self._loop.time()
+        self._timer = self._loop.call_later(timeout_s, self._check, done, timeout_s, now)
+        try:
+            await done
+        except BaseException:
+            self.abort()
+            raise
+        finally:
+            self._timer.cancel()
+        parts = self._body
+        return self._status, self._headers, parts[0] if len(parts) == 1 else b"".join(parts)
+
+    async def stream(
+        self, head: bytes, body: bytes | None, timeout_s: float
+    ) -> tuple[int, dict[str, str], Stream]:
+        """Status and headers as soon as they are there; `timeout_s` then bounds each silence."""
+        done = self._begin(head, body)
+        sink = self._sink = Stream(self._loop, self, timeout_s)
+        self._head_done = self._loop.create_future()
+        done.add_done_callback(lambda _: sink.end(None if done.cancelled() else done.exception()))
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._head_done
+        except BaseException:
+            self.abort()
+            raise
+        return self._status, self._headers, sink
+
+    def _begin(self, head: bytes, body: bytes | None) -> asyncio.Future[None]:
+        done: asyncio.Future[None] = self._loop.create_future()
+        self._reset(done)
+        transport = self._transport
+        if transport is None or transport.is_closing():
+            self.reusable = False
+            done.set_exception(ConnectionResetError("the connection was closed while idle"))
+            return done
+        self._last_progress = self._loop.time()
+        if body is None:
+            transport.write(head)
+        elif len(body) < _ONE_WRITE_BYTES:
+            transport.write(head + body)
+        else:
+            transport.write(head)
+            transport.write(body)
+        return done
+
+    def _check(self, done: asyncio.Future[None], timeout_s: float, started: float) -> None:
+        """Time out unless something moved; called when the time would be up."""
+        if done.done():
+            return
+        now = self._loop.time()
+        unsent = self._transport.get_write_buffer_size() if self._transport else 0
+        if unsent < self._unsent or (unsent and not self._unsent):
+            self._last_progress = now
+        self._unsent = unsent
+        left_s = min(
+            self._last_progress + timeout_s - now, started + timeout_s * _TOTAL_FACTOR - now
+        )
+        if left_s > 0:
+            self._timer = self._loop.call_later(left_s, self._check, done, timeout_s, started)
+        else:
+            done.set_exception(TimeoutError(f"no complete reply within {timeout_s:g} s"))
+
+    def abort(self) -> None:
+        """Close now, without saying goodbye; whatever is under way has failed."""
+        self.reusable = False
+        if self._transport is not None:
+            self._transport.abort()
+
+    def pause(self) -> None:
+        """Stop reading until `resume`."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.pause_reading()
+
+    def resume(self) -> None:
+        """Read on."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
+
+    # -- asyncio ------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        if self._done is None or self._done.done():
+            self.abort()  # nobody asked: the next reply could be taken for somebody else's
+            return
+        self._last_progress = self._loop.time()
+        if not self._head_complete:
+            self._head_bytes += len(data)
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            self._fail(BrokenReply(f"the answer is not valid HTTP ({error})"))
+            return
+        if not self._head_complete and self._head_bytes > MAX_HEAD_BYTES:
+            self._fail(BrokenReply("the headers of the answer do not end"))
+
+    def eof_received(self) -> bool:
+        return False  # close; connection_lost decides what it means
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.reusable = False
+        if self._done is None or self._done.done():
+            return
+        if self._ends_with_connection() and exc is None:
+            self._finish()
+        elif exc is not None:
+            self._fail(exc)
+        elif self._head_complete:
+            self._fail(BrokenReply("the connection closed in the middle of the answer"))
+        else:
+            self._fail(ConnectionResetError("the server closed the connection without an answer"))
+
+    def _ends_with_connection(self) -> bool:
+        return (
+            self._head_complete
+            and "content-length" not in self._headers
+            and "transfer-encoding" not in self._headers
+        )
+
+    def _fail(self, error: Exception) -> None:
+        self.reusable = False
+        for future in (self._head_done, self._done):
+            if future is not None and not future.done():
+                future.set_exception(error)
+        if self._head_done is not None:
+            assert self._done is not None
+            self._done.exception()  # a stream's reader hears it from the stream
+        self.abort()
+
+    def _finish(self) -> None:
+        if self._head_done is not None and not self._head_done.done():
+            self._head_done.set_result(None)
+        if self._done is not None and not self._done.done():
+            self._done.set_result(None)
+
+    # -- httptools ----------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        if self._done is not None and self._done.done():
+            self.reusable = False  # a second answer to one request
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._head_complete:
+            return  # trailers
+        key, text = name.decode("latin-1").lower(), value.decode("latin-1")
+        if key in self._headers:
+            text = f"{self._headers[key]}, {text}"
+        self._headers[key] = text
+
+    def on_headers_complete(self) -> None:
+        if self._done is None or self._done.done():
+            return
+        self._status = self._parser.get_status_code()
+        if self._status < 200:
+            return
+        self._head_complete = True
+        # Asked for now: llhttp forgets it once the message is complete.
+        self._keep_alive = self._parser.should_keep_alive()
+        if self._head_done is not None and not self._head_done.done():
+            self._head_done.set_result(None)
+
+    def on_body(self, chunk: bytes) -> None:
+        if self._done is None or self._done.done():
+            return
+        if self._sink is not None:
+            self._sink.push(chunk)
+        else:
+            self._body.append(chunk)
+
+    def on_message_complete(self) -> None:
+        if self._done is None or self._done.done():
+            return
+        if not self._head_complete:  # 1xx: the real answer follows
+            self._headers = {}
+            return
+        self.reusable = self.reusable and self._keep_alive
+        self._finish()
+
+
+class Stream:
+    """The body of a streamed reply; ends with the reply or with what broke it."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, connection: Connection, silence_s: float
+    ) -> None:
+        # Mutable state: chunks not read yet, the reader's wake-up, and how it ended.
+        self._loop = loop
+        self._connection = connection
+        self._silence_s = silence_s
+        self._chunks: deque[bytes] = deque()
+        self._ahead = 0
+        self._waiter: asyncio.Future[None] | None = None
+        self._ended = False
+        self._error: BaseException | None = None
+
+    def push(self, chunk: bytes) -> None:
+        """From the parser: more body."""
+        self._chunks.append(chunk)
+        self._ahead += len(chunk)
+        if self._ahead > _STREAM_AHEAD_BYTES:
+            self._connection.pause()
+        self._wake()
+
+    def end(self, error: BaseException | None) -> None:
+        """From the connection: nothing more comes."""
+        self._ended, self._error = True, error
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        while True:
+            while self._chunks:
+                chunk = self._chunks.popleft()
+                self._ahead -= len(chunk)
+                if self._ahead <= _STREAM_AHEAD_BYTES // 2:
+                    self._connection.resume()
+                yield chunk
+            if self._ended:
+                if self._error is not None:
+                    raise self._error
+                return
+            self._waiter = self._loop.create_future()
+            async with asyncio.timeout(self._silence_s):
+                await self._waiter

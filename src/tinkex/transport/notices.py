@@ -1,0 +1,54 @@
+"""What the user is told while calls go wrong: cause and next step, not a line per retry."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tinkex.clock import Clock
+    from tinkex.errors import APIConnectionError
+    from tinkex.transport.retry import Decision
+
+_log = logging.getLogger(__name__)
+_EVERY_S = 60.0
+_MAX_NOTES = 64
+
+
+class Notices:
+    """Log lines of one connection set, each kind at most once a minute."""
+
+    def __init__(self, clock: Clock) -> None:
+        # Mutable state: when each kind was last logged, and the deprecations already told.
+        self._clock = clock
+        self._last: dict[str, float] = {}
+        self._told: set[str] = set()
+
+    def unreachable(self, call: str, error: APIConnectionError) -> None:
+        """A connection failed."""
+        if self._due("unreachable"):
+            _log.warning("%s: %s", call, error.message)
+
+    def waiting(self, call: str, decision: Decision) -> None:
+        """A call will be tried again."""
+        if decision.billing and self._due("billing"):
+            _log.warning(
+                "%s: the account cannot pay for this now (402); waiting until it can. Check the "
+                "billing page, or cancel the call.",
+                call,
+            )
+        else:
+            _log.debug("%s: trying again in %.1f s (%s)", call, decision.wait_s, decision.reason)
+
+    def deprecated(self, note: str, level: str) -> None:
+        """The server says that something will go away; told once."""
+        if note not in self._told and len(self._told) < _MAX_NOTES:
+            self._told.add(note)
+            _log.log(logging.ERROR if level == "error" else logging.WARNING, "%s", note)
+
+    def _due(self, kind: str) -> bool:
+        now = self._clock.now()
+        due = now - self._last.get(kind, float("-inf")) >= _EVERY_S
+        if due:
+            self._last[kind] = now
+        return due

@@ -1,0 +1,215 @@
+"""Connections to one origin for one kind of traffic: opened when needed, kept, never shared.
+
+Owns the idle connections, the limit on how many exist, and how one is opened (addresses, TLS).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import ssl
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from tinkex.transport.connection import Connection
+
+if TYPE_CHECKING:
+    from tinkex.clock import Clock
+    from tinkex.transport.urls import BaseUrl
+
+# Shorter than the idle time-out of common load balancers (60 s), so that they rarely close first.
+_IDLE_S = 50.0
+_ADDRESSES_FRESH_S = 30.0
+
+Address = tuple[socket.AddressFamily, tuple[Any, ...]]
+
+
+class ConnectTimeout(TimeoutError):
+    """No connection within the connect time-out."""
+
+
+class Dialer:
+    """Opens connections to one origin; remembers its addresses for a while, the good one first."""
+
+    def __init__(
+        self,
+        base: BaseUrl,
+        clock: Clock,
+        connect_timeout_s: float,
+        ssl_context: ssl.SSLContext | None = None,
+    ) -> None:
+        # Mutable state: the addresses and when they were looked up, and the TLS settings.
+        self._base = base
+        self._clock = clock
+        self._connect_timeout_s = connect_timeout_s
+        self._ssl_context = ssl_context
+        self._addresses: list[Address] = []
+        self._looked_up = float("-inf")
+        self._lock = asyncio.Lock()
+
+    async def open(self) -> Connection:
+        """A fresh connection; raises OSError, of which ConnectTimeout is one."""
+        try:
+            async with asyncio.timeout(self._connect_timeout_s):
+                return await self._open()
+        except TimeoutError as error:
+            if isinstance(error, ConnectTimeout):
+                raise
+            raise ConnectTimeout(f"no connection within {self._connect_timeout_s:g} s") from None
+
+    async def _open(self) -> Connection:
+        loop = asyncio.get_running_loop()
+        context = await self._tls() if self._base.secure else None
+        sock = await self._dial(loop)
+        try:
+            _, connection = await loop.create_connection(
+                lambda: Connection(loop),
+                sock=sock,
+                ssl=context,
+                server_hostname=self._base.host if context else None,
+            )
+        except BaseException:
+            sock.close()
+            raise
+        return connection
+
+    async def _dial(self, loop: asyncio.AbstractEventLoop) -> socket.socket:
+        addresses = await self._resolve(loop)
+        failure: OSError = OSError(f"{self._base.host} has no address")
+        for address in addresses:
+            try:
+                # One dead address must not use up the time of the others.
+                async with asyncio.timeout(self._connect_timeout_s / len(addresses)):
+                    sock = await _connect(loop, address)
+            except TimeoutError:
+                failure = ConnectTimeout(f"no connection within {self._connect_timeout_s:g} s")
+            except OSError as error:
+                failure = error
+            else:
+                if address is not addresses[0]:
+                    self._addresses = [address, *(a for a in addresses if a is not address)]
+                return sock
+        self._looked_up = float("-inf")
+        raise failure
+
+    async def _resolve(self, loop: asyncio.AbstractEventLoop) -> list[Address]:
+        if self._clock.now() - self._looked_up < _ADDRESSES_FRESH_S:
+            return self._addresses
+        host, port = self._base.host, self._base.port
+        if (literal := _literal(host, port)) is not None:
+            return [literal]
+        async with self._lock:  # a burst of connections asks the resolver once
+            if self._clock.now() - self._looked_up >= _ADDRESSES_FRESH_S:
+                found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+                self._addresses = [(family, address) for family, _, _, _, address in found]
+                self._looked_up = self._clock.now()
+        return self._addresses
+
+    async def _tls(self) -> ssl.SSLContext:
+        if self._ssl_context is None:
+            async with self._lock:
+                if self._ssl_context is None:
+                    # Reads a few hundred certificates from disk.
+                    self._ssl_context = await asyncio.to_thread(_default_tls)
+        return self._ssl_context
+
+
+class ConnectionPool:
+    """Up to `limit` connections; a caller past it waits its turn, in order."""
+
+    def __init__(self, dialer: Dialer, clock: Clock, limit: int) -> None:
+        # Mutable state: idle connections (last used on top), free places, and who waits for one.
+        self._dialer = dialer
+        self._clock = clock
+        self._idle: list[Connection] = []
+        self._free = limit
+        self._waiters: deque[asyncio.Future[None]] = deque()
+
+    async def take(self) -> Connection:
+        """A connection for one exchange; `give_back` must follow."""
+        if self._free > 0:
+            self._free -= 1
+        else:
+            await self._wait_turn()
+        while self._idle:
+            connection = self._idle.pop()
+            if not connection.reusable:
+                continue
+            if self._clock.now() - connection.idle_since < _IDLE_S:
+                return connection
+            connection.abort()
+        try:
+            return await self._dialer.open()
+        except BaseException:
+            self._leave()
+            raise
+
+    def give_back(self, connection: Connection) -> None:
+        """Keep it when it can carry another exchange, and let the next caller in."""
+        if connection.reusable:
+            connection.idle_since = self._clock.now()
+            self._idle.append(connection)
+        else:
+            connection.abort()
+        self._leave()
+
+    async def _wait_turn(self) -> None:
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters.append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self._leave()  # the place was given in the moment the caller went away
+            raise
+
+    def _leave(self) -> None:
+        while self._waiters:
+            turn = self._waiters.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._free += 1
+
+    def close(self) -> None:
+        """Close what is idle; connections in use close when their exchange ends."""
+        while self._idle:
+            self._idle.pop().abort()
+
+
+async def _connect(loop: asyncio.AbstractEventLoop, address: Address) -> socket.socket:
+    family, where = address
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setblocking(False)
+        # Long polls are silent for most of a minute; this keeps address translators awake.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        await loop.sock_connect(sock, where)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def _literal(host: str, port: int) -> Address | None:
+    """The address itself when `host` is one: nothing to look up."""
+    for family in (socket.AF_INET, socket.AF_INET6):
+        try:
+            socket.inet_pton(family, host)
+        except OSError:
+            continue
+        return family, (host, port)
+    return None
+
+
+def _default_tls() -> ssl.SSLContext:
+    context = ssl.create_default_context()
+    if not context.cert_store_stats()["x509_ca"] and not ssl.get_default_verify_paths().capath:
+        # Some Python builds come without the system's certificates.
+        with contextlib.suppress(ImportError):
+            import certifi  # pyright: ignore[reportMissingImports] - only where it is installed
+
+            context.load_verify_locations(certifi.where())  # pyright: ignore[reportUnknownArgumentType, reportUnknownMemberType]
+    context.set_alpn_protocols(["http/1.1"])
+    return context

@@ -1,0 +1,291 @@
+"""When to try again: one table, one pure function, nothing that waits.
+
+`decide` is asked by whoever owns a request's only retry loop: `Api.call` for the classes `full`
+and `submit`, the sampling dispatcher for `sample`, the future's poller for `poll`. Nobody retries
+`none`. `retry_table` prints the rules in Markdown from the same data.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from email.utils import parsedate_to_datetime
+from typing import TYPE_CHECKING, Final, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+from tinkex.errors import (
+    APIConnectionError,
+    APIStatusError,
+    APITimeoutError,
+    CredentialError,
+    RequestFailedError,
+    TinkerError,
+)
+
+RetryClass = Literal["full", "submit", "none", "sample", "poll"]
+Action = Literal["raise", "backoff", "hint", "at once", "billing", "again"]
+
+MAX_HINT_S: Final = 60.0
+BILLING_STEP_S: Final = 5.0
+_BASE_S = 0.5
+_JITTER = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How one attempt ended: an HTTP status, or one of the ways to end without a usable one."""
+
+    kind: Literal["status", "connection", "timeout", "failed", "bad_response", "credential"]
+    status: int = 0
+    headers: Mapping[str, str] = field(default_factory=dict[str, str])
+    category: str = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a call has come: retries made, seconds spent, and seconds of them in a 402 pause."""
+
+    retries: int = 0
+    elapsed_s: float = 0.0
+    billing_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """When patience ends. Time in a 402 pause has a limit of its own and counts for no other."""
+
+    budget_s: float = 300.0
+    billing_s: float = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Wait and try again, or (`wait_s` is None) give up. `fresh` asks for a new request id."""
+
+    wait_s: float | None
+    reason: str
+    fresh: bool = False
+    billing: bool = False
+
+    @property
+    def retry(self) -> bool:
+        """Whether to try again."""
+        return self.wait_s is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What one class does about one event. `tries` limits this event on top of the budget."""
+
+    action: Action
+    tries: int | None = None
+    cap_s: float = 30.0
+
+    def __str__(self) -> str:
+        often = f", at most {self.tries} tries" if self.tries else ""
+        match self.action:
+            case "raise":
+                return "raise"
+            case "at once":
+                return f"at once{often}"
+            case "billing":
+                return f"pause {BILLING_STEP_S:g} s"
+            case "again":
+                return f"send as new, {_BASE_S:g}-{self.cap_s:g} s{often}"
+            case "hint":
+                return f"server's hint, else {_BASE_S:g}-{self.cap_s:g} s{often}"
+            case "backoff":
+                return f"{_BASE_S:g}-{self.cap_s:g} s{often}"
+
+
+_RAISE = Rule("raise")
+_SUBMIT_TRIES = 11
+_CLASSES: tuple[RetryClass, ...] = ("full", "submit", "none", "sample", "poll")
+_EVENTS: dict[str, str] = {
+    "connection": "connection lost or refused",
+    "timeout": "time-out",
+    "400 empty": "400 without a body",
+    "402": "402",
+    "408": "408",
+    "409": "409",
+    "410": "410",
+    "429": "429",
+    "5xx": "5xx",
+    "4xx": "any other 4xx or 3xx",
+    "bad_response": "answer that breaks the protocol",
+    "failed user": "future failed, category `user`",
+    "failed": "future failed, category `server` or `unknown`",
+    "credential": "no usable credential",
+}
+
+
+def _row(
+    full: Rule, submit: Rule | None = None, sample: Rule = _RAISE, poll: Rule = _RAISE
+) -> dict[RetryClass, Rule]:
+    if submit is None:
+        submit = Rule(full.action, full.tries or _SUBMIT_TRIES, full.cap_s)
+        submit = _RAISE if full.action == "raise" else submit
+    return {"full": full, "submit": submit, "none": _RAISE, "sample": sample, "poll": poll}
+
+
+_BACKOFF = Rule("backoff")
+_SAMPLE_BACKOFF = Rule("backoff", cap_s=10.0)
+_TABLE: dict[str, dict[RetryClass, Rule]] = {
+    "connection": _row(_BACKOFF, sample=_SAMPLE_BACKOFF, poll=_BACKOFF),
+    "timeout": _row(_BACKOFF, sample=_SAMPLE_BACKOFF, poll=_BACKOFF),
+    # An edge in front of the server answers so when it drops a connection.
+    "400 empty": _row(_BACKOFF, sample=_SAMPLE_BACKOFF, poll=_BACKOFF),
+    "402": _row(Rule("billing"), submit=_RAISE, sample=Rule("billing"), poll=Rule("billing")),
+    "408": _row(_BACKOFF, sample=_SAMPLE_BACKOFF, poll=Rule("at once")),
+    # Usually a fact ("already published"), sometimes a race: a short second look is enough.
+    "409": _row(Rule("backoff", tries=3), sample=Rule("backoff", tries=3, cap_s=10.0)),
+    "410": _row(_RAISE, sample=Rule("again", cap_s=10.0)),
+    "429": _row(Rule("hint"), sample=Rule("hint", cap_s=10.0), poll=Rule("hint")),
+    "5xx": _row(Rule("hint"), sample=Rule("hint", cap_s=10.0), poll=Rule("hint")),
+    "4xx": _row(_RAISE),
+    "bad_response": _row(_RAISE),
+    "failed user": _row(_RAISE),
+    # A training step keeps its sequence number, so sending it again finds the same failure.
+    "failed": _row(_RAISE, sample=Rule("again", tries=3, cap_s=10.0)),
+    "credential": _row(_RAISE),
+}
+
+
+def decide(
+    outcome: Outcome,
+    retry: RetryClass,
+    progress: Progress = Progress(),  # noqa: B008 - frozen
+    limits: Limits = Limits(),  # noqa: B008 - frozen
+    *,
+    jitter: float = 0.0,
+    wall: float = 0.0,
+) -> Decision:
+    """What to do after a failed attempt. `jitter` is uniform in [0, 1); `wall` is epoch seconds."""
+    event = event_of(outcome)
+    rule = _overridden(_TABLE[event][retry], outcome, retry)
+    reason = _reason(outcome)
+    if rule.action == "raise":
+        return Decision(None, f"{reason}: trying again would not help")
+    if rule.action == "billing":
+        if progress.billing_s + BILLING_STEP_S > limits.billing_s:
+            return Decision(None, f"{reason} for {progress.billing_s:.0f} s")
+        return Decision(BILLING_STEP_S, reason, billing=True)
+    if rule.tries is not None and progress.retries + 1 >= rule.tries:
+        return Decision(None, f"{reason} after {progress.retries + 1} tries")
+    left_s = limits.budget_s - (progress.elapsed_s - progress.billing_s)
+    if left_s <= 0:
+        return Decision(None, f"{reason}, and {limits.budget_s:g} s have passed")
+    wait_s = _wait_s(rule, outcome, progress.retries, jitter, wall)
+    # Clipped rather than refused: the last attempt is made when the time is up.
+    return Decision(min(wait_s, left_s), reason, fresh=rule.action == "again")
+
+
+def outcome_of(error: TinkerError) -> Outcome:
+    """How an attempt ended, told from the error it raised."""
+    if isinstance(error, APIStatusError):
+        return Outcome("status", error.status_code, error.response.headers)
+    if isinstance(error, APITimeoutError):
+        return Outcome("timeout")
+    if isinstance(error, APIConnectionError):
+        return Outcome("connection")
+    if isinstance(error, RequestFailedError):
+        return Outcome("failed", category=error.category)
+    return Outcome("credential" if isinstance(error, CredentialError) else "bad_response")
+
+
+def event_of(outcome: Outcome) -> str:
+    """The row of the table an outcome belongs to."""
+    if outcome.kind == "failed":
+        return "failed user" if outcome.category == "user" else "failed"
+    if outcome.kind != "status":
+        return outcome.kind
+    if outcome.status >= 500:
+        return "5xx"
+    known = str(outcome.status)
+    return known if known in _TABLE else "4xx"
+
+
+def retry_after_s(headers: Mapping[str, str], wall: float) -> float | None:
+    """The server's wish, in (0, 60] seconds, or None when there is none that makes sense.
+
+    `retry-after-ms` beats `retry-after` in seconds beats `retry-after` as an HTTP date.
+    """
+    milliseconds = _number(headers.get("retry-after-ms"))
+    if milliseconds is not None and milliseconds > 0:
+        return min(milliseconds / 1000.0, MAX_HINT_S)
+    text = headers.get("retry-after")
+    seconds = _number(text)
+    if seconds is None and text:
+        seconds = _seconds_until(text, wall)
+    if seconds is None or seconds <= 0:
+        return None
+    return min(seconds, MAX_HINT_S)
+
+
+def backoff_s(retries: int, cap_s: float, jitter: float) -> float:
+    """0.5, 1, 2 … `cap_s` seconds, each made up to a quarter shorter by `jitter` in [0, 1)."""
+    # The exponent is bounded because 2.0**1024 overflows.
+    return min(_BASE_S * 2.0 ** min(retries, 16), cap_s) * (1.0 - _JITTER * jitter)
+
+
+def retry_table() -> str:
+    """The truth table as Markdown."""
+    head = "| event | " + " | ".join(f"`{name}`" for name in _CLASSES) + " |"
+    lines = [head, "|---" * (len(_CLASSES) + 1) + "|"]
+    for event, title in _EVENTS.items():
+        cells = (str(_TABLE[event][name]) for name in _CLASSES)
+        lines.append(f"| {title} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _overridden(rule: Rule, outcome: Outcome, retry: RetryClass) -> Rule:
+    """`x-should-retry` has the last word on HTTP-level retries."""
+    if outcome.kind != "status" or retry not in ("full", "submit"):
+        return rule
+    wish = outcome.headers.get("x-should-retry", "").strip().lower()
+    if wish == "false":
+        return _RAISE
+    if wish == "true" and rule.action == "raise":
+        return _TABLE["5xx"][retry]
+    return rule
+
+
+def _wait_s(rule: Rule, outcome: Outcome, retries: int, jitter: float, wall: float) -> float:
+    if rule.action == "at once":
+        return 0.0
+    hint = retry_after_s(outcome.headers, wall) if rule.action == "hint" else None
+    return hint if hint is not None else backoff_s(retries, rule.cap_s, jitter)
+
+
+def _reason(outcome: Outcome) -> str:
+    match outcome.kind:
+        case "status":
+            return f"status {outcome.status}"
+        case "failed":
+            return f"the server reported a failure ({outcome.category})"
+        case "bad_response":
+            return "the answer breaks the protocol"
+        case "credential":
+            return "no usable credential"
+        case "timeout" | "connection":
+            return outcome.kind
+
+
+def _number(text: str | None) -> float | None:
+    if not text:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
+
+
+def _seconds_until(text: str, wall: float) -> float | None:
+    try:
+        moment = parsedate_to_datetime(text)
+        return moment.timestamp() - wall
+    except (ValueError, TypeError, OverflowError, IndexError, AttributeError):
+        return None

@@ -1,0 +1,177 @@
+"""What every wire value is built on.
+
+`Request` and `Response` are frozen, keyword-only msgspec structs that also check their
+arguments when constructed. The check is one `msgspec.convert` of the keywords, so it costs
+about as much as the plain constructor; only when that fails does `building` look closer,
+to accept numpy scalars and nested dicts or to say which argument is wrong and why.
+
+Decoding does not come through here: msgspec builds decoded structs itself, already checked,
+and skips members it does not know.
+"""
+
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Self, dataclass_transform
+
+import msgspec
+from msgspec import Meta, ValidationError, convert
+
+from tinkex.errors import InputError, InputTypeError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_LARGEST: Final = 1.7976931348623157e308
+# Values that `convert` would take more readily than a caller should: nested dicts lose
+# misspelt keys, sets lose their order.
+_UNSURE: Final = frozenset({dict, set, frozenset})
+
+Token = Annotated[int, Meta(ge=0, lt=2**31)]
+"""A token id as the wire can carry it."""
+Int = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+"""An integer that JSON readers everywhere can hold."""
+Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+"""An integer that cannot be negative."""
+Finite = Annotated[float, Meta(ge=-_LARGEST, le=_LARGEST)]
+"""A number that is neither NaN nor infinite, so that JSON can carry it."""
+
+NonNegative = Annotated[float, Meta(ge=0, le=_LARGEST)]
+"""A finite number that cannot be negative."""
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(msgspec.field,))
+class ValueMeta(msgspec.StructMeta):
+    """Makes structs frozen and keyword-only, and checks what they are constructed from."""
+
+    if not TYPE_CHECKING:  # the synthesized signatures must stay visible to type checkers
+
+        def __new__(mcls, name, bases, namespace, **config):
+            cls = super().__new__(
+                mcls, name, bases, namespace, **{"frozen": True, "kw_only": True, **config}
+            )
+            tag_field = cls.__struct_config__.tag_field
+            cls.__accepts__ = frozenset(cls.__struct_fields__)
+            if tag_field is not None:
+                # The tag is not a stored field; reading `.type` still works.
+                setattr(cls, tag_field, cls.__struct_config__.tag)
+            return cls
+
+        def __call__(cls, *args, **fields):
+            if args or not fields.keys() <= cls.__accepts__ or cls.__adapts__:
+                return _building().build(cls, args, fields)
+            for value in fields.values():
+                kind = value.__class__
+                if kind in _UNSURE or (kind is list and value and value[0].__class__ is dict):
+                    return _building().build(cls, args, fields)
+            try:
+                return convert(fields, cls)
+            except ValidationError:
+                return _building().build(cls, args, fields)
+
+
+def _building() -> Any:
+    # Imported when first needed: most programs never construct anything by the slow way.
+    from tinkex.types import building
+
+    return building
+
+
+class Value(msgspec.Struct, metaclass=ValueMeta):
+    """Common ground of requests and responses."""
+
+    __accepts__: ClassVar[frozenset[str]] = frozenset()
+    __adapts__: ClassVar[bool] = False
+    __strict__: ClassVar[bool] = False
+
+    @classmethod
+    def __adapt__(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        """Rewrite constructor keywords before they are checked; needs `__adapts__`."""
+        return fields
+
+    @classmethod
+    def model_validate(cls, obj: Any) -> Self:
+        """Make one from a mapping (or return `obj` when it is one already)."""
+        return _building().validate(cls, obj)
+
+    @classmethod
+    def model_validate_json(cls, json_data: str | bytes | bytearray) -> Self:
+        """Make one from JSON text."""
+        try:
+            return cls.model_validate(msgspec.json.decode(json_data))
+        except msgspec.DecodeError as error:
+            raise InputError(f"not valid JSON: {error}", cls.__name__) from error
+        except TypeError as error:
+            if isinstance(error, InputError):
+                raise
+            raise InputTypeError("expected JSON text or bytes", cls.__name__) from error
+
+    def model_dump(self, *, mode: str = "python", exclude_none: bool = False) -> dict[str, Any]:
+        """The fields as a dict of plain values; `mode="json"` leaves only what JSON has.
+
+        `exclude_none` leaves out declared fields that are None. Nulls inside free-form maps
+        stay.
+        """
+        return _dumping().dump(self, json=mode == "json", exclude_none=exclude_none)
+
+    def model_dump_json(self, *, indent: int | None = None, exclude_none: bool = False) -> str:
+        """The fields as JSON text."""
+        text = msgspec.json.encode(self.model_dump(mode="json", exclude_none=exclude_none))
+        if indent is not None:
+            text = msgspec.json.format(text, indent=indent)
+        return text.decode()
+
+    def model_copy(self, *, update: "dict[str, Any] | None" = None, deep: bool = False) -> Self:
+        """A copy with some fields changed; the changes are checked like constructor arguments."""
+        import copy
+
+        source = copy.deepcopy(self) if deep else self
+        fields = {name: getattr(source, name) for name in self.__struct_fields__}
+        return type(self)(**{**fields, **(update or {})})
+
+    def __replace__(self, **changes: Any) -> Self:
+        return self.model_copy(update=changes)
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
+        """Lets these types be fields of pydantic models."""
+        from pydantic_core import core_schema
+
+        return pydantic_schema(core_schema, cls.model_validate, lambda value: value.model_dump())
+
+
+def pydantic_schema(
+    core_schema: Any, validate: "Callable[[Any], Any]", serialize: "Callable[[Any], Any]"
+) -> Any:
+    """A pydantic schema that calls `validate` on the way in and `serialize` on the way out."""
+    return core_schema.no_info_plain_validator_function(
+        validate, serialization=core_schema.plain_serializer_function_ser_schema(serialize)
+    )
+
+
+def _dumping() -> Any:
+    from tinkex.types import dumping
+
+    return dumping
+
+
+class Request(Value):
+    """Something the client sends: unknown keywords are refused."""
+
+    __strict__: ClassVar[bool] = True
+
+
+class Response(Value):
+    """Something the server answers: unknown members are ignored when decoded."""
+
+
+class Result(Response, eq=False):
+    """A response that may say what it cost. `usage` takes no part in comparisons."""
+
+    def _identity(self) -> tuple[Any, ...]:
+        return tuple(getattr(self, name) for name in self.__struct_fields__ if name != "usage")
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not type(self):
+            return NotImplemented
+        return self._identity() == other._identity()
+
+    def __hash__(self) -> int:
+        return hash((type(self), self._identity()))

@@ -1,0 +1,158 @@
+"""Checks of training data before it is sent.
+
+A datum that the server could only fail on is refused here, with the name of the bad value and
+what to do about it. What the protocol allows passes: negative or all-zero weights, several
+targets per position, inputs no built-in loss knows, images of unknown length.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final, cast
+
+from tinkex.errors import InputError, InputTypeError
+from tinkex.types.datum import KEY_DTYPES, Datum
+from tinkex.types.inputs import EncodedTextChunk
+from tinkex.types.tensors import TensorData
+from tinkex.types.training import loss_name
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tinkex.types.arrays import Array
+
+_RL_INPUTS: Final = ("target_tokens", "logprobs", "advantages")
+# stable_reinforce and custom losses declare their inputs elsewhere.
+_REQUIRED: Final[dict[str, tuple[str, ...]]] = {
+    "cross_entropy": ("target_tokens",),
+    "importance_sampling": _RL_INPUTS,
+    "ppo": _RL_INPUTS,
+    "cispo": _RL_INPUTS,
+    "dro": _RL_INPUTS,
+    "gspo": _RL_INPUTS,
+}
+_PER_POSITION: Final = ("target_tokens", "weights", "advantages", "logprobs", "sequence_ratio_mask")
+
+
+def check_data(data: Any, loss_fn: Any, vocab_size: int | None = None) -> None:
+    """Raise `InputError` for the first datum that could not be trained on."""
+    if not isinstance(data, list | tuple):
+        raise InputTypeError(f"expected a list of Datum, got {type(data).__name__}", "data")
+    if not data:
+        raise InputError("is empty; give at least one Datum", "data")
+    loss_name(loss_fn, "loss_fn")
+    for index, datum in enumerate(cast("Sequence[Any]", data)):
+        check_datum(datum, index, loss_fn, vocab_size)
+
+
+def check_datum(datum: Any, index: int, loss_fn: str, vocab_size: int | None = None) -> None:
+    """Raise `InputError` when `datum` could not be trained on; `index` is its place in the batch.
+
+    Token ids are compared with `vocab_size` when that is known.
+    """
+    path = f"data[{index}]"
+    if not isinstance(datum, Datum):
+        raise InputTypeError(f"expected Datum, got {type(datum).__name__}", path)
+    length = _input_length(datum, path)
+    if vocab_size is not None:
+        _check_input_ids(datum, vocab_size, path)
+    for key in _REQUIRED.get(loss_fn, ()):
+        if key not in datum.loss_fn_inputs:
+            raise InputError(f"{loss_fn} needs it", f'{path}.loss_fn_inputs["{key}"]')
+    for key, tensor in datum.loss_fn_inputs.items():
+        _check_tensor(tensor, key, f'{path}.loss_fn_inputs["{key}"]', vocab_size)
+    if loss_fn != "custom":
+        _check_shapes(datum, length, path)
+
+
+def _input_length(datum: Datum, path: str) -> int | None:
+    """Length in positions, or None when only the server can know it."""
+    length = 0
+    for chunk in datum.model_input.chunks:
+        if getattr(chunk, "expected_tokens", 0) is None:
+            return None
+        length += chunk.length
+    if length == 0:
+        raise InputError("is empty; a datum needs at least one token", f"{path}.model_input")
+    return length
+
+
+def _check_input_ids(datum: Datum, vocab_size: int, path: str) -> None:
+    for i, chunk in enumerate(datum.model_input.chunks):
+        if isinstance(chunk, EncodedTextChunk) and max(chunk.tokens, default=0) >= vocab_size:
+            where = next(at for at, token in enumerate(chunk.tokens) if token >= vocab_size)
+            raise InputError(
+                f"token id {chunk.tokens[where]} is outside the vocabulary of {vocab_size}; "
+                "was it made with another model's tokenizer?",
+                f"{path}.model_input.chunks[{i}].tokens[{where}]",
+            )
+
+
+def _check_tensor(tensor: Any, key: str, path: str, vocab_size: int | None) -> None:
+    if not isinstance(tensor, TensorData):
+        raise InputTypeError(f"expected TensorData, got {type(tensor).__name__}", path)
+    dtype = KEY_DTYPES.get(key)
+    if dtype is None:
+        return
+    if tensor.dtype != dtype:
+        raise InputTypeError(f"expected {dtype}, got {tensor.dtype}", path)
+    values = tensor._numpy  # pyright: ignore[reportPrivateUsage] -- same package
+    if key == "target_tokens":
+        _check_targets(values, path, vocab_size)
+    else:
+        _check_finite(values, path)
+
+
+def _check_targets(ids: Array, path: str, vocab_size: int | None) -> None:
+    if not ids.size:
+        return
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0:
+        raise InputError(
+            f"{low} is not a token id; to ignore a position use any id there and weight 0", path
+        )
+    if high >= (2**31 if vocab_size is None else vocab_size):
+        limit = "32 bits" if vocab_size is None else f"the vocabulary of {vocab_size}"
+        raise InputError(f"token id {high} is outside {limit}", path)
+
+
+def _check_finite(values: Array, path: str) -> None:
+    import numpy as np
+
+    finite = np.isfinite(values)
+    if not finite.all():
+        where = int(np.flatnonzero(~finite.reshape(-1))[0])
+        raise InputError(
+            f"{values.reshape(-1)[where]} at position {where}; use finite numbers, "
+            "and weight or advantage 0 for positions that do not count",
+            path,
+        )
+
+
+def _check_shapes(datum: Datum, length: int | None, path: str) -> None:
+    inputs = datum.loss_fn_inputs
+    for key in _PER_POSITION:
+        if key not in inputs:
+            continue
+        shape = _shape(inputs[key])
+        where = f'{path}.loss_fn_inputs["{key}"]'
+        if not shape:
+            raise InputError("expected one value per position, got a single number", where)
+        if length is not None and shape[0] != length:
+            raise InputError(
+                f"has {shape[0]} positions but model_input has {length}; row i belongs to the "
+                "prediction after input position i, so both have the same length",
+                where,
+            )
+    if "weights" in inputs and "target_tokens" in inputs:
+        weights, targets = _shape(inputs["weights"]), _shape(inputs["target_tokens"])
+        if weights != targets:
+            raise InputError(
+                f"has shape {weights} but target_tokens has {targets}; give one weight per target",
+                f'{path}.loss_fn_inputs["weights"]',
+            )
+
+
+def _shape(tensor: TensorData) -> list[int]:
+    if tensor._crow is not None and tensor.shape is not None:  # pyright: ignore[reportPrivateUsage] -- same package
+        return tensor.shape
+    return list(tensor._numpy.shape)  # pyright: ignore[reportPrivateUsage] -- same package

@@ -1,0 +1,133 @@
+"""Models being trained: how they are made, described and dropped."""
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, field
+from msgspec.structs import force_setattr
+
+from tinkex.errors import InputError
+from tinkex.types.base import Int, Request, Response
+from tinkex.types.optimizers import AdamOptimizerConfig, OptimizerConfigField, optimizer_config
+
+
+class LoraConfig(Request):
+    """Shape of the adapter to train, and which parts of the model it covers."""
+
+    rank: Annotated[int, Meta(ge=1, le=2**31 - 1)]
+    seed: Int | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+def check_lora_config(config: LoraConfig) -> None:
+    """Refuse an adapter that would train nothing."""
+    if not (config.train_unembed or config.train_mlp or config.train_attn):
+        raise InputError(
+            "nothing to train: set at least one of train_unembed, train_mlp, train_attn",
+            "LoraConfig",
+        )
+
+
+class CreateModelRequest(Request):
+    """Start a training run."""
+
+    session_id: str
+    model_seq_id: Int
+    base_model: str
+    user_metadata: dict[str, Any] | None = None
+    lora_config: LoraConfig | None = None
+    optimizer_config: OptimizerConfigField = field(default_factory=AdamOptimizerConfig)
+    type: Literal["create_model"] = "create_model"
+
+    def __post_init__(self) -> None:
+        _settle_config(self)
+
+
+class CreateModelResponse(Response):
+    """The id of a new model."""
+
+    model_id: str
+    type: Literal["create_model"] = "create_model"
+
+
+class GetInfoRequest(Request):
+    """Ask about a model."""
+
+    model_id: str
+    type: Literal["get_info"] = "get_info"
+
+
+class ModelData(Response):
+    """The base model of a run."""
+
+    arch: str | None = None
+    model_name: str | None = None
+    tokenizer_id: str | None = None
+
+
+class GetInfoResponse(Response):
+    """What a model is."""
+
+    type: Literal["get_info"] | None = None
+    model_data: ModelData
+    model_id: str
+    optimizer_config: OptimizerConfigField = field(default_factory=AdamOptimizerConfig)
+    is_lora: bool | None = None
+    lora_rank: int | None = None
+    model_name: str | None = None
+
+    def __post_init__(self) -> None:
+        _settle_config(self)
+
+
+class UnloadModelRequest(Request):
+    """Drop a model."""
+
+    model_id: str
+    type: Literal["unload_model"] = "unload_model"
+
+
+class UnloadModelResponse(Response):
+    """The model is gone."""
+
+    model_id: str
+    type: Literal["unload_model"] | None = None
+
+
+class WeightsInfoResponse(Response):
+    """What is needed to make a model again from a checkpoint."""
+
+    base_model: str
+    optimizer_config: OptimizerConfigField = field(default_factory=AdamOptimizerConfig)
+    is_lora: bool
+    lora_rank: int | None = None
+    train_unembed: bool | None = None
+    train_mlp: bool | None = None
+    train_attn: bool | None = None
+
+    def __post_init__(self) -> None:
+        _settle_config(self)
+
+
+class SupportedModel(Response):
+    """One base model a server offers."""
+
+    model_name: str | None = None
+    max_context_length: int | None = None
+    trainable: bool | None = None
+    sampleable: bool | None = None
+
+
+class GetServerCapabilitiesResponse(Response):
+    """The base models a server offers."""
+
+    supported_models: list[SupportedModel]
+
+
+def _settle_config(
+    owner: CreateModelRequest | GetInfoResponse | WeightsInfoResponse,
+) -> None:
+    path = f"{type(owner).__name__}.optimizer_config"
+    config = optimizer_config(owner.optimizer_config, path)
+    force_setattr(owner, "optimizer_config", config)

@@ -1,0 +1,213 @@
+"""Optimizers: what is chosen when a model is made, and what is given at each step.
+
+Both unions are open: a family this library does not know passes through with all its fields.
+"""
+
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, Self
+
+from msgspec import Meta
+from msgspec.structs import force_setattr
+
+from tinkex.errors import InputError, InputTypeError
+from tinkex.types.base import Finite, Int, NonNegative, Request, Result
+from tinkex.types.usage import Usage
+
+
+class OpenRequest(Request, dict=True, eq=False):
+    """A request type that keeps fields it does not declare, readable as attributes."""
+
+    __open__: ClassVar[bool] = True
+
+    def _all_fields(self) -> dict[str, Any]:
+        declared = {name: getattr(self, name) for name in self.__struct_fields__}
+        return {**declared, **self.__dict__}
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not type(self):
+            return NotImplemented
+        return self._all_fields() == other._all_fields()
+
+    def __hash__(self) -> int:
+        return hash((type(self), frozenset(self._all_fields().items())))
+
+    def __repr__(self) -> str:
+        fields = ", ".join(f"{name}={value!r}" for name, value in self._all_fields().items())
+        return f"{type(self).__name__}({fields})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_make, (type(self), self._all_fields()))
+
+    def __copy__(self) -> Self:
+        return type(self)(**self._all_fields())
+
+    def model_copy(self, *, update: dict[str, Any] | None = None, deep: bool = False) -> Self:
+        """A copy with some fields changed."""
+        import copy
+
+        fields = self._all_fields()
+        return type(self)(**{**(copy.deepcopy(fields) if deep else fields), **(update or {})})
+
+
+def _make(kind: type[Request], fields: dict[str, Any]) -> Request:
+    return kind(**fields)
+
+
+class OptimizerConfigBase(OpenRequest, eq=False):
+    """The optimizer of a model, of any family."""
+
+    type: str
+
+
+class AdamOptimizerConfig(OptimizerConfigBase, eq=False):
+    """AdamW, the default."""
+
+    __open__: ClassVar[bool] = False
+    type: Literal["adamw"] = "adamw"  # pyright: ignore[reportIncompatibleVariableOverride] -- frozen
+
+
+class DimuonOptimizerConfig(OptimizerConfigBase, eq=False):
+    """Dimuon."""
+
+    __open__: ClassVar[bool] = False
+    type: Literal["dimuon"] = "dimuon"  # pyright: ignore[reportIncompatibleVariableOverride] -- frozen
+    version: Literal[1] = 1
+
+
+class AdamParams(Request):
+    """AdamW settings of one step. `grad_clip_norm` 0 means no clipping."""
+
+    learning_rate: Finite = 0.0001
+    beta1: Finite = 0.9
+    beta2: Finite = 0.95
+    eps: Finite = 1e-12
+    weight_decay: Finite = 0.0
+    grad_clip_norm: Finite = 0.0
+
+
+class OptimParamsBase(OpenRequest, eq=False):
+    """Settings of one step, of any family but Adam."""
+
+    type: str
+
+
+class DimuonParams(OptimParamsBase, eq=False):
+    """Dimuon settings of one step. `grad_clip_norm` 0 means no clipping."""
+
+    __open__: ClassVar[bool] = False
+    type: Literal["dimuon"] = "dimuon"  # pyright: ignore[reportIncompatibleVariableOverride] -- frozen
+    learning_rate: NonNegative
+    grad_clip_norm: Finite = 0.0
+    beta1: Annotated[float, Meta(ge=0, lt=1)] = 0.9
+
+
+OptimizerConfig = AdamOptimizerConfig | OptimizerConfigBase
+"""The optimizer of a model."""
+OptimParams = AdamParams | OptimParamsBase
+"""Optimizer settings of one step."""
+
+# msgspec cannot tell two structs without a tag apart, so fields of these types are decoded as
+# they come and `optimizer_config` / `optim_params` below pick the class.
+if TYPE_CHECKING:
+    OptimizerConfigField = OptimizerConfig
+    OptimParamsField = OptimParamsBase
+else:
+    OptimizerConfigField = OptimParamsField = Any
+
+_CONFIGS: Final[dict[str, type[OptimizerConfigBase]]] = {
+    "adamw": AdamOptimizerConfig,
+    "dimuon": DimuonOptimizerConfig,
+}
+
+
+def optimizer_config(value: Any, path: str) -> OptimizerConfigBase:
+    """The config that a decoded object or a caller's value means."""
+    if isinstance(value, OptimizerConfigBase):
+        return value
+    if not isinstance(value, dict):
+        raise InputTypeError(f"expected OptimizerConfig, got {type(value).__name__}", path)
+    return _pick(value, _CONFIGS, OptimizerConfigBase, path)
+
+
+def optim_params(value: Any, path: str) -> OptimParamsBase:
+    """The parameters that a decoded object or a caller's value means."""
+    if isinstance(value, OptimParamsBase):
+        return value
+    if not isinstance(value, dict):
+        raise InputTypeError(f"expected OptimParams, got {type(value).__name__}", path)
+    return _pick(value, {"dimuon": DimuonParams}, OptimParamsBase, path)
+
+
+def _pick(fields: Any, known: dict[str, Any], other: Any, path: str) -> Any:
+    from tinkex.types.building import rebase
+
+    tag = fields.get("type")
+    kind = known.get(tag, other) if isinstance(tag, str) else other
+    try:
+        return kind.model_validate(fields)
+    except InputError as error:
+        raise rebase(error, path) from None
+
+
+class OptimStepRequest(Request):
+    """One optimizer step. `optim_params` may also be given by either of its wire names."""
+
+    __adapts__: ClassVar[bool] = True
+
+    # The wire has two names: Adam's parameters under one, every other family's under the other.
+    adam_params: AdamParams | None = None
+    optimizer_params: OptimParamsField | None = None
+    model_id: str
+    seq_id: Int | None = None
+    type: Literal["optim_step"] = "optim_step"
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            *,
+            optim_params: OptimParams = ...,
+            adam_params: OptimParams = ...,
+            optimizer_params: OptimParams = ...,
+            model_id: str,
+            seq_id: int | None = None,
+            type: Literal["optim_step"] = "optim_step",
+        ) -> None: ...
+
+    @property
+    def optim_params(self) -> OptimParams:
+        """The parameters, whichever family they belong to."""
+        params = self.adam_params or self.optimizer_params
+        assert params is not None
+        return params
+
+    @classmethod
+    def __adapt__(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        names = ("optim_params", "adam_params", "optimizer_params")
+        given = [name for name in names if fields.get(name) is not None]
+        if len(given) > 1:
+            raise InputError(f"the same as {given[0]}; give one", f"{cls.__name__}.{given[1]}")
+        for name in names:
+            params = fields.pop(name, None)
+            if isinstance(params, AdamParams) or _is_adam(params):
+                fields["adam_params"] = params
+            elif params is not None:
+                fields["optimizer_params"] = optim_params(params, f"{cls.__name__}.{name}")
+        return fields
+
+    def __post_init__(self) -> None:
+        if (self.adam_params is None) == (self.optimizer_params is None):
+            raise InputTypeError("is required", "OptimStepRequest.optim_params")
+        if isinstance(self.optimizer_params, dict):
+            params = optim_params(self.optimizer_params, "OptimStepRequest.optimizer_params")
+            force_setattr(self, "optimizer_params", params)
+
+
+def _is_adam(params: Any) -> bool:
+    return isinstance(params, dict) and "type" not in params
+
+
+class OptimStepResponse(Result, eq=False):
+    """Metrics of one step."""
+
+    metrics: dict[str, float] | None = None
+    usage: Usage | None = None

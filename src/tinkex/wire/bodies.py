@@ -1,0 +1,103 @@
+"""Bodies that travel but are no part of the public types.
+
+The public types in `tinkex.types` describe what a user handles. These few exist only between
+the two halves: small hand-built requests, and answers a client turns into something else.
+"""
+
+# Without `from __future__ import annotations`: msgspec resolves these annotations.
+from datetime import datetime
+from typing import Literal
+
+import msgspec
+
+from tinkex.types import ClientSessionFinishReason
+
+
+class WireBody(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of the bodies in this module."""
+
+
+class AuthTokenRequest(WireBody, frozen=True):
+    """Exchange the credential in `X-API-Key` for a token; the body is an empty object."""
+
+
+class FinishSessionRequest(WireBody, frozen=True):
+    """Close a session. `detail` is sent as null when there is none."""
+
+    reason: ClientSessionFinishReason
+    detail: str | None = None
+
+
+class SetProjectRequest(WireBody, frozen=True):
+    """Move a session into a project."""
+
+    project_id: str
+
+
+class SetTtlRequest(WireBody, frozen=True):
+    """Set a checkpoint's lifetime. None is sent as null and removes the expiry."""
+
+    ttl_seconds: int | None
+
+
+class WeightsInfoRequest(WireBody, frozen=True):
+    """Ask what is needed to rebuild a run from a checkpoint."""
+
+    tinker_path: str
+
+
+class CancelFutureRequest(WireBody, frozen=True):
+    """Withdraw an accepted request."""
+
+    request_id: str
+
+
+class TraceExportResponse(WireBody, frozen=True):
+    """How far the export of a session's trace is; `url` is set once it is ready."""
+
+    status: Literal["pending", "ready", "failed"]
+    url: str | None = None
+    error: str | None = None
+
+
+class ArchiveUrlResponse(WireBody, frozen=True):
+    """Where an older client downloads a checkpoint."""
+
+    url: str
+    expires: datetime
+
+
+class ApiKeyOrganization(WireBody, frozen=True):
+    """The organisation behind a key."""
+
+    name: str
+
+
+class ApiKeyUser(WireBody, frozen=True):
+    """The person behind a key."""
+
+    email: str
+
+
+class ApiKeyDetails(WireBody, frozen=True):
+    """Whose key it is."""
+
+    org_details: ApiKeyOrganization
+    user_details: ApiKeyUser
+
+
+class ApiKeyResponse(WireBody, frozen=True):
+    """The key a request was made with."""
+
+    key_id: int
+    name: str
+    note: str
+    details: ApiKeyDetails
+
+
+# Members that are sent as null when they are None. Everywhere else a declared member that is
+# None is left out; the two bodies below say something different with a null.
+EXPLICIT_NULLS: dict[type, frozenset[str]] = {
+    FinishSessionRequest: frozenset({"detail"}),
+    SetTtlRequest: frozenset({"ttl_seconds"}),
+}

@@ -1,0 +1,55 @@
+"""Zstandard bodies: one frame, its content size in the header.
+
+Decompression is for bytes from strangers, so its memory is bounded before the work starts
+and while it runs.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from tinkex.errors import InputError
+
+if TYPE_CHECKING or sys.version_info < (3, 14):
+    from backports import zstd
+else:
+    from compression import zstd
+
+# A frame may demand a window this large of its reader (2**27 bytes), which is what the
+# reference decoder allows by default; anything above is an attack or a mistake.
+_MAX_WINDOW_LOG = 27
+
+
+def compress(data: bytes) -> bytes:
+    """One frame at the default level."""
+    return zstd.compress(data)
+
+
+def decompress(data: bytes, max_bytes: int) -> bytes:
+    """The content of one frame; raises InputError when it is not one or holds over `max_bytes`."""
+    options: dict[int, int] = {zstd.DecompressionParameter.window_log_max: _MAX_WINDOW_LOG}
+    decompressor = zstd.ZstdDecompressor(options=options)
+    try:
+        _check_declared_size(data, max_bytes)
+        # One byte more than allowed tells "exactly full" from "too large".
+        content = decompressor.decompress(data, max_length=max_bytes + 1)
+    except zstd.ZstdError as error:
+        raise InputError(f"the body is not valid zstd: {error}") from error
+    if len(content) > max_bytes:
+        raise InputError(_too_large(max_bytes))
+    if not decompressor.eof:
+        raise InputError("the zstd body is truncated")
+    if decompressor.unused_data:
+        raise InputError("the zstd body continues after its first frame")
+    return content
+
+
+def _check_declared_size(data: bytes, max_bytes: int) -> None:
+    # A frame may leave its size out (None, whatever the stub says); reading it is bounded too.
+    if (zstd.get_frame_info(data).decompressed_size or 0) > max_bytes:
+        raise InputError(_too_large(max_bytes))
+
+
+def _too_large(max_bytes: int) -> str:
+    return f"the decompressed body is larger than the {max_bytes} bytes allowed"

@@ -1,0 +1,221 @@
+"""JSON bodies: types to text and back.
+
+Two rules shape what is written. A declared member that is None is left out (a rule of the
+member: two bodies say something with a null, see `bodies.EXPLICIT_NULLS`), while members with
+other defaults are always written and nulls inside free-form maps stay. And no number is ever
+written as NaN or Infinity, which JSON does not have.
+
+Reading is strict about types and skips members it does not know; InputError names the path.
+What older clients send is understood by `json_requests`, not here.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from math import isfinite
+from types import UnionType
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, Union, cast, get_args, get_origin
+
+import msgspec
+from msgspec.structs import astuple
+from msgspec.structs import fields as struct_fields
+
+from tinkex.errors import InputError, InputTypeError
+from tinkex.types import TensorData
+from tinkex.wire.bodies import EXPLICIT_NULLS
+from tinkex.wire.json_tensors import tensor_from_json, tensor_to_json
+from tinkex.wire.messages import placed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+T = TypeVar("T")
+
+# JSON has no such numbers, and a metric that became NaN is what its reader most needs to see.
+# Official clients read these strings as the numbers they name.
+_NON_FINITE = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
+
+_ENCODE_ERRORS = (TypeError, ValueError, OverflowError, RecursionError)
+_DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+_MAX_SEARCH_DEPTH = 50
+_PLACE = re.compile(r" - at (?:`key` in )?`\$(.*)`$")
+
+
+def encode(obj: Any) -> bytes:
+    """The JSON text of a request, a reply, or plain values.
+
+    Raises InputError for a value without a JSON form, which only free-form maps can hold.
+    """
+    try:
+        body = to_builtins(obj)
+    except RecursionError as error:
+        raise InputError("the value contains itself, or is nested too deeply") from error
+    try:
+        return _encoder.encode(body)
+    except _ENCODE_ERRORS as error:
+        path = _find_unwritable(body, "")
+        raise InputTypeError(f"cannot be written as JSON: {error}", path) from error
+
+
+def decode(kind: type[T], data: bytes | str) -> T:
+    """A value of `kind` from JSON text; raises InputError with the path of what is wrong."""
+    try:
+        return _decoder(kind).decode(data)
+    except _DECODE_ERRORS as error:
+        raise input_error(error) from error
+
+
+def decode_object(data: bytes | str) -> dict[str, Any]:
+    """A JSON object of any shape."""
+    return decode(dict[str, Any], data)
+
+
+def convert(kind: type[T], obj: Any) -> T:
+    """Like `decode`, from a decoded object."""
+    try:
+        return msgspec.convert(obj, kind, dec_hook=_read_hook)
+    except _DECODE_ERRORS as error:
+        raise input_error(error) from error
+
+
+def to_builtins(value: Any) -> Any:
+    """What `encode` writes, as plain values that share lists and maps with the original."""
+    if isinstance(value, msgspec.Struct):
+        return _struct(value)
+    if isinstance(value, list | tuple):
+        return [to_builtins(item) for item in cast("list[Any]", value)]
+    if isinstance(value, dict):
+        return {key: to_builtins(item) for key, item in cast("dict[Any, Any]", value).items()}
+    if isinstance(value, TensorData):
+        return tensor_to_json(value)
+    return value
+
+
+class _Member(NamedTuple):
+    name: str
+    # None: the value is written as it is.
+    write: Callable[[Any], Any] | None
+    explicit_null: bool
+
+
+class _Plan(NamedTuple):
+    tag: dict[str, Any]
+    members: tuple[_Member | None, ...]
+    open: bool
+
+
+def _struct(value: msgspec.Struct) -> dict[str, Any]:
+    plan = _plan(type(value))
+    body = plan.tag.copy()
+    for member, item in zip(plan.members, astuple(value), strict=True):
+        if member is None:
+            continue
+        name, write, explicit_null = member
+        if item is not None:
+            body[name] = item if write is None else write(item)
+        elif explicit_null:
+            body[name] = None
+    if plan.open:
+        # Members of a family that its type does not declare.
+        body.update(value.__dict__)
+    return body
+
+
+@cache
+def _plan(kind: type[msgspec.Struct]) -> _Plan:
+    """How a type is written; worked out once."""
+    config = kind.__struct_config__
+    explicit = EXPLICIT_NULLS.get(kind, frozenset())
+    members = tuple(
+        # What a result cost is ours alone; the protocol has no place for it.
+        None
+        if field.name == "usage"
+        else _Member(field.encode_name, _writer(field.type), field.name in explicit)
+        for field in struct_fields(kind)
+    )
+    tag = {} if config.tag_field is None else {config.tag_field: config.tag}
+    return _Plan(tag, members, config.dict)
+
+
+def _writer(hint: Any) -> Callable[[Any], Any] | None:
+    # An open union is declared as Any; inside lists and maps, Any is the user's own data.
+    if hint is Any or Any in _alternatives(hint) or _mentions_struct(hint):
+        return to_builtins
+    return _metrics if dict[str, float] in (hint, *_alternatives(hint)) else None
+
+
+def _alternatives(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else ()
+
+
+def _mentions_struct(hint: Any) -> bool:
+    if isinstance(hint, type) and issubclass(hint, msgspec.Struct | TensorData):
+        return True
+    return any(_mentions_struct(part) for part in get_args(hint))
+
+
+def _metrics(values: dict[str, float]) -> dict[str, float | str]:
+    return {name: metric_to_json(value) for name, value in values.items()}
+
+
+def metric_to_json(value: float) -> float | str:
+    """A metric, by name when it is not finite."""
+    if isfinite(value):
+        return value
+    return "NaN" if value != value else "Infinity" if value > 0 else "-Infinity"
+
+
+def metric_from_json(value: Any) -> Any:
+    """The opposite of `metric_to_json`; what is no such name stays as it is."""
+    return _NON_FINITE.get(value, value) if isinstance(value, str) else value
+
+
+def _find_unwritable(value: Any, path: str, depth: int = 0) -> str:
+    """The path of the first value that has no JSON form; only asked once there is one."""
+    if depth > _MAX_SEARCH_DEPTH:
+        return ""
+    parts: list[tuple[str, Any]] = []
+    if isinstance(value, dict):
+        members = cast("dict[Any, Any]", value)
+        parts = [(f"{path}.{key}" if path else str(key), item) for key, item in members.items()]
+    elif isinstance(value, list | tuple):
+        items = cast("list[Any]", value)
+        parts = [(f"{path}[{index}]", item) for index, item in enumerate(items)]
+    for place, item in parts:
+        try:
+            _encoder.encode(item)
+        except _ENCODE_ERRORS:
+            return _find_unwritable(item, place, depth + 1)
+    return path
+
+
+def _read_hook(kind: type, obj: Any) -> Any:
+    if kind is TensorData:
+        return tensor_from_json(obj)
+    raise NotImplementedError(f"no JSON form of {kind.__name__}")
+
+
+@cache
+def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
+    return msgspec.json.Decoder(kind, dec_hook=_read_hook)
+
+
+def input_error(error: Exception) -> InputError:
+    """Our error for what msgspec said."""
+    if isinstance(error, RecursionError):
+        return InputError("the JSON is nested too deeply")
+    if not isinstance(error, msgspec.ValidationError):
+        return InputError(f"not valid JSON: {error}")
+    text = str(error)
+    place = _PLACE.search(text)
+    path = place[1].removeprefix(".") if place else ""
+    cause = error.__cause__
+    if isinstance(cause, InputError):
+        # A type's own check; its path starts with the name of the type.
+        return placed(cause, cause.path.partition(".")[0], path)
+    reason = text[: place.start()] if place else text
+    return InputError(reason[:1].lower() + reason[1:], path)
+
+
+_encoder = msgspec.json.Encoder()

@@ -1,0 +1,148 @@
+"""JSON requests as a server must read them: from every client there has been.
+
+Clients before 0.18 leave out whatever their caller did not set, chunk kinds included, and yet
+send nulls that were passed on purpose. So a null member means an absent one here, and a chunk
+without a kind is recognised by its members. Current clients never come this way: what
+decodes as it is, is taken as it is.
+"""
+
+# Without `from __future__ import annotations`: msgspec resolves these annotations.
+from functools import cache
+from typing import Any, TypeVar, cast, get_args
+
+import msgspec
+from msgspec.structs import fields as struct_fields
+
+from tinkex.errors import InputError
+from tinkex.types import (
+    Datum,
+    DmelChunk,
+    EncodedTextChunk,
+    ImageAssetPointerChunk,
+    ImageChunk,
+    ModelInput,
+    TensorData,
+)
+from tinkex.wire import json_codec
+from tinkex.wire.bodies import EXPLICIT_NULLS
+from tinkex.wire.messages import construct
+from tinkex.wire.proto_training import DecodedForwardBackward
+
+T = TypeVar("T")
+_Kinds = tuple[type[msgspec.Struct], ...]
+
+# The member that gives a chunk away. Text comes last: the oldest pictures also say how many
+# tokens they are.
+_CHUNK_MEMBERS: tuple[tuple[str, type[msgspec.Struct]], ...] = (
+    ("data", ImageChunk),
+    ("location", ImageAssetPointerChunk),
+    ("dmel", DmelChunk),
+    ("tokens", EncodedTextChunk),
+)
+
+
+class _Datum(msgspec.Struct):
+    model_input: ModelInput
+    loss_fn_inputs: dict[str, TensorData]
+
+
+class _Batch(msgspec.Struct):
+    data: list[_Datum]
+    loss_fn: str
+    loss_fn_config: dict[str, float | str] | None = None
+
+
+class _ForwardBackward(msgspec.Struct):
+    forward_backward_input: _Batch
+    model_id: str
+    seq_id: int | None = None
+
+
+class _Forward(msgspec.Struct):
+    forward_input: _Batch
+    model_id: str
+    seq_id: int | None = None
+
+
+def decode_request(kind: type[T], data: bytes | str) -> T:
+    """A request of `kind`; raises InputError with the path of what is wrong."""
+    try:
+        return json_codec.decode(kind, data)
+    except InputError:
+        body = json_codec.decode_object(data)
+    return json_codec.convert(kind, _tidy(body, _structs(kind)))
+
+
+def decode_training_request(
+    data: bytes | str, *, forward_only: bool = False
+) -> DecodedForwardBackward:
+    """A training batch in JSON; `forward_only` is decided by the path it came to."""
+    if forward_only:
+        forward = decode_request(_Forward, data)
+        name, batch, request = "forward_input", forward.forward_input, forward
+    else:
+        request = decode_request(_ForwardBackward, data)
+        name, batch = "forward_backward_input", request.forward_backward_input
+    return DecodedForwardBackward(
+        model_id=request.model_id,
+        seq_id=request.seq_id,
+        data=[
+            construct(
+                f"{name}.data[{index}]",
+                Datum,
+                model_input=datum.model_input,
+                loss_fn_inputs=datum.loss_fn_inputs,
+            )
+            for index, datum in enumerate(batch.data)
+        ],
+        loss_fn=batch.loss_fn,
+        loss_fn_config=batch.loss_fn_config or {},
+        forward_only=forward_only,
+    )
+
+
+def _tidy(value: Any, kinds: _Kinds) -> Any:
+    """Without null members, and with the kinds of chunks filled in."""
+    if isinstance(value, list):
+        return [_tidy(item, kinds) for item in cast("list[Any]", value)]
+    if not isinstance(value, dict):
+        return value
+    members = cast("dict[str, Any]", value)
+    kind = _choose(members, kinds)
+    if kind is None:
+        return members
+    config, nested = kind.__struct_config__, _nested(kind)
+    tidied: dict[str, Any] = {}
+    if config.tag_field is not None and len(kinds) > 1:
+        tidied[config.tag_field] = config.tag
+    explicit = EXPLICIT_NULLS.get(kind, frozenset())
+    for name, item in members.items():
+        if item is not None or name in explicit:
+            tidied[name] = _tidy(item, nested[name]) if name in nested else item
+    return tidied
+
+
+def _choose(members: dict[str, Any], kinds: _Kinds) -> type[msgspec.Struct] | None:
+    """Which of `kinds` an object is; None leaves it to the decoder to complain."""
+    if len(kinds) == 1:
+        return kinds[0]
+    for kind in kinds:
+        config = kind.__struct_config__
+        if config.tag_field is not None and members.get(config.tag_field) == config.tag:
+            return kind
+    if EncodedTextChunk not in kinds or members.get("type") is not None:
+        return None
+    return next((kind for name, kind in _CHUNK_MEMBERS if name in members), None)
+
+
+@cache
+def _nested(kind: type[msgspec.Struct]) -> dict[str, _Kinds]:
+    """The members that hold structs, and which."""
+    found = {field.encode_name: _structs(field.type) for field in struct_fields(kind)}
+    return {name: kinds for name, kinds in found.items() if kinds}
+
+
+def _structs(hint: Any) -> _Kinds:
+    if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
+        return (hint,)
+    return tuple(kind for part in get_args(hint) for kind in _structs(part))

@@ -1,0 +1,28 @@
+from pathlib import Path
+
+import pytest
+
+from tinkex.wire import generate
+
+WIRE = Path(generate.__file__).parent
+
+
+@pytest.mark.parametrize("name", ["tinkex_pb2.py", "tinkex_pb2.pyi"])
+def test_generating_again_gives_the_checked_in_file(tmp_path: Path, name: str):
+    generate.main(tmp_path)
+    assert (tmp_path / name).read_bytes() == (WIRE / name).read_bytes()
+
+
+def test_the_messages_live_in_a_package_of_their_own():
+    from tinkex.wire import tinkex_pb2 as pb
+
+    assert pb.Datum.DESCRIPTOR.full_name == "tinkex.wire.Datum"
+
+
+def test_the_constants_of_the_codec_are_the_schemas():
+    from tinkex.wire import arrays
+    from tinkex.wire import tinkex_pb2 as pb
+
+    assert (arrays.FLOAT32, arrays.INT64) == (pb.DTYPE_FLOAT32, pb.DTYPE_INT64)
+    assert (arrays.INT32, arrays.BFLOAT16) == (pb.DTYPE_INT32, pb.DTYPE_BFLOAT16)
+    assert (pb.STOP_REASON_STOP, pb.STOP_REASON_LENGTH) == (0, 1)

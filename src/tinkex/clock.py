@@ -63,10 +63,17 @@ async def time_limit(clock: Clock, seconds: float | None) -> AsyncGenerator[Time
         limit.expired = True
         group.cancel_scope.cancel()
 
+    failure: Exception | None = None
     async with anyio.create_task_group() as group:
         group.start_soon(watch)
-        yield limit
+        try:
+            yield limit
+        except Exception as error:  # noqa: BLE001 - raised below, as it is
+            failure = error
         group.cancel_scope.cancel()
+    # Outside the group, which would wrap it.
+    if failure is not None:
+        raise failure
 
 
 class TimeLimit:

@@ -54,6 +54,9 @@ def comparable(request: Request) -> Request:
     headers = {
         name: value for name, value in request["headers"].items() if name in COMPARED_HEADERS
     }
+    if path == "/api/v1/weights_info":
+        # The official client resumes through its REST client, which names its method here.
+        headers.pop("x-sdk-method", None)
     if request["body"] is None and "body_hex" not in request:
         # The official client declares JSON for empty bodies too; it means nothing.
         headers.pop("content-type", None)
@@ -98,6 +101,23 @@ def training_bodies(requests: list[Request]) -> dict[tuple[str, int], bytes]:
             message = tinkex_pb2.ForwardBackwardRequest.FromString(raw)
             bodies[message.model_id, message.seq_id] = raw
     return bodies
+
+
+def result_differences(ours: Any, theirs: Any, path: str = "result") -> list[str]:
+    """Where our caller saw something else. An error may be caught by more names, not by fewer."""
+    if isinstance(theirs, dict) and isinstance(ours, dict):
+        if "raised" in theirs and "raised" in ours:
+            missing = set(theirs["raised"]) - set(ours["raised"])
+            return (
+                [f"{path}: {ours['raised']} is not caught by {sorted(missing)}"] if missing else []
+            )
+        if theirs.keys() == ours.keys():
+            pairs = [(f"{path}[{name!r}]", ours[name], theirs[name]) for name in theirs]
+            return [line for at, a, b in pairs for line in result_differences(a, b, at)]
+    if isinstance(theirs, list) and isinstance(ours, list) and len(ours) == len(theirs):
+        pairs = [(f"{path}[{n}]", a, b) for n, (a, b) in enumerate(zip(ours, theirs, strict=True))]
+        return [line for at, a, b in pairs for line in result_differences(a, b, at)]
+    return [] if ours == theirs else [f"{path}: ours {ours!r}, theirs {theirs!r}"]
 
 
 def differences(ours: list[str], theirs: list[str]) -> str:

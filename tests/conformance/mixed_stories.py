@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-from story import BASE, STATE, plain, text_datum
+from story import BASE, plain, text_datum
 
 if TYPE_CHECKING:
     from story import Connection
@@ -27,7 +27,7 @@ async def _train_async(sdk: Any, to: Connection) -> Any:
     prompt = sdk.ModelInput.from_ints([1, 2])
     sample = await sampler.sample_async(prompt, 1, sdk.SamplingParams(max_tokens=2))
     logprobs = await sampler.compute_logprobs_async(prompt)
-    resumed = await service.create_training_client_from_state_async(STATE)
+    resumed = await service.create_training_client_from_state_async(seen[4])
     other = await service.create_sampling_client_async(base_model=BASE)
     seen += [info, sample, logprobs, resumed.model_id, await other.get_base_model_async()]
     await service.close("success")

@@ -236,8 +236,6 @@ INFO = {
 }
 RESULTS: dict[str, dict[str, Any]] = {
     "optim_step": {"metrics": {"grad_norm": 0.5}},
-    "save_weights": {"path": f"tinker://{RUN}/weights/a"},
-    "save_weights_external": {"path": f"tinker://{RUN}/external_weights/a", "size_bytes": 4},
     "load_weights": {"path": f"tinker://{RUN}/weights/a"},
     "create_custom_loss": {"loss_id": "loss-1"},
 }
@@ -379,8 +377,11 @@ class Recorder:
             return {"model_id": f"{body['session_id']}:train:{body['model_seq_id']}"}
         if path == "save_weights_for_sampler":
             if "path" in body:
-                return {"path": f"tinker://{RUN}/sampler_weights/{body['path']}"}
+                return {"path": f"tinker://{body['model_id']}/sampler_weights/{body['path']}"}
             return {"sampling_session_id": f"session-1:sample:{body['sampling_session_seq_id']}"}
+        if path in ("save_weights", "save_weights_external"):
+            kind = path.removeprefix("save_").replace("weights_external", "external_weights")
+            return {"path": f"tinker://{body['model_id']}/{kind}/{body['path']}"}
         return RESULTS[path]
 
     def _retrieve(self, request_id: str) -> tuple[str, Any]:

@@ -1,9 +1,8 @@
 """Run scenarios with one SDK in this interpreter and print what happened as JSON.
 
-    python run_scenarios.py tinker [NAME ...]                     against the recorder
-    python run_scenarios.py tinkex --base-url URL [NAME ...]      against a server that is up
-
-Output: {scenario: {"result": ..., "requests": [...]}}; `requests` only with the recorder.
+python run_scenarios.py tinker [NAME ...]    all against a recorder of their own
+python run_scenarios.py tinkex --on-demand   each line on standard input names a scenario
+                                             and a server; each line printed is a result
 """
 
 from __future__ import annotations
@@ -14,11 +13,14 @@ import json
 import os
 import sys
 import tempfile
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from recorder import Recorder, serve
 from scenarios import SCENARIOS
 from story import Connection, Scenario, environment
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 
 def run_recorded(sdk: Any, scenario: Scenario) -> dict[str, Any]:
@@ -35,25 +37,31 @@ def run_recorded(sdk: Any, scenario: Scenario) -> dict[str, Any]:
     return {"result": result, "requests": recorder.requests}
 
 
+def run_on_demand(sdk: Any, orders: Iterable[str]) -> None:
+    """For each line `{"name", "base_url"}` run that scenario there and print its result."""
+    stories = {scenario.name: scenario for scenario in SCENARIOS}
+    for order in orders:
+        wanted = json.loads(order)
+        result = stories[wanted["name"]].run(sdk, Connection(wanted["base_url"]))
+        print(json.dumps(result), flush=True)  # noqa: T201
+
+
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("sdk", choices=["tinker", "tinkex"])
     parser.add_argument("names", nargs="*")
-    parser.add_argument("--base-url")
+    parser.add_argument("--on-demand", action="store_true")
     options = parser.parse_args(arguments)
     for name in [name for name in os.environ if name.startswith(("TINKER_", "CLOUDFLARE_"))]:
         del os.environ[name]
     os.environ["TINKER_TELEMETRY"] = "0"
     os.environ["HOME"] = tempfile.gettempdir()
     sdk = importlib.import_module(options.sdk)
+    if options.on_demand:
+        run_on_demand(sdk, sys.stdin)
+        return 0
     chosen = [s for s in SCENARIOS if not options.names or s.name in options.names]
-    seen = {}
-    for scenario in chosen:
-        if options.base_url:
-            seen[scenario.name] = {"result": scenario.run(sdk, Connection(options.base_url))}
-        else:
-            seen[scenario.name] = run_recorded(sdk, scenario)
-    json.dump(seen, sys.stdout)
+    json.dump({scenario.name: run_recorded(sdk, scenario) for scenario in chosen}, sys.stdout)
     return 0
 
 

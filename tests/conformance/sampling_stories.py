@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from story import BASE, DMEL, KEY, PNG, RUN, attempt, plain
+from story import BASE, DMEL, KEY, PNG, attempt, plain, trainer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -67,10 +67,9 @@ def samples(sdk: Any, to: Connection) -> Any:
 
 
 def samples_of_pictures(sdk: Any, to: Connection) -> Any:
-    service = to.service(sdk)
-    sampler = service.create_sampling_client(
-        model_path=f"tinker://{RUN}/sampler_weights/a", record_stability_info=True
-    )
+    service, training = trainer(sdk, to)
+    saved = training.save_weights_for_sampler("a").result()
+    sampler = service.create_sampling_client(model_path=saved.path, record_stability_info=True)
     types = sdk.types
     prompt = sdk.ModelInput(
         chunks=[

@@ -14,9 +14,6 @@ if TYPE_CHECKING:
 
 KEY = "tml-conformance"
 BASE = "base/model"
-RUN = "session-1:train:0"
-STATE = f"tinker://{RUN}/weights/a"
-EXTERNAL = f"tinker://{RUN}/external_weights/a"
 # Smallest valid PNG header; servers that look only at the bytes' size are happy with it.
 PNG = bytes.fromhex("89504e470d0a1a0a0000000d4948445200000001000000010802000000907753de")
 # A tensor container header: dtype 0, rank 2, dims 3 and 80.
@@ -99,13 +96,26 @@ _DATA_MEMBERS = {
 }
 
 
+KNOWN_ERRORS = {
+    "APIError",
+    "APIStatusError",
+    "BadRequestError",
+    "NotFoundError",
+    "RequestFailedError",
+    "TinkerError",
+    "CancelledError",
+    "LookupError",
+    "RuntimeError",
+    "TimeoutError",
+    "TypeError",
+    "ValueError",
+}
+
+
 def error(failure: BaseException) -> dict[str, Any]:
-    """What an `except` clause sees: the names of the classes that both trees have."""
-    known = {"TinkerError", "APIError", "APIStatusError", "RequestFailedError", "BadRequestError"}
-    known |= {"NotFoundError", "ValueError", "TypeError", "RuntimeError", "TimeoutError"}
-    known |= {"CancelledError"}
-    names = [kind.__name__ for kind in type(failure).__mro__ if kind.__name__ in known]
-    return {"raised": names[0] if names else type(failure).__name__}
+    """What `except` clauses see: the names it can be caught by."""
+    names = {kind.__name__ for kind in type(failure).__mro__}
+    return {"raised": sorted(names & KNOWN_ERRORS)}
 
 
 def attempt(call: Callable[[], Any]) -> Any:
@@ -146,3 +156,8 @@ def text_datum(sdk: Any, tokens: list[int], **inputs: Any) -> Any:
 def trainer(sdk: Any, to: Connection) -> tuple[Any, Any]:
     service = to.service(sdk)
     return service, service.create_lora_training_client(base_model=BASE, rank=8)
+
+
+def session_of(training: Any) -> str:
+    """The session a model belongs to; its id is the first part of the model's."""
+    return training.model_id.split(":")[0]

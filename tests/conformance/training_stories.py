@@ -8,8 +8,6 @@ from story import (
     BASE,
     DMEL,
     PNG,
-    RUN,
-    STATE,
     attempt,
     environment,
     ignoring_deprecations,
@@ -76,6 +74,7 @@ def training_bodies(sdk: Any, to: Connection) -> Any:
     import numpy as np
 
     service, training = trainer(sdk, to)
+    policy = text_datum(sdk, [1], logprobs=[-0.5], advantages=[1.0])
     batches: list[tuple[str, list[Any], str, Any]] = [
         ("lists", [text_datum(sdk, [1, 2, 3], weights=[0, 1, 1])], "cross_entropy", None),
         (
@@ -148,7 +147,6 @@ def training_bodies(sdk: Any, to: Connection) -> Any:
             "cross_entropy",
             None,
         ),
-        ("no inputs", [sdk.Datum(model_input=sdk.ModelInput.from_ints([1, 2]))], "dro", None),
         (
             "pictures",
             [
@@ -161,22 +159,22 @@ def training_bodies(sdk: Any, to: Connection) -> Any:
                             sdk.DmelChunk(dmel=DMEL),
                         ]
                     ),
-                    loss_fn_inputs={"target_tokens": [1, 2]},
+                    loss_fn_inputs={"target_tokens": list(range(12))},
                 )
             ],
             "cross_entropy",
             None,
         ),
-        ("text setting", [text_datum(sdk, [1])], "cispo", {"mode": "fast"}),
-        ("one number", [text_datum(sdk, [1])], "gspo", {"beta": 0.5}),
-        ("mixed settings", [text_datum(sdk, [1])], "cispo", {"mode": "fast", "beta": 1, "c": 0.5}),
-        ("empty settings", [text_datum(sdk, [1])], "importance_sampling", {}),
+        ("text setting", [policy], "cispo", {"mode": "fast"}),
+        ("one number", [policy], "dro", {"beta": 0.5}),
+        ("mixed settings", [policy], "cispo", {"mode": "fast", "beta": 1, "c": 0.5}),
+        ("empty settings", [policy], "importance_sampling", {}),
         ("two datums", [text_datum(sdk, [1, 2]), text_datum(sdk, [3])], "cross_entropy", None),
     ]
     seen = {}
     for title, data, loss_fn, config in batches:
         future = training.forward_backward(data, loss_fn, config)
-        seen[title] = plain(future.result())
+        seen[title] = attempt(future.result)
     seen["forward"] = plain(training.forward([text_datum(sdk, [1, 2])], "cross_entropy").result())
     seen["empty"] = attempt(lambda: training.forward([], "cross_entropy").result())
     service.close("success").result()
@@ -304,23 +302,24 @@ def saves(sdk: Any, to: Connection) -> Any:
     ]
     sampler = training.save_weights_and_get_sampling_client()
     seen.append(sampler.get_base_model())
-    named = training.create_sampling_client(f"tinker://{RUN}/sampler_weights/a")
+    named = training.create_sampling_client(seen[2].path)
     seen.append(named.get_base_model())
     service.close("success").result()
     return plain([{"path": item.path} if hasattr(item, "path") else item for item in seen])
 
 
 def _resumed(sdk: Any, to: Connection) -> Any:
-    service = to.service(sdk)
+    service, training = trainer(sdk, to)
+    state = training.save_state("a").result().path
     weights = service.create_training_client_from_state(
-        STATE,
+        state,
         base_model=BASE,
         user_metadata={"from": "a"},
         optimizer=sdk.AdamOptimizerConfig(),
     )
-    plainly = service.create_training_client_from_state(STATE)
+    plainly = service.create_training_client_from_state(state)
     whole = service.create_training_client_from_state_with_optimizer(
-        STATE, user_metadata={"from": "b"}
+        state, user_metadata={"from": "b"}
     )
     step = whole.optim_step(sdk.AdamParams()).result()
     service.close("success").result()
@@ -336,9 +335,10 @@ def resume_in_one_step(sdk: Any, to: Connection) -> Any:
 
 
 def resume_from_foreign_weights(sdk: Any, to: Connection) -> Any:
-    service = to.service(sdk)
+    service, training = trainer(sdk, to)
+    state = training.save_state("a").result().path
     client = service.create_training_client_from_state_with_optimizer(
-        STATE, weights_access_token="tml-foreign"
+        state, weights_access_token="tml-foreign"
     )
     service.close("success").result()
     return plain(client.model_id)
@@ -346,10 +346,11 @@ def resume_from_foreign_weights(sdk: Any, to: Connection) -> Any:
 
 def loads_into_a_model(sdk: Any, to: Connection) -> Any:
     service, training = trainer(sdk, to)
+    state = training.save_state("a").result().path
     with ignoring_deprecations():
         seen = [
-            training.load_state(STATE).result(),
-            training.load_state_with_optimizer(STATE, weights_access_token="tml-other").result(),
+            training.load_state(state).result(),
+            training.load_state_with_optimizer(state, weights_access_token="tml-other").result(),
         ]
     service.close("success").result()
     return plain([item.path for item in seen])
@@ -357,9 +358,11 @@ def loads_into_a_model(sdk: Any, to: Connection) -> Any:
 
 def copies(sdk: Any, to: Connection) -> Any:
     service = to.service(sdk, project_id="project-1")
+    training = service.create_lora_training_client(base_model=BASE, rank=8)
+    state = training.save_state("a").result().path
     seen = [
-        service.copy_weights(STATE).result(),
-        service.copy_weights(STATE, ttl_seconds=3600, weights_access_token="tml-other").result(),
+        service.copy_weights(state).result(),
+        service.copy_weights(state, ttl_seconds=3600, weights_access_token="tml-other").result(),
     ]
     service.close("success").result()
     return plain(seen)

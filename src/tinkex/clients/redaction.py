@@ -22,8 +22,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
 _MARK = "[redacted]"
-# Keys of the hosted service, and JSON web tokens, which all begin with an encoded `{"`.
-_CREDENTIALS = re.compile(r"\btml-[\w-]+|\beyJ[\w-]+(?:\.[\w-]*){0,4}|(?i:\bbearer\s+\S+)")
+# Keys of the hosted service; JSON web tokens, which all begin with an encoded `{"`; what follows
+# "Bearer"; and the user part of a URL.
+_CREDENTIALS = re.compile(
+    r"\btml-[\w-]+|\beyJ[\w-]+(?:\.[\w-]*){0,4}|(?i:\bbearer\s+\S+)|(?<=://)[^/\s@]+(?=@)"
+)
 # Members that hold a request's credentials or its content, wherever they appear.
 _DROPPED = frozenset(
     {

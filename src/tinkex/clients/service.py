@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from tinkex.clients.calls import given
 from tinkex.clients.console import session_url
@@ -24,18 +24,15 @@ from tinkex.types import (
 from tinkex.wire import bodies, routes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
     from types import TracebackType
 
     from tinkex.clients.custom_loss import LossHandle, PerDatumLossFn
     from tinkex.clients.operations import Operations
-    from tinkex.clients.portal import Portal
     from tinkex.clients.rest import RestClient
     from tinkex.clients.retry_config import RetryConfig
     from tinkex.clients.telemetry import Telemetry
-    from tinkex.clock import Clock
     from tinkex.futures.future import APIFuture, Promise
-    from tinkex.transport.base import Transport
     from tinkex.types import (
         CustomLossInputRank,
         GetServerCapabilitiesResponse,
@@ -64,40 +61,32 @@ class ServiceClient:
         default_headers_overrides: Mapping[str, str] | None = None,
         **kwargs: Any,
     ) -> None:
-        parts = {
-            name: kwargs.pop(name, None) for name in ("_config", "_clock", "_portal", "_transport")
-        }
         if kwargs:
             names = ", ".join(sorted(kwargs))
             warnings.warn(f"ServiceClient ignores unknown arguments: {names}", FutureWarning, 2)
-        config: Config = parts["_config"] or Config.load(
+        config = Config.load(
             base_url=base_url,
             api_key=api_key,
             project_id=project_id,
             headers=default_headers_overrides,
         )
-        self._start(config, user_metadata, display_name, **parts)
-
-    def _start(
-        self,
-        config: Config,
-        user_metadata: dict[str, str] | None,
-        display_name: str | None,
-        *,
-        _config: object = None,
-        _clock: Clock | None = None,
-        _portal: Portal | None = None,
-        _transport: Callable[[Config, Clock], Transport] | None = None,
-    ) -> None:
-        session = Session(
-            config,
-            user_metadata=user_metadata,
-            display_name=display_name,
-            project_id=config.project_id,
-            clock=_clock,
-            portal=_portal,
-            transport=_transport,
+        self._begin(
+            Session(
+                config,
+                user_metadata=user_metadata,
+                display_name=display_name,
+                project_id=config.project_id,
+            )
         )
+
+    @classmethod
+    def over(cls, session: Session) -> Self:
+        """A client on a session made elsewhere: with a clock, loop or transport of your own."""
+        client = cls.__new__(cls)
+        client._begin(session)
+        return client
+
+    def _begin(self, session: Session) -> None:
         self._lease = session.lease()
         self._operations = self._lease.operations()
         self._closing: APIFuture[None] | None = None

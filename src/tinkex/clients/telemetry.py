@@ -53,7 +53,7 @@ class _Stamp(NamedTuple):
     """What every event carries."""
 
     event_id: str
-    index: int
+    session_index: int
     severity: Severity
     timestamp: datetime
 
@@ -118,7 +118,7 @@ class Telemetry:
         self._record(
             lambda stamp: SessionStartEvent(
                 event_id=stamp.event_id,
-                event_session_index=stamp.index,
+                event_session_index=stamp.session_index,
                 severity=stamp.severity,
                 timestamp=stamp.timestamp,
             ),
@@ -132,7 +132,7 @@ class Telemetry:
             lambda stamp: SessionEndEvent(
                 duration=str(duration),
                 event_id=stamp.event_id,
-                event_session_index=stamp.index,
+                event_session_index=stamp.session_index,
                 severity=stamp.severity,
                 timestamp=stamp.timestamp,
             ),
@@ -170,7 +170,7 @@ class Telemetry:
         return GenericEvent(
             event_id=stamp.event_id,
             event_name=self._known(name),
-            event_session_index=stamp.index,
+            event_session_index=stamp.session_index,
             severity=stamp.severity,
             timestamp=stamp.timestamp,
             event_data=self._redactor.members(data),
@@ -199,7 +199,7 @@ class Telemetry:
             error_message=self._redactor.message(error),
             error_type=type(error).__name__,
             event_id=stamp.event_id,
-            event_session_index=stamp.index,
+            event_session_index=stamp.session_index,
             severity=stamp.severity,
             timestamp=stamp.timestamp,
             traceback=self._redactor.frames(error),
@@ -215,7 +215,7 @@ class Telemetry:
     # -- sending, on the loop -----------------------------------------------------------------
 
     async def run(self) -> None:
-        """Send what is queued every ten seconds, or sooner when there is reason; until cancelled."""
+        """Send what is queued every ten seconds, or sooner when asked, until cancelled."""
         self._due = asyncio.Event()
         try:
             while not self._refused:

@@ -132,7 +132,7 @@ class CompletionFeed:
                 if isinstance(completion, FutureFinished)
                 else None
             )
-            waiter = self._waiters.get(completion.request_id)
+            waiter = self._waiters.pop(completion.request_id, None)
             if waiter is None:
                 self._unclaimed[completion.request_id] = size
             elif not waiter.done():

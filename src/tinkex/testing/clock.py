@@ -81,12 +81,17 @@ class FakeClock:
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[FakeClock]:
         """Jump to the next sleeper whenever every task of this loop is blocked."""
+        failure: BaseException | None = None
         async with anyio.create_task_group() as group:
             group.start_soon(self._jump)
             try:
                 yield self
-            finally:
-                group.cancel_scope.cancel()
+            except BaseException as error:  # noqa: BLE001 - raised below, as it is
+                failure = error
+            group.cancel_scope.cancel()
+        # Outside the group, which would wrap it.
+        if failure is not None:
+            raise failure
 
     async def _jump(self) -> None:
         while True:

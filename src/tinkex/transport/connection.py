@@ -167,6 +167,7 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.reusable = False
+        self._transport = None
         if self._done is None or self._done.done():
             return
         if self._ends_with_connection() and exc is None:

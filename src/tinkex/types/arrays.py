@@ -37,6 +37,13 @@ def is_numpy(value: object) -> bool:
     return numpy is not None and isinstance(value, numpy.ndarray)
 
 
+def plain_number(value: Any) -> Any:
+    """A numpy or torch scalar as a Python number; anything else as it is."""
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+        return value.item()
+    return value
+
+
 def to_array(value: Any, dtype: TensorDtype | None, path: str) -> Array:
     """`value` as a C-ordered array of `dtype`, or of the type that its elements suggest.
 

@@ -9,7 +9,17 @@ Decoding does not come through here: msgspec builds decoded structs itself, alre
 and skips members it does not know.
 """
 
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Self, dataclass_transform
+from collections.abc import Mapping
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    ClassVar,
+    Final,
+    Self,
+    TypeGuard,
+    dataclass_transform,
+)
 
 import msgspec
 from msgspec import Meta, ValidationError, convert
@@ -37,7 +47,6 @@ NonNegative = Annotated[float, Meta(ge=0, le=_LARGEST)]
 """A finite number that cannot be negative."""
 
 
-@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(msgspec.field,))
 class ValueMeta(msgspec.StructMeta):
     """Makes structs frozen and keyword-only, and checks what they are constructed from."""
 
@@ -63,8 +72,13 @@ class ValueMeta(msgspec.StructMeta):
                     return _building().build(cls, args, fields)
             try:
                 return convert(fields, cls)
-            except ValidationError:
+            except (ValidationError, RecursionError):
                 return _building().build(cls, args, fields)
+
+
+def is_mapping(value: Any) -> "TypeGuard[Mapping[Any, Any]]":
+    """Whether `value` is a dict or behaves like one."""
+    return isinstance(value, Mapping)
 
 
 def _building() -> Any:
@@ -74,7 +88,8 @@ def _building() -> Any:
     return building
 
 
-class Value(msgspec.Struct, metaclass=ValueMeta):
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(msgspec.field,))
+class Value(msgspec.Struct, metaclass=ValueMeta, frozen=True, kw_only=True):
     """Common ground of requests and responses."""
 
     __accepts__: ClassVar[frozenset[str]] = frozenset()
@@ -89,7 +104,8 @@ class Value(msgspec.Struct, metaclass=ValueMeta):
     @classmethod
     def model_validate(cls, obj: Any) -> Self:
         """Make one from a mapping (or return `obj` when it is one already)."""
-        return _building().validate(cls, obj)
+        value: Self = _building().validate(cls, obj)
+        return value
 
     @classmethod
     def model_validate_json(cls, json_data: str | bytes | bytearray) -> Self:
@@ -109,7 +125,10 @@ class Value(msgspec.Struct, metaclass=ValueMeta):
         `exclude_none` leaves out declared fields that are None. Nulls inside free-form maps
         stay.
         """
-        return _dumping().dump(self, json=mode == "json", exclude_none=exclude_none)
+        fields: dict[str, Any] = _dumping().dump(
+            self, json=mode == "json", exclude_none=exclude_none
+        )
+        return fields
 
     def model_dump_json(self, *, indent: int | None = None, exclude_none: bool = False) -> str:
         """The fields as JSON text."""
@@ -128,6 +147,13 @@ class Value(msgspec.Struct, metaclass=ValueMeta):
 
     def __replace__(self, **changes: Any) -> Self:
         return self.model_copy(update=changes)
+
+    def _repr_with(self, **shown: str) -> str:
+        """The usual repr with other text for some fields: secrets, and data too long to read."""
+        fields = (
+            (name, shown.get(name) or repr(getattr(self, name))) for name in self.__struct_fields__
+        )
+        return f"{type(self).__name__}({', '.join(f'{name}={text}' for name, text in fields)})"
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:

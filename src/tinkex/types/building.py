@@ -26,7 +26,8 @@ from msgspec import ValidationError, convert
 from msgspec.structs import fields as struct_fields
 
 from tinkex.errors import InputError, InputTypeError
-from tinkex.types.base import Value
+from tinkex.types.arrays import plain_number
+from tinkex.types.base import Value, is_mapping
 from tinkex.types.tensors import TensorData
 
 V = TypeVar("V", bound=Value)
@@ -39,9 +40,14 @@ def build(cls: type[V], args: tuple[Any, ...], fields: dict[str, Any]) -> V:
     fields = cls.__adapt__(dict(fields))
     _take_tag(cls, fields)
     extras = _take_unknown(cls, fields)
-    value = _convert(cls, {name: _prepare(cls, name, given) for name, given in fields.items()})
+    try:
+        prepared = {name: _prepare(cls, name, given) for name, given in fields.items()}
+        value = _convert(cls, prepared)
+    except RecursionError:
+        raise InputError("contains itself, or is nested too deeply", cls.__name__) from None
     if extras:
-        cast("dict[str, Any]", value.__dict__).update(extras)
+        state: Any = value.__dict__
+        state.update(extras)
     return value
 
 
@@ -49,9 +55,9 @@ def validate(cls: type[V], obj: Any) -> V:
     """Construct `cls` from a mapping. A response type skips members it does not know."""
     if isinstance(obj, cls):
         return obj
-    if not isinstance(obj, Mapping):
+    if not is_mapping(obj):
         raise InputTypeError(f"expected a mapping, got {_kind(obj)}", cls.__name__)
-    fields = dict(cast("Mapping[Any, Any]", obj))
+    fields = dict(obj)
     for name in fields:
         if not isinstance(name, str):
             raise InputTypeError(f"field names are strings, got {name!r}", cls.__name__)
@@ -71,7 +77,7 @@ def _take_tag(cls: type[Value], fields: dict[str, Any]) -> None:
     config = cls.__struct_config__
     if config.tag_field in fields:
         given = fields.pop(config.tag_field)
-        if given != config.tag:
+        if not isinstance(given, str) or given != config.tag:
             raise InputError(
                 f"must be {config.tag!r}, got {given!r}", f"{cls.__name__}.{config.tag_field}"
             )
@@ -115,25 +121,23 @@ def _prepare(cls: type[Value], name: str, value: Any) -> Any:
     if isinstance(value, list | tuple):
         items = cast("list[Any]", value)
         return [_struct(kinds, item, f"{path}[{i}]") for i, item in enumerate(items)]
-    if isinstance(value, dict) and _is_map(_hints(cls)[name]):
-        entries = cast("dict[Any, Any]", value)
-        return {key: _struct(kinds, item, f"{path}[{key!r}]") for key, item in entries.items()}
+    if is_mapping(value) and _is_map(_hints(cls)[name]):
+        return {key: _struct(kinds, item, f"{path}[{key!r}]") for key, item in value.items()}
     return _struct(kinds, value, path)
 
 
 def _struct(kinds: tuple[type[Value], ...], value: Any, path: str) -> Any:
-    if not isinstance(value, dict):
+    if not is_mapping(value):
         return value
-    fields = cast("dict[Any, Any]", value)
     try:
-        return validate(_choose(kinds, fields, path), fields)
+        return validate(_choose(kinds, value, path), value)
     except InputError as error:
         if error.path == path or error.path.startswith(path + "."):
             raise
         raise rebase(error, path) from None
 
 
-def _choose(kinds: tuple[type[Value], ...], fields: dict[Any, Any], path: str) -> type[Value]:
+def _choose(kinds: tuple[type[Value], ...], fields: Mapping[Any, Any], path: str) -> type[Value]:
     """The member of a union that a dict means: by its tag, else by which fields it has."""
     if len(kinds) == 1:
         return kinds[0]
@@ -162,9 +166,7 @@ def plain(value: Any) -> Any:
         return value
     if isinstance(value, list | tuple):
         return [plain(item) for item in cast("list[Any]", value)]
-    if getattr(value, "shape", None) == () and hasattr(value, "item"):
-        return value.item()
-    return value
+    return plain_number(value)
 
 
 def _convert(cls: type[V], fields: dict[str, Any]) -> V:
@@ -175,8 +177,6 @@ def _convert(cls: type[V], fields: dict[str, Any]) -> V:
         if isinstance(cause, InputError):
             raise _place(cls, cause, str(error)) from None
         raise _explain(cls, fields, str(error)) from None
-    except RecursionError:
-        raise InputError("nested too deeply", cls.__name__) from None
 
 
 def _tensor(kind: type, obj: Any) -> Any:

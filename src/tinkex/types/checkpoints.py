@@ -205,6 +205,9 @@ class LoadWeightsRequest(Request):
             config = optimizer_config(self.optimizer_config, path)
             force_setattr(self, "optimizer_config", config)
 
+    def __repr__(self) -> str:
+        return _hide_token(self)
+
 
 class LoadWeightsResponse(Result, eq=False):
     """The checkpoint is loaded."""
@@ -224,6 +227,14 @@ class CopyWeightsRequest(Request):
     source_path: str
     ttl_seconds: Int | None = None
     weights_access_token: str | None = None
+
+    def __repr__(self) -> str:
+        return _hide_token(self)
+
+
+def _hide_token(request: LoadWeightsRequest | CopyWeightsRequest) -> str:
+    shown = {} if request.weights_access_token is None else {"weights_access_token": "<hidden>"}
+    return request._repr_with(**shown)  # pyright: ignore[reportPrivateUsage] -- same package
 
 
 class CopyWeightsResponse(Response):

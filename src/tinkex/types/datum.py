@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from tinkex.errors import InputError, InputTypeError
-from tinkex.types.arrays import is_torch, to_array
+from tinkex.types.arrays import is_torch, plain_number, to_array
+from tinkex.types.base import is_mapping
 from tinkex.types.inputs import ModelInput
 from tinkex.types.tensors import TensorData
 
@@ -45,7 +46,8 @@ class _Span:
         if not self.sequence_id:
             raise InputError("must not be empty", f"{name}.sequence_id")
         for field_name in ("offset", "length"):
-            number = getattr(self, field_name)
+            number = plain_number(getattr(self, field_name))
+            object.__setattr__(self, field_name, number)
             if isinstance(number, bool) or not isinstance(number, int):
                 raise InputTypeError(
                     f"expected int, got {type(number).__name__}", f"{name}.{field_name}"
@@ -82,8 +84,6 @@ class Datum:
     model_input_spans: ProvenanceSpans | None = None
     loss_fn_input_spans: ProvenanceSpans | None = None
 
-    __hash__ = None  # pyright: ignore[reportAssignmentType] -- inputs and tensors have no hash
-
     if TYPE_CHECKING:
         # Anything array-like goes in; what is read back is always TensorData.
         def __init__(
@@ -111,7 +111,7 @@ class Datum:
         loss_fn_inputs: Sequence[PromptProvenanceSpan | SampledProvenanceSpan],
     ) -> Datum:
         """A copy that says which sampled sequences its tokens came from."""
-        made = replace(self, model_input_spans=model_input, loss_fn_input_spans=loss_fn_inputs)
+        made = Datum(self.model_input, self.loss_fn_inputs, model_input, loss_fn_inputs)
         _check_cover(made.model_input_spans, self.model_input.length, "model_input")
         targets = self.loss_fn_inputs.get("target_tokens")
         if targets is not None and targets.to_numpy().ndim == 1:
@@ -120,8 +120,8 @@ class Datum:
 
 
 def _model_input(value: Any) -> ModelInput:
-    if isinstance(value, dict):
-        return ModelInput.model_validate(cast("Any", value))
+    if is_mapping(value):
+        return ModelInput.model_validate(value)
     raise InputTypeError(
         f"expected ModelInput, got {type(value).__name__}; make one with ModelInput.from_ints(...)",
         "Datum.model_input",
@@ -129,14 +129,12 @@ def _model_input(value: Any) -> ModelInput:
 
 
 def _loss_fn_inputs(inputs: Any) -> LossFnInputs:
-    from collections.abc import Mapping
-
-    if not isinstance(inputs, Mapping):
+    if not is_mapping(inputs):
         raise InputTypeError(
             f"expected a dict of tensors, got {type(inputs).__name__}", "Datum.loss_fn_inputs"
         )
     tensors: LossFnInputs = {}
-    for key, value in cast("Mapping[Any, Any]", inputs).items():
+    for key, value in inputs.items():
         if not isinstance(key, str):
             raise InputTypeError(f"names are strings, got {key!r}", "Datum.loss_fn_inputs")
         tensors[key] = _tensor(key, value)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, cast
 from msgspec import ValidationError, convert
 
 from tinkex.errors import InputError, InputTypeError
-from tinkex.types.arrays import is_numpy, is_torch, to_array
+from tinkex.types.arrays import is_numpy, is_torch, plain_number, to_array
 from tinkex.types.base import Count, Request, Token
 
 ImageFormat = Literal["png", "jpeg"]
@@ -57,6 +57,9 @@ class ImageChunk(Request, tag_field="type", tag="image"):
         """`expected_tokens`; raises `InputError` when that is not set."""
         return _expected(self.expected_tokens, "ImageChunk")
 
+    def __repr__(self) -> str:
+        return self._repr_with(data=f"<{len(self.data)} bytes>")
+
 
 class ImageAssetPointerChunk(Request, tag_field="type", tag="image_asset_pointer"):
     """An image the server can find at `location`; for sampling only."""
@@ -84,6 +87,9 @@ class DmelChunk(Request, tag_field="type", tag="dmel"):
     def length(self) -> int:
         """The tensor's first dimension, read from its header."""
         return _first_dimension(self.dmel)
+
+    def __repr__(self) -> str:
+        return self._repr_with(dmel=f"<{len(self.dmel)} bytes>")
 
 
 def _expected(tokens: int | None, kind: str) -> int:
@@ -204,8 +210,7 @@ def _from_array(tokens: Any, path: str) -> list[int]:
 
 
 def _token(token: Any, path: str) -> int:
-    if getattr(token, "shape", None) == () and hasattr(token, "item"):
-        token = token.item()
+    token = plain_number(token)
     if isinstance(token, float) and token.is_integer():
         token = int(token)
     if isinstance(token, bool) or not isinstance(token, int):

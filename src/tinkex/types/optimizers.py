@@ -3,14 +3,16 @@
 Both unions are open: a family this library does not know passes through with all its fields.
 """
 
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, Self, TypeVar
 
 from msgspec import Meta
 from msgspec.structs import force_setattr
 
 from tinkex.errors import InputError, InputTypeError
-from tinkex.types.base import Finite, Int, NonNegative, Request, Result
+from tinkex.types.base import Finite, Int, NonNegative, Request, Result, is_mapping
 from tinkex.types.usage import Usage
+
+B = TypeVar("B", bound=Request)
 
 
 class OpenRequest(Request, dict=True, eq=False):
@@ -118,12 +120,14 @@ _CONFIGS: Final[dict[str, type[OptimizerConfigBase]]] = {
     "dimuon": DimuonOptimizerConfig,
 }
 
+_PARAMS: Final[dict[str, type[OptimParamsBase]]] = {"dimuon": DimuonParams}
+
 
 def optimizer_config(value: Any, path: str) -> OptimizerConfigBase:
     """The config that a decoded object or a caller's value means."""
     if isinstance(value, OptimizerConfigBase):
         return value
-    if not isinstance(value, dict):
+    if not is_mapping(value):
         raise InputTypeError(f"expected OptimizerConfig, got {type(value).__name__}", path)
     return _pick(value, _CONFIGS, OptimizerConfigBase, path)
 
@@ -132,12 +136,12 @@ def optim_params(value: Any, path: str) -> OptimParamsBase:
     """The parameters that a decoded object or a caller's value means."""
     if isinstance(value, OptimParamsBase):
         return value
-    if not isinstance(value, dict):
+    if not is_mapping(value):
         raise InputTypeError(f"expected OptimParams, got {type(value).__name__}", path)
-    return _pick(value, {"dimuon": DimuonParams}, OptimParamsBase, path)
+    return _pick(value, _PARAMS, OptimParamsBase, path)
 
 
-def _pick(fields: Any, known: dict[str, Any], other: Any, path: str) -> Any:
+def _pick(fields: Any, known: dict[str, type[B]], other: type[B], path: str) -> B:
     from tinkex.types.building import rebase
 
     tag = fields.get("type")
@@ -203,7 +207,7 @@ class OptimStepRequest(Request):
 
 
 def _is_adam(params: Any) -> bool:
-    return isinstance(params, dict) and "type" not in params
+    return is_mapping(params) and "type" not in params
 
 
 class OptimStepResponse(Result, eq=False):

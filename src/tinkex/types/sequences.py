@@ -47,7 +47,7 @@ class SampledSequence:
         topk_logprobs: TopkLists | None = None,
     ) -> None:
         kind = "SampledSequence"
-        if stop_reason not in get_args(StopReason):
+        if not isinstance(stop_reason, str) or stop_reason not in get_args(StopReason):  # pyright: ignore[reportUnnecessaryIsInstance] -- callers may not type-check
             raise InputError(
                 f"must be 'length' or 'stop', got {stop_reason!r}", f"{kind}.stop_reason"
             )
@@ -104,8 +104,6 @@ class SampledSequence:
             and self.topk_logprobs_np == other.topk_logprobs_np
         )
 
-    __hash__ = None  # pyright: ignore[reportAssignmentType] -- arrays have no hash
-
     def __repr__(self) -> str:
         count = 0 if self.tokens_np is None else len(self.tokens_np)
         ids = [] if self.tokens_np is None else cast("list[int]", self.tokens_np[:8].tolist())
@@ -154,8 +152,6 @@ class SampleResponse:
     _prompt_logprobs_list: InitVar[Sequence[float | None] | None] = None
     _topk_prompt_logprobs_list: InitVar[TopkLists | None] = None
     usage: Usage | None = field(default=None, kw_only=True)
-
-    __hash__ = None  # pyright: ignore[reportAssignmentType] -- arrays have no hash
 
     def __post_init__(
         self,

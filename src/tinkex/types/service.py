@@ -67,6 +67,9 @@ class AuthTokenResponse(Response):
 
     jwt: str
 
+    def __repr__(self) -> str:
+        return self._repr_with(jwt="<hidden>")
+
 
 class HealthResponse(Response):
     """The server is up."""

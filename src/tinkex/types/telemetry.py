@@ -1,7 +1,7 @@
 """Telemetry events and the batches they travel in."""
 
 from datetime import datetime
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from msgspec import field
 
@@ -61,7 +61,7 @@ class GenericEvent(Response, tag_field="event", tag="GENERIC_EVENT"):
     event_session_index: int
     severity: Severity
     timestamp: datetime
-    event_data: dict[str, object] = field(default_factory=dict[str, object])
+    event_data: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
 TelemetryEvent = SessionStartEvent | SessionEndEvent | UnhandledExceptionEvent | GenericEvent

@@ -56,7 +56,7 @@ class TensorData:
     ) -> None:
         if dtype is None:
             raise InputTypeError('is required: "int64" or "float32"', "TensorData.dtype")
-        if dtype not in ("int64", "float32"):
+        if not isinstance(dtype, str) or dtype not in ("int64", "float32"):  # pyright: ignore[reportUnnecessaryIsInstance] -- callers may not type-check
             raise InputError(f'must be "int64" or "float32", got {dtype!r}', "TensorData.dtype")
         array = to_array([] if data is None else data, dtype, "TensorData.data")
         dims = None if shape is None else _dims(shape)
@@ -190,7 +190,12 @@ class TensorData:
         import numpy as np
 
         assert self.shape is not None
-        dense = np.full(self.shape, pad_value, self._numpy.dtype)
+        try:
+            dense = np.full(self.shape, pad_value, self._numpy.dtype)
+        except (MemoryError, OverflowError, ValueError):
+            raise InputError(
+                f"cannot fill shape {self.shape} with {pad_value}", "TensorData"
+            ) from None
         dense[np.repeat(np.arange(self.shape[0]), np.diff(self._crow)), self._col] = self._numpy
         return dense
 
@@ -215,8 +220,6 @@ class TensorData:
             and same_array(self._crow, other._crow)
             and same_array(self._col, other._col)
         )
-
-    __hash__ = None  # pyright: ignore[reportAssignmentType] -- the values may change
 
     def __repr__(self) -> str:
         flat = self._numpy.reshape(-1)
@@ -341,13 +344,15 @@ class TopkLogprobs:
         """The opposite of `to_lists`."""
         import numpy as np
 
-        width = max((len(row) for row in rows if row), default=0)
-        ids = np.zeros((len(rows), width), np.int32)
-        logprobs = np.full((len(rows), width), MASK_LOGPROB, np.float32)
-        for at, row in enumerate(rows):
-            for rank, (token, logprob) in enumerate(row or ()):
-                ids[at, rank], logprobs[at, rank] = token, logprob
-        return cls(ids, logprobs)
+        full = [list(row or ()) for row in rows]
+        width = max((len(row) for row in full), default=0)
+        full = [row + [(0, MASK_LOGPROB)] * (width - len(row)) for row in full]
+        if width == 0:
+            return cls(np.zeros((len(full), 0), np.int32), np.zeros((len(full), 0), np.float32))
+        return cls(
+            cast("Array", [[token for token, _ in row] for row in full]),
+            cast("Array", [[logprob for _, logprob in row] for row in full]),
+        )
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, TopkLogprobs):
@@ -356,15 +361,13 @@ class TopkLogprobs:
             self.logprobs, other.logprobs
         )
 
-    __hash__ = None  # pyright: ignore[reportAssignmentType] -- the arrays may change
-
 
 def int32_array(value: Any, path: str) -> Array:
     """Token ids as the int32 array that answers carry."""
     import numpy as np
 
     if is_numpy(value) and value.dtype == np.int32 and value.flags.c_contiguous:
-        return value
+        return cast("Array", value)
     array = to_array(value, "int64", path)
     if array.size and (int(array.min()) < -(2**31) or int(array.max()) >= 2**31):
         raise InputError("a token id does not fit into 32 bits", path)
@@ -377,8 +380,6 @@ class PromptAltTokens:
 
     tokens: TensorData
     logprobs: TensorData
-
-    __hash__ = None  # pyright: ignore[reportAssignmentType] -- tensors have no hash
 
     def __post_init__(self) -> None:
         for name in ("tokens", "logprobs"):

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from tinkex.errors import InputError, InputTypeError
+from tinkex.types.arrays import plain_number
+from tinkex.types.base import is_mapping
 from tinkex.types.datum import Datum
 from tinkex.types.tensors import TensorData
 from tinkex.types.usage import Usage
@@ -38,8 +40,6 @@ class ForwardBackwardInput:
     data: list[Datum]
     loss_fn: LossFnType
     loss_fn_config: Mapping[str, float | str] | None = None
-
-    __hash__ = None  # pyright: ignore[reportAssignmentType] -- datums have no hash
 
     def __post_init__(self) -> None:
         put = object.__setattr__
@@ -73,10 +73,10 @@ def loss_config(config: Any, path: str) -> dict[str, float | str] | None:
     """The settings of a loss: numbers become floats, text stays text."""
     if config is None:
         return None
-    if not isinstance(config, Mapping):
+    if not is_mapping(config):
         raise InputTypeError(f"expected a dict, got {type(config).__name__}", path)
     checked: dict[str, float | str] = {}
-    for name, value in cast("Mapping[Any, Any]", config).items():
+    for name, value in config.items():
         if not isinstance(name, str):
             raise InputTypeError(f"names are strings, got {name!r}", path)
         checked[name] = _setting(value, f'{path}["{name}"]')
@@ -84,8 +84,7 @@ def loss_config(config: Any, path: str) -> dict[str, float | str] | None:
 
 
 def _setting(value: Any, path: str) -> float | str:
-    if getattr(value, "shape", None) == () and hasattr(value, "item"):
-        value = value.item()
+    value = plain_number(value)
     if isinstance(value, str):
         return value
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -117,8 +116,6 @@ class ForwardBackwardRequest(_PassRequest):
     model_id: ModelID
     seq_id: int | None = None
 
-    __hash__ = None  # pyright: ignore[reportAssignmentType] -- datums have no hash
-
     def __post_init__(self) -> None:
         self._check("forward_backward_input")
 
@@ -130,8 +127,6 @@ class ForwardRequest(_PassRequest):
     forward_input: ForwardBackwardInput
     model_id: ModelID
     seq_id: int | None = None
-
-    __hash__ = None  # pyright: ignore[reportAssignmentType] -- datums have no hash
 
     def __post_init__(self) -> None:
         self._check("forward_input")
@@ -148,8 +143,6 @@ class ForwardBackwardOutput:
     loss_fn_outputs: list[LossFnOutput]
     metrics: dict[str, float] = field(default_factory=dict[str, float])
     usage: Usage | None = field(default=None, compare=False, kw_only=True)
-
-    __hash__ = None  # pyright: ignore[reportAssignmentType] -- tensors have no hash
 
     def __post_init__(self) -> None:
         kind = "ForwardBackwardOutput"

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# JSON has no such numbers, and a metric that became NaN is what its reader most needs to see.
+# JSON has no such numbers, yet a metric that became NaN is what its reader most needs to see.
 # Official clients read these strings as the numbers they name.
 _NON_FINITE = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
 
@@ -156,18 +156,18 @@ def _mentions_struct(hint: Any) -> bool:
 
 
 def _metrics(values: dict[str, float]) -> dict[str, float | str]:
-    return {name: metric_to_json(value) for name, value in values.items()}
+    return {name: number_to_json(value) for name, value in values.items()}
 
 
-def metric_to_json(value: float) -> float | str:
-    """A metric, by name when it is not finite."""
+def number_to_json(value: float) -> float | str:
+    """A result's number, by name when it is not finite."""
     if isfinite(value):
         return value
     return "NaN" if value != value else "Infinity" if value > 0 else "-Infinity"
 
 
-def metric_from_json(value: Any) -> Any:
-    """The opposite of `metric_to_json`; what is no such name stays as it is."""
+def number_from_json(value: Any) -> Any:
+    """The opposite of `number_to_json`; what is no such name stays as it is."""
     return _NON_FINITE.get(value, value) if isinstance(value, str) else value
 
 

@@ -5,7 +5,7 @@ Clients before 0.18 (samples) and 0.19 (training) know only this form.
 
 # Without `from __future__ import annotations`: msgspec resolves these annotations.
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -17,19 +17,21 @@ from tinkex.wire.messages import construct
 
 # What the arrays behind the public types can hold.
 TokenId = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
-TopkRows = list[list[tuple[TokenId, float]] | None]
+# A number, or the name of one that JSON does not have.
+Number = float | Literal["NaN", "Infinity", "-Infinity"]
+TopkRows = list[list[tuple[TokenId, Number]] | None]
 
 
 class _Sequence(msgspec.Struct):
     stop_reason: StopReason
     tokens: list[TokenId]
-    logprobs: list[float] | None = None
+    logprobs: list[Number] | None = None
     topk_logprobs: TopkRows | None = None
 
 
 class _Sample(msgspec.Struct):
     sequences: list[_Sequence]
-    prompt_logprobs: list[float | None] | None = None
+    prompt_logprobs: list[Number | None] | None = None
     topk_prompt_logprobs: TopkRows | None = None
     target_prompt_logprobs: TensorData | None = None
     prompt_cache_hit_tokens: int = 0
@@ -38,7 +40,7 @@ class _Sample(msgspec.Struct):
 class _Output(msgspec.Struct):
     loss_fn_output_type: str
     loss_fn_outputs: list[dict[str, TensorData]]
-    metrics: dict[str, float | str]
+    metrics: dict[str, Number]
 
 
 def write_sample_response(response: SampleResponse) -> dict[str, Any]:
@@ -49,9 +51,9 @@ def write_sample_response(response: SampleResponse) -> dict[str, Any]:
         "prompt_cache_hit_tokens": response.prompt_cache_hit_tokens,
     }
     if response.prompt_logprobs is not None:
-        body["prompt_logprobs"] = response.prompt_logprobs
+        body["prompt_logprobs"] = _write_numbers(response.prompt_logprobs)
     if response.topk_prompt_logprobs is not None:
-        body["topk_prompt_logprobs"] = response.topk_prompt_logprobs
+        body["topk_prompt_logprobs"] = _write_topk(response.topk_prompt_logprobs)
     if response.target_prompt_logprobs is not None:
         body["target_prompt_logprobs"] = response.target_prompt_logprobs
     return body
@@ -86,7 +88,7 @@ def write_forward_backward_output(output: ForwardBackwardOutput) -> dict[str, An
         "loss_fn_output_type": output.loss_fn_output_type,
         "loss_fn_outputs": output.loss_fn_outputs,
         "metrics": {
-            name: json_codec.metric_to_json(value) for name, value in output.metrics.items()
+            name: json_codec.number_to_json(value) for name, value in output.metrics.items()
         },
     }
 
@@ -94,10 +96,7 @@ def write_forward_backward_output(output: ForwardBackwardOutput) -> dict[str, An
 def read_forward_backward_output(body: dict[str, Any]) -> ForwardBackwardOutput:
     """A training result from its JSON object."""
     output = json_codec.convert(_Output, body)
-    metrics = {name: json_codec.metric_from_json(value) for name, value in output.metrics.items()}
-    for name, value in metrics.items():
-        if isinstance(value, str):
-            raise InputError("expected a number", f'metrics["{name}"]')
+    metrics = {name: json_codec.number_from_json(value) for name, value in output.metrics.items()}
     return ForwardBackwardOutput(
         loss_fn_output_type=output.loss_fn_output_type,
         loss_fn_outputs=output.loss_fn_outputs,
@@ -108,9 +107,9 @@ def read_forward_backward_output(body: dict[str, Any]) -> ForwardBackwardOutput:
 def _write_sequence(sequence: SampledSequence) -> dict[str, Any]:
     body: dict[str, Any] = {"stop_reason": sequence.stop_reason, "tokens": sequence.tokens}
     if sequence.logprobs is not None:
-        body["logprobs"] = sequence.logprobs
+        body["logprobs"] = _write_numbers(sequence.logprobs)
     if sequence.topk_logprobs is not None:
-        body["topk_logprobs"] = sequence.topk_logprobs
+        body["topk_logprobs"] = _write_topk(sequence.topk_logprobs)
     return body
 
 
@@ -131,11 +130,33 @@ def _read_sequence(sequence: _Sequence, sequence_id: str, path: str) -> SampledS
     )
 
 
-def _array(values: Sequence[float | None] | None, dtype: str) -> Any:
+def _write_numbers(values: Sequence[float | None]) -> list[float | str | None]:
+    return [None if value is None else json_codec.number_to_json(value) for value in values]
+
+
+def _write_topk(rows: Sequence[Sequence[tuple[int, float]] | None]) -> list[Any]:
+    return [
+        None if row is None else [(token, json_codec.number_to_json(value)) for token, value in row]
+        for row in rows
+    ]
+
+
+def _array(values: Sequence[Number | None] | None, dtype: str) -> Any:
     import numpy as np
 
-    return None if values is None else np.array(values, dtype)
+    if values is None:
+        return None
+    return np.array([json_codec.number_from_json(value) for value in values], dtype)
 
 
 def _read_topk(rows: TopkRows | None) -> TopkLogprobs | None:
-    return TopkLogprobs.from_lists(rows) if rows else None
+    if not rows:
+        return None
+    return TopkLogprobs.from_lists(
+        [
+            None
+            if row is None
+            else [(token, json_codec.number_from_json(value)) for token, value in row]
+            for row in rows
+        ]
+    )

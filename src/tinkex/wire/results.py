@@ -208,7 +208,7 @@ def _decode_json(
     if isinstance(metrics, dict):
         numbers = cast("dict[str, Any]", metrics)
         answer["metrics"] = {
-            name: json_codec.metric_from_json(value) for name, value in numbers.items()
+            name: json_codec.number_from_json(value) for name, value in numbers.items()
         }
     return json_codec.convert(_RESULT_TYPES[request_type], answer)
 

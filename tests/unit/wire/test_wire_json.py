@@ -266,7 +266,7 @@ def test_unknown_members_of_a_reply_are_skipped():
         (types.UntypedAPIFuture, b'{"request_id":1}', "request_id"),
         (types.UntypedAPIFuture, b"{}", ""),
         (types.UntypedAPIFuture, b"[]", ""),
-        (types.UntypedAPIFuture, b'{"request_id":"r","sample_sequence_ids":[1]}', "sample_sequence_ids[0]"),
+        (types.UntypedAPIFuture, b'{"request_id":"r","model_id":1}', "model_id"),
         (types.Checkpoint, b'{"checkpoint_id":"c","checkpoint_type":"odd"}', "checkpoint_type"),
         (types.ClientConfigResponse, b'{"parallel_fwdbwd_chunks":null}', "parallel_fwdbwd_chunks"),
         (types.ClientConfigResponse, b'{"fwdbwd_max_chunk_len":"5"}', "fwdbwd_max_chunk_len"),

@@ -220,9 +220,7 @@ def test_an_old_readers_training_result_has_no_sparse_members():
     _, body = encode_result("Forward", Ready(OUTPUT), accept="application/json")
     assert json.loads(body) == {
         "loss_fn_output_type": "ArrayRecord",
-        "loss_fn_outputs": [
-            {"logprobs": {"data": [-1.0, -2.0], "dtype": "float32", "shape": [2]}}
-        ],
+        "loss_fn_outputs": [{"logprobs": {"data": [-1.0, -2.0], "dtype": "float32", "shape": [2]}}],
         "metrics": {"loss:sum": 3.0, "odd:max": "Infinity"},
     }
     assert decode_result("Forward", MEDIA_JSON, body) == Ready(OUTPUT)

@@ -1,0 +1,138 @@
+"""Waiting for one result: what ends a wait, and what does not."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.unit.futures.conftest import PENDING, REFUSED, reply
+from tinkex.errors import (
+    APIResponseValidationError,
+    BillingError,
+    NotFoundError,
+    PromiseLostError,
+    RequestFailedError,
+    ServerSilentError,
+)
+from tinkex.futures.budget import ByteBudget
+from tinkex.futures.poller import Poller, Ticket, charge
+
+if TYPE_CHECKING:
+    from tests.unit.futures.conftest import Stage
+    from tinkex.wire.results import Pending
+
+STEP = Ticket("r", "OptimStep")
+DONE = reply({"metrics": {"loss": 1.0}}, x_tinkex_usage='{"queue_s": 1.5, "device_s": 0.25}')
+
+
+def wait(stage: Stage, *answers: Any, held_s: float = 0.0, **options: Any):
+    api = stage.api(*answers, held_s=held_s)
+    budget = options.pop("budget", ByteBudget(100))
+    heard: list[Pending] = options.pop("heard", [])
+    known_size = options.pop("known_size", None)
+    poller = Poller(api, stage.clock, budget, **{"silence_s": 300.0, **options})
+    return stage.run(lambda: poller.wait(STEP, heard.append, known_size=known_size))
+
+
+def test_a_result_carries_what_it_cost(stage: Stage):
+    result = wait(stage, DONE)
+    assert result.value.metrics == {"loss": 1.0}
+    usage = charge(result, result.value, trained_tokens=3)
+    assert (usage.queue_s, usage.device_s, usage.trained_tokens) == (1.5, 0.25, 3)
+    assert result.value.usage == usage
+
+
+@pytest.mark.req("S17")
+def test_pending_is_waited_for_however_long_it_takes(stage: Stage):
+    held = [PENDING] * 200
+    heard: list[Pending] = []
+    result = wait(stage, *held, DONE, held_s=30.0, heard=heard)
+    assert result.value.metrics == {"loss": 1.0}
+    assert len(heard) == 200
+    assert stage.clock.now() > 6000
+
+
+@pytest.mark.req("S17")
+def test_a_408_with_a_queue_state_is_an_honest_pending(stage: Stage):
+    paused = reply({"queue_state": "paused_capacity", "queue_state_reason": "full"}, status=408)
+    heard: list[Pending] = []
+    wait(stage, paused, DONE, heard=heard)
+    assert [(item.queue_state, item.reason) for item in heard] == [("paused_capacity", "full")]
+
+
+def test_a_server_that_does_not_hold_polls_is_not_hammered(stage: Stage):
+    wait(stage, *[PENDING] * 50, DONE)
+    assert stage.clock.now() > 30
+    gaps = [b - a for a, b in zip(stage.script.times, stage.script.times[1:], strict=False)]
+    assert min(gaps) > 0
+    assert max(gaps) == pytest.approx(1.0)
+
+
+@pytest.mark.req("S22")
+@pytest.mark.parametrize("answer", [REFUSED, reply({}, 500), reply({}, 503), reply({}, 429)])
+def test_a_dead_server_ends_the_wait_with_a_typed_error(stage: Stage, answer: Any):
+    with pytest.raises(ServerSilentError, match="no sign of life"):
+        wait(stage, PENDING, answer, silence_s=100.0)
+    assert 100 <= stage.clock.now() < 140
+
+
+def test_the_silence_is_counted_from_the_last_sign_of_life(stage: Stage):
+    troubled = [REFUSED, REFUSED, REFUSED, PENDING] * 30
+    wait(stage, *troubled, DONE, silence_s=20.0)
+    assert stage.clock.now() > 20
+
+
+def test_a_total_deadline_ends_even_an_honest_queue(stage: Stage):
+    with pytest.raises(ServerSilentError, match="total deadline"):
+        wait(stage, PENDING, held_s=30.0, total_s=100.0)
+
+
+@pytest.mark.req("B8")
+@pytest.mark.parametrize(
+    ("answer", "kind"),
+    [
+        (reply({"detail": "gone"}, 410), PromiseLostError),
+        (reply({"detail": "who?"}, 404), NotFoundError),
+        (reply({"error": "bad data", "category": "USER"}), RequestFailedError),
+        (reply(b"garbage"), APIResponseValidationError),
+        (reply([1]), APIResponseValidationError),
+        (reply({"metrics": {"a": "x"}}), APIResponseValidationError),
+    ],
+)
+def test_what_cannot_become_a_result_is_raised_as_itself(stage: Stage, answer: Any, kind: Any):
+    with pytest.raises(kind) as caught:
+        wait(stage, answer)
+    assert len(stage.script.requests) == 1
+    if kind is RequestFailedError:
+        assert caught.value.category == "user"
+
+
+def test_a_billing_pause_has_a_limit_of_its_own(stage: Stage):
+    wait(stage, *[reply({}, 402)] * 10, DONE)
+    assert stage.clock.now() == 50.0
+    with pytest.raises(BillingError):
+        wait(stage, reply({}, 402))
+    assert stage.clock.now() > 3600
+
+
+def test_a_large_payload_is_announced_and_then_asked_for(stage: Stage):
+    announced = reply({"status": "complete_metadata", "response_payload_size": 500})
+    budget = ByteBudget(100)
+    wait(stage, announced, DONE, budget=budget)
+    asked = [request["allow_metadata_only"] for request in stage.script.requests]
+    assert (asked, budget.left) == ([True, False], 100)
+
+
+def test_a_size_known_from_elsewhere_is_reserved_first(stage: Stage):
+    budget = ByteBudget(100)
+    wait(stage, DONE, budget=budget, known_size=70)
+    assert stage.script.requests[0]["allow_metadata_only"] is False
+    assert budget.left == 100
+
+
+def test_the_budget_is_given_back_when_the_wait_fails(stage: Stage):
+    budget = ByteBudget(100)
+    with pytest.raises(PromiseLostError):
+        wait(stage, reply({}, 410), budget=budget, known_size=70)
+    assert budget.left == 100

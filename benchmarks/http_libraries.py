@@ -1,10 +1,12 @@
 """What one HTTP call costs the client process, library by library.
 
 A stub server in a process of its own answers every POST with the same bytes. Each library runs in a
-fresh process, so that CPU time (all threads) and peak memory are its own. `floor` is not a library:
-it writes and reads the same bytes with asyncio and nothing else, and shows what cannot be saved.
+fresh process, so that CPU time (all threads) and peak memory are its own. `httptools` is our own
+`HttpTransport`, which uses only that parser. `floor` is not a library: it writes and reads the same
+bytes with asyncio and nothing else, and shows what cannot be saved.
 
-    python benchmarks/http_libraries.py [--requests 5000] [--in-flight 1000] [--rounds 5]
+    PYTHONPATH=src python benchmarks/http_libraries.py [--requests 5000] [--in-flight 1000]
+        [--rounds 5]
 
 Prints a Markdown table, then one JSON line.
 """
@@ -115,6 +117,22 @@ async def httpx_client(url: str, library: str = "httpx") -> AsyncIterator[Post]:
 
 
 @contextlib.asynccontextmanager
+async def httptools_client(url: str) -> AsyncIterator[Post]:
+    from tinkex.transport.base import Pool, Request
+    from tinkex.transport.http import HttpTransport
+
+    base_url, path = url.removesuffix("/api/v1/asample"), "/api/v1/asample"
+    transport = HttpTransport(base_url)
+
+    async def post() -> int:
+        request = Request("POST", path, Pool.SAMPLE, 60.0, headers=HEADERS, body=BODY)
+        return len((await transport.send(request)).body)
+
+    yield post
+    await transport.aclose()
+
+
+@contextlib.asynccontextmanager
 async def floor_client(url: str) -> AsyncIterator[Post]:
     """The least asyncio can do: one request per connection, a reply of known length."""
     host, port = url.split("/")[2].split(":")
@@ -158,6 +176,7 @@ CLIENTS: dict[str, Callable[[str], contextlib.AbstractAsyncContextManager[Post]]
     "pyqwest": pyqwest_client,
     "httpx": httpx_client,
     "httpx2": lambda url: httpx_client(url, "httpx2"),
+    "httptools": httptools_client,
     "floor": floor_client,
 }
 
@@ -225,7 +244,9 @@ def run(library: str, port: int, requests: int, in_flight: int) -> dict[str, flo
         sys.executable, __file__, "--child", library, "--port", str(port),
         "--requests", str(requests), "--in-flight", str(in_flight),
     ]  # fmt: skip
-    return json.loads(subprocess.check_output(command))
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=False)
+    # One library sometimes aborts when the interpreter ends; its numbers are out by then.
+    return {**json.loads(done.stdout), "crashed": float(done.returncode != 0)}
 
 
 def compare(requests: int, in_flight: int, rounds: int) -> None:
@@ -242,8 +263,9 @@ def compare(requests: int, in_flight: int, rounds: int) -> None:
     finally:
         server.terminate()
         server.wait()
-    print("| library | CPU µs/call (min-max) | wall s | peak MB | import CPU ms | packages |")
-    print("|---|---|---|---|---|---|")
+    columns = "library|CPU µs/call (min-max)|wall s|peak MB|import CPU ms|packages|crashed"
+    print("| " + columns.replace("|", " | ") + " |")
+    print("|---|---|---|---|---|---|---|")
     results: dict[str, dict[str, float]] = {}
     for name, rows in samples.items():
         middle = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
@@ -251,11 +273,13 @@ def compare(requests: int, in_flight: int, rounds: int) -> None:
         if name != "floor":
             middle["import_ms"] = min(import_cpu_ms(name) for _ in range(3))
             middle["packages"] = packages(name)
+        middle["crashed"] = sum(row["crashed"] for row in rows)
         results[name] = middle
         print(
             f"| {name} {version(name)} | {middle['cpu_us']:.0f} ({spread}) "
-            f"| {middle['wall_s']:.2f} | {middle['peak_mb']:.0f} | {middle.get('import_ms', 0):.0f} "
-            f"| {middle.get('packages', 0):.0f} |"
+            f"| {middle['wall_s']:.2f} | {middle['peak_mb']:.0f} "
+            f"| {middle.get('import_ms', 0):.0f} | {middle.get('packages', 0):.0f} "
+            f"| {middle['crashed']:.0f} of {len(rows)} |"
         )
     print(
         json.dumps(

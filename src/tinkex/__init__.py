@@ -244,17 +244,19 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> object:
-    home = _HOME_OF.get(name)
-    if home is None:
-        raise AttributeError(f"module 'tinkex' has no attribute {name!r}")
-    import importlib
+if not TYPE_CHECKING:  # a module __getattr__ would make checkers accept any name
 
-    if home == "tinkex":
-        return importlib.import_module(f"tinkex.{name}")
-    value = getattr(importlib.import_module(home), name)
-    globals()[name] = value
-    return value
+    def __getattr__(name: str) -> object:
+        home = _HOME_OF.get(name)
+        if home is None:
+            raise AttributeError(f"module 'tinkex' has no attribute {name!r}")
+        import importlib
+
+        if home == "tinkex":
+            return importlib.import_module(f"tinkex.{name}")
+        value = getattr(importlib.import_module(home), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

@@ -20,6 +20,7 @@
     ├── InputError          (ValueError)    a bad argument, named by its path
     │   └── InputTypeError  (TypeError)     ... of the wrong type
     ├── CredentialError                     no usable key
+    ├── MissingPackageError (ImportError)   an optional package is not installed
     ├── ServerSilentError   (TimeoutError)  no sign of life from the server for too long
     ├── ClosedError         (RuntimeError)  the client was closed, or its loop ended
     │   └── ForkedError                     the client belongs to the parent process
@@ -229,6 +230,16 @@ class CredentialError(TinkerError):
     """There is no usable credential; the message says where one can come from."""
 
     code = "credential"
+
+
+class MissingPackageError(TinkerError, ImportError):
+    """An optional package is needed for this and not installed."""
+
+    code = "missing_package"
+
+    def __init__(self, reason: str, package: str) -> None:
+        super().__init__(f"{reason}: pip install {package}")
+        self.package = package
 
 
 class ServerSilentError(TinkerError, TimeoutError):

@@ -198,7 +198,7 @@ CHECKPOINT = {
 }
 TRAINING_RUN = {
     "training_run_id": RUN,
-    "base_model": "base/model",
+    "base_model": "tinkex/tiny",
     "model_owner": "owner",
     "is_lora": True,
     "lora_rank": 8,
@@ -225,14 +225,14 @@ BILLING = {
     "sessions": {"session-1": {"user_metadata": {"a": "b"}}},
 }
 STORAGE = {"data": [{"checkpoint_count": 1, "size_bytes": 2, "size_gigabytes": 0.5}]}
-WEIGHTS_INFO = {"base_model": "base/model", "is_lora": True, "lora_rank": 8, "train_mlp": False}
-CAPABILITIES = {"supported_models": [{"model_name": "base/model", "max_context_length": 4096}]}
+WEIGHTS_INFO = {"base_model": "tinkex/tiny", "is_lora": True, "lora_rank": 8, "train_mlp": False}
+CAPABILITIES = {"supported_models": [{"model_name": "tinkex/tiny", "max_context_length": 4096}]}
 INFO = {
-    "model_data": {"arch": "llama", "model_name": "base/model", "tokenizer_id": "org/tok:1"},
+    "model_data": {"arch": "llama", "model_name": "tinkex/tiny", "tokenizer_id": "org/tok:1"},
     "model_id": RUN,
     "is_lora": True,
     "lora_rank": 8,
-    "model_name": "base/model",
+    "model_name": "tinkex/tiny",
 }
 RESULTS: dict[str, dict[str, Any]] = {
     "optim_step": {"metrics": {"grad_norm": 0.5}},
@@ -346,7 +346,7 @@ class Recorder:
                 break
         if path == "samplers/{id}":
             sampler = entry["path"].rsplit("/", 1)[1]
-            return "application/json", {"sampler_id": sampler, "base_model": "base/model"}
+            return "application/json", {"sampler_id": sampler, "base_model": "tinkex/tiny"}
         if f"{method} {path}" in REPLIES:
             return "application/json", REPLIES[f"{method} {path}"]
         return "application/json", self._accept(path, entry["body"], raw)

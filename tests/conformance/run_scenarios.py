@@ -13,6 +13,7 @@ import json
 import os
 import sys
 import tempfile
+import traceback
 from typing import TYPE_CHECKING, Any
 
 from recorder import Recorder, serve
@@ -42,8 +43,11 @@ def run_on_demand(sdk: Any, orders: Iterable[str]) -> None:
     stories = {scenario.name: scenario for scenario in SCENARIOS}
     for order in orders:
         wanted = json.loads(order)
-        result = stories[wanted["name"]].run(sdk, Connection(wanted["base_url"]))
-        print(json.dumps(result), flush=True)  # noqa: T201
+        try:
+            answer = {"result": stories[wanted["name"]].run(sdk, Connection(wanted["base_url"]))}
+        except Exception:  # noqa: BLE001
+            answer = {"failure": traceback.format_exc()}
+        print(json.dumps(answer), flush=True)  # noqa: T201
 
 
 def main(arguments: list[str]) -> int:

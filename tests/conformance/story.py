@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 KEY = "tml-conformance"
-BASE = "base/model"
+OTHER_KEY = "tml-other"
+BASE = "tinkex/tiny"
 # Smallest valid PNG header; servers that look only at the bytes' size are happy with it.
 PNG = bytes.fromhex("89504e470d0a1a0a0000000d4948445200000001000000010802000000907753de")
 # A tensor container header: dtype 0, rank 2, dims 3 and 80.

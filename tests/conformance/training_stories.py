@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from story import (
     BASE,
     DMEL,
+    OTHER_KEY,
     PNG,
     attempt,
     environment,
@@ -288,24 +289,27 @@ def optimizer_steps(sdk: Any, to: Connection) -> Any:
 
 def saves(sdk: Any, to: Connection) -> Any:
     service, training = trainer(sdk, to)
+    weights = training.save_weights_for_sampler("a").result().path
+    encrypted = training.save_weights_external(
+        "b", ttl_seconds=3600, age_encryption_recipients=["age1x"]
+    )
+    metadata = {"k": "v"}
     seen = [
-        training.save_state("a").result(),
-        training.save_state(
-            "b", ttl_seconds=3600, overwrite=True, user_metadata={"k": "v"}
-        ).result(),
-        training.save_weights_for_sampler("a").result(),
-        training.save_weights_for_sampler("b", ttl_seconds=7200, user_metadata={"k": "v"}).result(),
-        training.save_weights_external("a").result(),
-        training.save_weights_external(
-            "b", ttl_seconds=3600, age_encryption_recipients=["age1x"]
-        ).result(),
+        weights,
+        training.save_state("a").result().path,
+        training.save_state("b", ttl_seconds=3600, overwrite=True, user_metadata=metadata)
+        .result()
+        .path,
+        training.save_weights_for_sampler("b", ttl_seconds=7200, user_metadata=metadata)
+        .result()
+        .path,
+        training.save_weights_external("a").result().path,
+        attempt(lambda: encrypted.result().path),
+        training.save_weights_and_get_sampling_client().get_base_model(),
+        training.create_sampling_client(weights).get_base_model(),
     ]
-    sampler = training.save_weights_and_get_sampling_client()
-    seen.append(sampler.get_base_model())
-    named = training.create_sampling_client(seen[2].path)
-    seen.append(named.get_base_model())
     service.close("success").result()
-    return plain([{"path": item.path} if hasattr(item, "path") else item for item in seen])
+    return plain(seen)
 
 
 def _resumed(sdk: Any, to: Connection) -> Any:
@@ -335,10 +339,13 @@ def resume_in_one_step(sdk: Any, to: Connection) -> Any:
 
 
 def resume_from_foreign_weights(sdk: Any, to: Connection) -> Any:
-    service, training = trainer(sdk, to)
+    owner = sdk.ServiceClient(base_url=to.base_url, api_key=OTHER_KEY)
+    training = owner.create_lora_training_client(base_model=BASE, rank=8)
     state = training.save_state("a").result().path
+    owner.close("success").result()
+    service = to.service(sdk)
     client = service.create_training_client_from_state_with_optimizer(
-        state, weights_access_token="tml-foreign"
+        state, weights_access_token=OTHER_KEY
     )
     service.close("success").result()
     return plain(client.model_id)
@@ -350,7 +357,7 @@ def loads_into_a_model(sdk: Any, to: Connection) -> Any:
     with ignoring_deprecations():
         seen = [
             training.load_state(state).result(),
-            training.load_state_with_optimizer(state, weights_access_token="tml-other").result(),
+            training.load_state_with_optimizer(state, weights_access_token=OTHER_KEY).result(),
         ]
     service.close("success").result()
     return plain([item.path for item in seen])
@@ -362,7 +369,7 @@ def copies(sdk: Any, to: Connection) -> Any:
     state = training.save_state("a").result().path
     seen = [
         service.copy_weights(state).result(),
-        service.copy_weights(state, ttl_seconds=3600, weights_access_token="tml-other").result(),
+        service.copy_weights(state, ttl_seconds=3600, weights_access_token=OTHER_KEY).result(),
     ]
     service.close("success").result()
     return plain(seen)

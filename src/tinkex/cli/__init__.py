@@ -1,1 +1,1 @@
-
+"""The command line: `tinkex NOUN VERB`."""

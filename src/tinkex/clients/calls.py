@@ -41,8 +41,10 @@ class TrainingCalls:
         self._session = session
         self._operations = operations
         self._model_id = model_id
-        notices = QueueNotices(f"training run {model_id}", session.clock, on_queue_state_change)
-        self._turns = Turns(session, operations, notices.observe)
+        notices = QueueNotices(
+            f"training run {model_id}", session.clock, on_queue_state_change, session.telemetry
+        )
+        self._turns = Turns(session, operations, notices.observe, model_id)
 
     def refuse(self, error: TinkerError) -> APIFuture[Any]:
         """A future that has failed already: errors have one way out."""

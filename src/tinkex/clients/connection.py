@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from tinkex._version import __version__
 from tinkex.clients.operations import Operations
 from tinkex.clients.portal import LoopThread
+from tinkex.clients.telemetry import Telemetry
 from tinkex.clock import SystemClock
 from tinkex.errors import APIError, ClosedError, NotFoundError
 from tinkex.futures.budget import ByteBudget
@@ -21,7 +22,7 @@ from tinkex.types import ClientConfigRequest, ClientDynamicConfigResponse
 from tinkex.wire import routes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Callable, Coroutine, Iterable
 
     from tinkex.clients.portal import Portal
     from tinkex.clock import Clock
@@ -76,7 +77,12 @@ class Connection:
         self.config = config
         self.clock: Clock = clock or SystemClock()
         self.portal: Portal = portal or LoopThread()
-        self.operations = Operations(self.portal, self.clock)
+        self.telemetry = (
+            Telemetry(lambda: self.api, self.clock, self.portal, secrets=self._secrets)
+            if config.telemetry
+            else None
+        )
+        self.operations = Operations(self.portal, self.clock, on_error=self.report)
         self.closed = False
         self._make_transport = transport or _http_transport
         self._connected = Once(self.portal, self._connect)
@@ -124,7 +130,20 @@ class Connection:
             silence_s=self.config.silence_deadline_s,
             total_s=self.config.total_deadline_s,
         )
+        if self.telemetry is not None:
+            self.portal.spawn(self.telemetry.run())
         return api
+
+    def report(self, error: BaseException) -> None:
+        """Tell telemetry about an error that reached the user; returns at once."""
+        if self.telemetry is not None:
+            self.telemetry.exception(error)
+
+    def _secrets(self) -> Iterable[str]:
+        """The credentials in use, so that none is ever recorded."""
+        if self._api is not None:
+            return self._api.auth.secrets()
+        return [key for key in (self.config.api_key, self.config.stored_key) if key]
 
     async def refresh_flags(self) -> None:
         """Keep the dynamic flags fresh until cancelled; a failed refresh keeps the old ones."""
@@ -141,8 +160,10 @@ class Connection:
                 _log.debug("client flags were not refreshed: %s", error)
 
     async def disconnect(self) -> None:
-        """Close the sockets."""
+        """Send what telemetry is left, briefly, and close the sockets."""
         if self._api is not None:
+            if self.telemetry is not None:
+                await self.telemetry.flush()
             await self._api.aclose()
 
 

@@ -89,7 +89,8 @@ def _check_parameter(parameter: inspect.Parameter) -> None:
         raise InputError("must not have a default: every input comes from the datum", place)
     if not _INPUT_NAME.fullmatch(parameter.name):
         raise InputError(
-            "must be up to 64 lower-case letters, digits and underscores, and not start with a digit",
+            "must be up to 64 lower-case letters, digits and underscores, not beginning with a "
+            "digit",
             place,
         )
 
@@ -222,7 +223,7 @@ def _target(node: Any) -> str:
 
 
 def encode_argument(value: Any) -> Any:
-    """One argument as JSON: what JSON has stays, the rest is wrapped in an object naming its kind."""
+    """One argument as JSON; what JSON does not have is wrapped in an object naming its kind."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
@@ -233,7 +234,8 @@ def encode_argument(value: Any) -> Any:
     if isinstance(value, dict):
         return {"dict": _encode_dict(cast("dict[Any, Any]", value))}
     if isinstance(value, slice):
-        return {"slice": [encode_argument(edge) for edge in (value.start, value.stop, value.step)]}
+        edges = cast("slice[Any, Any, Any]", value)
+        return {"slice": [encode_argument(edge) for edge in (edges.start, edges.stop, edges.step)]}
     return {"ellipsis": True} if value is ... else _encode_torch(value)
 
 
@@ -256,7 +258,7 @@ def _encode_torch(value: Any) -> dict[str, str]:
         torch.layout: "layout",
         torch.memory_format: "memory_format",
     }
-    kind = kinds.get(type(value))
+    kind = next((kind for torch_type, kind in kinds.items() if isinstance(value, torch_type)), None)
     if kind is None:
         raise InputError(
             f"passes a {type(value).__name__}, which cannot be sent; use numbers, strings, tensors "

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from tinkex.clients.telemetry import Telemetry
     from tinkex.clock import Clock
     from tinkex.futures.future import Promise
     from tinkex.wire.results import Pending
@@ -28,11 +29,13 @@ class QueueNotices:
         subject: str,
         clock: Clock,
         on_change: Callable[[str, str | None], None],
+        telemetry: Telemetry | None = None,
     ) -> None:
         # Mutable state: the last queue state and when it was last logged.
         self._subject = subject
         self._clock = clock
         self._on_change = on_change
+        self._telemetry = telemetry
         self._state = "active"
         self._logged: float | None = None
 
@@ -46,7 +49,7 @@ class QueueNotices:
         state = "active" if pending.queue_state == "unknown" else pending.queue_state
         changed, self._state = state != self._state, state
         if changed:
-            self._on_change(state, pending.reason)
+            self._tell(state, pending.reason)
         now = self._clock.now()
         if state == "active":
             if changed:
@@ -56,3 +59,9 @@ class QueueNotices:
             self._logged = now
             reason = pending.reason or _DEFAULT_REASONS.get(state, "no reason given")
             _log.warning("%s is paused (%s): %s", self._subject, state, reason)
+
+    def _tell(self, state: str, reason: str | None) -> None:
+        self._on_change(state, reason)
+        if self._telemetry is not None:
+            data = {"subject": self._subject, "queue_state": state, "reason": reason}
+            self._telemetry.event("queue_state_changed", data)

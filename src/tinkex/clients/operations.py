@@ -32,10 +32,18 @@ _log = logging.getLogger(__name__)
 class Operations:
     """Hands work to a portal; every promise it makes ends."""
 
-    def __init__(self, portal: Portal, clock: Clock, keep_alive: object = None) -> None:
+    def __init__(
+        self,
+        portal: Portal,
+        clock: Clock,
+        keep_alive: object = None,
+        on_error: Callable[[BaseException], None] | None = None,
+    ) -> None:
         self.portal = portal
         self.clock = clock
         self.keep_alive = keep_alive
+        # Hears every error that ends an operation, after its caller was told.
+        self.on_error = on_error
 
     def promise(self, *, parts: int = 0) -> Promise[Any]:
         """A promise that ends even when the loop does first."""
@@ -75,7 +83,7 @@ class Operations:
         context: contextvars.Context | None = None,
     ) -> asyncio.Task[None]:
         """On the loop: run `work` as a task that ends `promise`, and is cancelled with it."""
-        task = self.portal.spawn(_end_with(promise, work), context)
+        task = self.portal.spawn(_end_with(promise, work, self.on_error), context)
         promise.future.add_done_callback(
             lambda done: self._stop(task) if done.cancelled() else None
         )
@@ -102,7 +110,9 @@ class Operations:
 
 
 async def _end_with(
-    promise: Promise[T], work: Callable[[Promise[T]], Coroutine[Any, Any, T]]
+    promise: Promise[T],
+    work: Callable[[Promise[T]], Coroutine[Any, Any, T]],
+    on_error: Callable[[BaseException], None] | None,
 ) -> None:
     try:
         promise.finish(await work(promise))
@@ -111,6 +121,8 @@ async def _end_with(
         raise
     except BaseException as error:  # noqa: BLE001 - the future is where it ends
         promise.fail(error)
+        if on_error is not None:
+            on_error(error)
 
 
 def _cancel(task: asyncio.Task[None]) -> None:

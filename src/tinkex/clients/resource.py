@@ -6,7 +6,6 @@ used; made by a `ServiceClient` it borrows that one's, and closing it leaves the
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
@@ -105,13 +104,13 @@ class ResourceClient:
     def close(self) -> APIFuture[None]:
         """Let go of the client's own connections; calls under way end with `ClosedError`."""
         if self._closing is None:
-            promise: Promise[None] = self._operations.promise()
-            self._closing = promise.future
-            if self._owned is None:
-                promise.finish(None)
-            else:
-                self._owned.close(self._operations, promise)
+            self._closing = self._owned.close() if self._owned else self._done()
         return self._closing
+
+    def _done(self) -> APIFuture[None]:
+        promise: Promise[None] = self._operations.promise()
+        promise.finish(None)
+        return promise.future
 
     async def close_async(self) -> None:
         """As `close`, awaiting the end."""
@@ -161,14 +160,16 @@ class Owned:
 
         return cls(Connection(Config.load(base_url=base_url, api_key=api_key)))
 
-    def close(self, operations: Operations, promise: Promise[None]) -> None:
-        """End the connection set, then the promise."""
+    def close(self) -> APIFuture[None]:
+        """End the connection set."""
         connection = self.connection
-        if not connection.portal.started():
+        promise: Promise[None] = connection.operations.promise()
+        if connection.portal.started():
+            connection.operations.post(promise, lambda: _begin_to_shut(connection, promise))
+        else:
             connection.closed = True
             promise.finish(None)
-            return
-        operations.post(promise, lambda: connection.portal.spawn(_shut(connection, promise)))
+        return promise.future
 
 
 async def _shut(connection: Connection, promise: Promise[None]) -> None:
@@ -180,16 +181,14 @@ async def _shut(connection: Connection, promise: Promise[None]) -> None:
     connection.portal.stop()
 
 
-def _abandon(connection: Connection) -> None:
-    if connection.closed or not connection.portal.started():
-        return
-    promise: Promise[None] = connection.operations.promise()
-    with contextlib.suppress(ClosedError):
-        connection.portal.post(lambda: _let_go(connection, promise))
-
-
-def _let_go(connection: Connection, promise: Promise[None]) -> None:
+def _begin_to_shut(connection: Connection, promise: Promise[None]) -> None:
     connection.portal.spawn(_shut(connection, promise))
+
+
+def _abandon(connection: Connection) -> None:
+    if not connection.closed and connection.portal.started():
+        promise: Promise[None] = connection.operations.promise()
+        connection.operations.post(promise, lambda: _begin_to_shut(connection, promise))
 
 
 def _connection_of(holder: Connection | Lease | Owned | None) -> Connection:

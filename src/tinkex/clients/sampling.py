@@ -17,6 +17,7 @@ from tinkex.clients.sampling_checks import build_request, check_response
 from tinkex.errors import InputError, ServerSilentError, TinkerError
 from tinkex.futures.feed import CompletionFeed
 from tinkex.futures.poller import Ticket, charge
+from tinkex.spans import span
 from tinkex.transport.retry import Limits, Progress, decide, outcome_of, retry_after_s
 from tinkex.types import (
     CreateSamplingSessionRequest,
@@ -71,6 +72,7 @@ class SamplingClient:
             f"sampler {sampling_session_id}",
             lease.session.clock,
             lambda state, reason: self.on_queue_state_change(state, reason),
+            lease.session.telemetry,
         )
         self.retry_config = retry_config or RetryConfig()
 
@@ -224,6 +226,12 @@ class SamplingClient:
     async def _sample(
         self, promise: Promise[SampleResponse], request: SampleRequest
     ) -> SampleResponse:
+        with span("sampling.sample", sampling_session_id=self._sampling_session_id):
+            return await self._sample_at_last(promise, request)
+
+    async def _sample_at_last(
+        self, promise: Promise[SampleResponse], request: SampleRequest
+    ) -> SampleResponse:
         """Send, wait, and send again as long as that can help."""
         session = self.holder
         await session.opened()
@@ -263,7 +271,8 @@ class SamplingClient:
         numbered = msgspec.structs.replace(request, seq_id=next(numbers))
         body = json_codec.encode(numbered)
         estimate = input_bytes(request.prompt, per_token=_BYTES_PER_TOKEN)
-        accepted = await session.dispatcher.submit(body, estimate)
+        with span("sampling.submit", seq_id=numbered.seq_id):
+            accepted = await session.dispatcher.submit(body, estimate)
         life.last = session.clock.now()
         promise.note(state="running", request_id=accepted.request_id)
         ids = accepted.sample_sequence_ids
@@ -272,7 +281,8 @@ class SamplingClient:
             ids = [f"{accepted.request_id}:{i}" for i in range(request.num_samples)]
         ticket = Ticket(accepted.request_id, "Sample", ids, session.clock.now() - asked)
         try:
-            return await self._wait(ticket, promise, life)
+            with span("sampling.wait", request_id=ticket.request_id):
+                return await self._wait(ticket, promise, life)
         except asyncio.CancelledError:
             session.cancel_on_server(ticket.request_id)
             raise

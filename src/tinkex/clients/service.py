@@ -328,7 +328,7 @@ class ServiceClient:
         weights_access_token: str | None = None,
     ) -> APIFuture[str]:
         """Copy a checkpoint into this client's project; the result is the path of the copy."""
-        return self.create_rest_client_quietly().copy_weights(
+        return self._rest().copy_weights(
             path,
             self.holder.project_id,
             ttl_seconds=ttl_seconds,
@@ -338,10 +338,9 @@ class ServiceClient:
     def create_rest_client(self) -> RestClient:
         """Deprecated: `RestClient()` needs no session."""
         warnings.warn("create_rest_client is deprecated; use RestClient()", FutureWarning, 2)
-        return self.create_rest_client_quietly()
+        return self._rest()
 
-    def create_rest_client_quietly(self) -> RestClient:
-        """A RestClient on this client's connections."""
+    def _rest(self) -> RestClient:
         from tinkex.clients.rest import RestClient
 
         return RestClient(self._lease)

@@ -70,9 +70,9 @@ class Session(Connection):
         transport: Callable[[Config, Clock], Transport] | None = None,
     ) -> None:
         super().__init__(config, clock=clock, portal=portal, transport=transport)
-        # Mutable state: the id once the server gave it, counters, totals, and requests whose
-        # callers have gone away. A given `session_id` is shared with another process, which
-        # created it and will finish it.
+        # Mutable state: the id once the server gave it, counters, totals, the custom losses made
+        # so far, and requests whose callers have gone away. A given `session_id` is shared with
+        # another process, which created it and will finish it.
         self.user_metadata = dict(user_metadata or {})
         self.display_name = display_name
         self.project_id = project_id
@@ -91,6 +91,7 @@ class Session(Connection):
         self._model_seq_ids = itertools.count()
         self._sampling_session_seq_ids = itertools.count()
         self._custom_loss_seq_ids = itertools.count()
+        self.custom_losses: set[str] = set()
         self._abandoned: set[str] = set()
         self._cancelling = False
 
@@ -123,6 +124,9 @@ class Session(Connection):
         self.sampling_bytes = ByteBudget(flags.sample_dispatch_bytes_semaphore_size)
         if self.session_id is None:
             await self._create(api)
+        if self.telemetry is not None:
+            self.telemetry.session_id = self.session_id
+            self.telemetry.session_start()
         self._dispatcher = Dispatcher(self)
         self.portal.spawn(self._heartbeat())
         self.portal.spawn(self.refresh_flags())
@@ -231,6 +235,8 @@ class Session(Connection):
         if self._api is not None:
             async with time_limit(self.clock, _FINISH_S):
                 await self._finish(reason, detail)
+            if self.telemetry is not None and self.session_id is not None:
+                self.telemetry.session_end()
             await self.disconnect()
         promise.finish(None)
         self.portal.stop()
@@ -270,4 +276,5 @@ class Lease:
 
     def operations(self) -> Operations:
         """For one client: its promises keep the session alive."""
-        return Operations(self.session.portal, self.session.clock, keep_alive=self)
+        session = self.session
+        return Operations(session.portal, session.clock, keep_alive=self, on_error=session.report)

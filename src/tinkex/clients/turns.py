@@ -9,12 +9,14 @@ goes ahead.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tinkex.errors import PromiseLostError
 from tinkex.futures.poller import Ticket
+from tinkex.spans import span
 from tinkex.wire import compression, routes
 
 if TYPE_CHECKING:
@@ -49,6 +51,7 @@ class Turn:
     requests: Sequence[Outgoing]
     fold: Callable[[list[Result]], Any]
     promise: Promise[Any]
+    context: contextvars.Context
     first_seq_id: int = 0
     tickets: list[Ticket] = field(default_factory=list[Ticket])
 
@@ -61,12 +64,14 @@ class Turns:
         session: Session,
         operations: Operations,
         observe: Callable[[Pending, Promise[Any]], None],
+        model_id: str,
     ) -> None:
         # Mutable state, touched on the loop only: calls that wait, whether somebody is sending
         # them, and the next number. Slot 0 is the creation of the model.
         self._session = session
         self._operations = operations
         self._observe = observe
+        self._model_id = model_id
         self._waiting: deque[Turn] = deque()
         self._sending = False
         self._next_seq_id = 1
@@ -76,7 +81,7 @@ class Turns:
     ) -> APIFuture[Any]:
         """Queue a call behind all earlier ones; returns at once."""
         promise = self._operations.promise(parts=len(requests))
-        turn = Turn(requests, fold, promise)
+        turn = Turn(requests, fold, promise, contextvars.copy_context())
         self._operations.post(promise, lambda: self._queue(turn))
         return promise.future
 
@@ -104,14 +109,21 @@ class Turns:
         done = asyncio.Event()
 
         async def work(promise: Promise[Any]) -> Any:
-            try:
-                await self._submit(turn)
-            finally:
-                done.set()
-            promise.note(state="running", position=None, request_id=turn.tickets[0].request_id)
-            return await self._collect(turn)
+            ids = {"model_id": self._model_id, "seq_id": turn.first_seq_id}
+            with span(f"training.{turn.requests[0].route.name}", **ids) as step:
+                try:
+                    with span("training.submit", requests=len(turn.requests)):
+                        await self._submit(turn)
+                finally:
+                    done.set()
+                request_id = turn.tickets[0].request_id
+                step.note(request_id=request_id)
+                promise.note(state="running", position=None, request_id=request_id)
+                with span("training.wait"):
+                    return await self._collect(turn)
 
-        self._operations.carry(turn.promise, work).add_done_callback(lambda _: done.set())
+        task = self._operations.carry(turn.promise, work, turn.context)
+        task.add_done_callback(lambda _: done.set())
         await done.wait()
 
     async def _submit(self, turn: Turn) -> None:

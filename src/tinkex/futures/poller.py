@@ -22,6 +22,7 @@ from tinkex.errors import (
     ResponseInfo,
     ServerSilentError,
 )
+from tinkex.spans import span
 from tinkex.transport.retry import Limits, Progress, decide, outcome_of
 from tinkex.types import FutureRetrieveRequest
 from tinkex.types.usage import Usage
@@ -217,13 +218,10 @@ class Poller:
 
 
 def _read(ticket: Ticket, reply: Reply) -> Pending | MetadataOnly | Failed | Ready:
+    media_type = reply.headers.get("content-type", "")
     try:
-        return decode_result(
-            ticket.request_type,
-            reply.headers.get("content-type", ""),
-            reply.body,
-            ticket.sequence_ids,
-        )
+        with span("futures.decode", request_id=ticket.request_id, size_bytes=len(reply.body)):
+            return decode_result(ticket.request_type, media_type, reply.body, ticket.sequence_ids)
     except InputError as error:
         response = ResponseInfo(reply.status, dict(reply.headers))
         raise APIResponseValidationError(

@@ -13,11 +13,22 @@ from typing import TYPE_CHECKING, Any
 import anyio
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
 from starlette.routing import Route
 
 from tinkex.clock import SystemClock
-from tinkex.server.api import checkpoints, files, futures, models, sampling, service, sessions
-from tinkex.server.api import training, usage
+from tinkex.server.api import (
+    checkpoints,
+    files,
+    futures,
+    models,
+    sampling,
+    service,
+    sessions,
+    training,
+    usage,
+)
 from tinkex.server.api.call import Call, Parts
 from tinkex.server.api.errors import error_reply, refuse
 from tinkex.server.api.identity import Identity
@@ -31,7 +42,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable
 
     from starlette.requests import Request
-    from starlette.responses import Response
 
     from tinkex.clock import Clock
     from tinkex.engine.base import Engine
@@ -134,6 +144,8 @@ def _route(parts: Parts, route: Any) -> Route:
         try:
             owner = "" if public else parts.identity.owner(request.headers.get("x-api-key"))
             return await handler(Call(request=request, parts=parts, owner=owner))
+        except ClientDisconnect:
+            return Response(status_code=499)  # nobody reads it
         except Exception as error:  # noqa: BLE001  # a request ends here, answered
             return error_reply(request, error)
 

@@ -18,6 +18,11 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
 
+# A task that looks blocked may be woken by a callback that is already scheduled, and that by
+# another one; a few rounds of the loop without any task running rule this out.
+_QUIET_ROUNDS = 4
+
+
 class FakeClock:
     """A `Clock` for tests; use it inside `async with clock.running():`.
 
@@ -33,6 +38,7 @@ class FakeClock:
         self._sleepers: list[tuple[float, int, anyio.Event]] = []
         self._gone: set[int] = set()
         self._new_sleeper: anyio.Event | None = None
+        self._jumping = anyio.Lock()
 
     def now(self) -> float:
         """Virtual seconds."""
@@ -80,7 +86,10 @@ class FakeClock:
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[FakeClock]:
-        """Jump to the next sleeper whenever every task of this loop is blocked."""
+        """Jump to the next sleeper whenever every task of this loop is blocked.
+
+        May be entered more than once; one of the jumpers works at a time.
+        """
         failure: BaseException | None = None
         async with anyio.create_task_group() as group:
             group.start_soon(self._jump)
@@ -94,13 +103,14 @@ class FakeClock:
             raise failure
 
     async def _jump(self) -> None:
-        while True:
-            await all_tasks_blocked()
-            if self.next_due() is not None:
-                self._wake_next()
-                continue
-            self._new_sleeper = anyio.Event()
-            await self._new_sleeper.wait()
+        async with self._jumping:
+            while True:
+                await all_tasks_blocked()
+                if self.next_due() is not None:
+                    self._wake_next()
+                    continue
+                self._new_sleeper = anyio.Event()
+                await self._new_sleeper.wait()
 
     def _wake_next(self) -> None:
         due, _, event = heapq.heappop(self._sleepers)
@@ -120,9 +130,11 @@ async def all_tasks_blocked() -> None:
         await anyio.wait_all_tasks_blocked()
         return
     this = asyncio.current_task()
-    await anyio.lowlevel.checkpoint()
-    while not all(_is_blocked(t) for t in asyncio.all_tasks(loop) if t is not this):
+    quiet = 0
+    while quiet < _QUIET_ROUNDS:
         await anyio.lowlevel.checkpoint()
+        blocked = all(_is_blocked(t) for t in asyncio.all_tasks(loop) if t is not this)
+        quiet = quiet + 1 if blocked else 0
 
 
 def _is_blocked(task: asyncio.Task[object]) -> bool:

@@ -327,7 +327,8 @@ def _gradient(head: Head, rows: Any, targets: Any, slope: Any) -> Floats:
     gradient = np.bincount(targets.ravel(), weights=slope.ravel(), minlength=head.logprobs.shape[1])
     per_position = slope if slope.ndim == 1 else slope.sum(axis=1)
     per_row = np.bincount(rows, weights=per_position, minlength=len(head.logprobs))
-    return gradient - per_row @ np.exp(head.logprobs)
+    expected = np.dot(per_row.astype(np.float64), np.exp(head.logprobs))
+    return gradient.astype(np.float64) - expected
 
 
 def _optimize(state: _State, params: Any) -> tuple[_State, dict[str, float]]:

@@ -107,7 +107,5 @@ def _like(p: Floats, inputs: Arrays, name: str) -> Floats:
         raise InputError("this loss needs it", place)
     array = np.asarray(value, dtype=np.float64)
     if array.shape != p.shape:
-        raise InputError(
-            f"has shape {list(array.shape)}, target_tokens has {list(p.shape)}", place
-        )
+        raise InputError(f"has shape {list(array.shape)}, target_tokens has {list(p.shape)}", place)
     return array

@@ -47,7 +47,8 @@ class Head:
         cumulative = self._cumulative.get(key)
         if cumulative is None:
             cumulative = self._cumulative[key] = self._distribution(*key)
-        return int(np.searchsorted(cumulative, u * cumulative[-1], side="right"))
+        target = u * float(cumulative[-1])
+        return int(np.searchsorted(cumulative, target, side="right"))
 
     def best(self, row: int, k: int) -> tuple[Ints, Floats]:
         """The k likeliest tokens of a row and their log-probabilities."""

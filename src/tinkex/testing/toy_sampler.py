@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -63,7 +63,7 @@ class ToySampler:
         # Without a seed the operation's own id makes calls differ, and a replay equal.
         seed = op.params.seed if op.params.seed is not None else zlib.crc32(op.op_id.encode())
         growing = [_Growing(index) for index in range(len(op.sequence_ids))]
-        for position in range(limit):
+        for _ in range(limit):
             alive = [g for g in growing if g.stop_reason is None]
             if not alive:
                 break
@@ -71,7 +71,6 @@ class ToySampler:
                 self._grow(sequence, op, head, prompt, seed, on_token)
             if token_s > 0:
                 await self._clock.sleep(token_s)
-            del position
         generated = sum(len(g.tokens) for g in growing)
         response = SampleResponse(
             sequences=[
@@ -122,9 +121,7 @@ class ToySampler:
         choices = [stop] if isinstance(stop, str) else list(stop)
         text = bytes(token for token in tokens if token < self._eos)
         return any(
-            (tokens[-1] == choice)
-            if isinstance(choice, int)
-            else text.endswith(choice.encode())
+            (tokens[-1] == choice) if isinstance(choice, int) else text.endswith(choice.encode())
             for choice in choices
         )
 
@@ -163,7 +160,7 @@ def _sequence(growing: _Growing, sequence_id: str, head: Head, k: int) -> Sample
     )
 
 
-def _prompt_logprobs(op: SampleOp, head: Head, prompt: list[int]) -> object:
+def _prompt_logprobs(op: SampleOp, head: Head, prompt: list[int]) -> Any:
     if not op.prompt_logprobs:
         return None
     values = np.full(len(prompt), np.nan, np.float32)
@@ -192,9 +189,7 @@ def _targets(op: SampleOp, head: Head, prompt: list[int]) -> TensorData | None:
     rows = ToyModel.rows(prompt)[:-1]
     shape = wanted.shape
     if shape is None or len(shape) != 2 or shape[0] != len(rows):
-        raise _user(
-            f"target_prompt_logprobs must have shape [{len(rows)}, K], not {shape}"
-        )
+        raise _user(f"target_prompt_logprobs must have shape [{len(rows)}, K], not {shape}")
     crow, col = wanted.sparse_crow_indices, wanted.sparse_col_indices
     if crow is None or col is None:
         ids = wanted.to_numpy()
@@ -214,9 +209,7 @@ def _targets(op: SampleOp, head: Head, prompt: list[int]) -> TensorData | None:
     )
 
 
-def _alternatives(
-    op: SampleOp, head: Head, prompt: list[int], seed: int
-) -> PromptAltTokens | None:
+def _alternatives(op: SampleOp, head: Head, prompt: list[int], seed: int) -> PromptAltTokens | None:
     k = op.prompt_alt_tokens_k
     if not k:
         return None

@@ -30,7 +30,7 @@ from tinkex.transport.auth import Credentials
 from tinkex.transport.base import Reply, Request
 from tinkex.transport.headers import API_KEY, IDEMPOTENCY_KEY, RETRY_COUNT, StandardHeaders
 from tinkex.transport.notices import Notices
-from tinkex.transport.retry import Limits, Outcome, Progress, decide
+from tinkex.transport.retry import Decision, Limits, Outcome, Progress, decide
 from tinkex.types import ClientConfigResponse, ClientDynamicConfigResponse
 from tinkex.wire import json_codec, routes
 from tinkex.wire.bodies import AuthTokenRequest
@@ -124,38 +124,22 @@ class Api:
         0 means one attempt. Raises what the last attempt raised.
         """
         prepared = self._prepare(route, self._encode(route, request, body), params, query, headers)
-        limits = Limits(
-            budget_s=self.config.submit_deadline_s if deadline_s is None else deadline_s,
-            billing_s=self._client_config.billing_exception_max_pause_duration_sec,
-        )
-        started, retries, billing_s = self.clock.now(), 0, 0.0
+        patience = _Patience(self.config, self._client_config, self.clock, deadline_s)
         while True:
-            left_s = limits.budget_s - (self.clock.now() - started - billing_s)
             try:
-                reply = await self._attempt(
-                    route, prepared, retries, left_s if deadline_s else None
-                )
+                reply = await self._attempt(route, prepared, patience.retries, patience.left_s)
                 self.raise_for(reply, route, prepared)
                 return self._decode(route, prepared, reply)
             except APIError as error:
-                if route.retry not in _RETRIED:
-                    raise
-                progress = Progress(retries, self.clock.now() - started, billing_s)
-                decision = decide(
-                    outcome_of(error), route.retry, progress, limits,
-                    jitter=self._jitter(), wall=self.clock.wall(),
-                )  # fmt: skip
+                decision = patience.judge(error, route, self._jitter)
                 if decision.wait_s is None:
-                    if retries:
-                        error.add_note(f"gave up after {retries + 1} attempts: {decision.reason}")
+                    if patience.retries:
+                        count = patience.retries + 1
+                        error.add_note(f"gave up after {count} attempts: {decision.reason}")
                     raise
-                self._notices.waiting(route.name, decision)
-                failure = decision
             # Outside the handler: an error of the next attempt must not drag this one along.
-            await self.clock.sleep(failure.wait_s or 0.0)
-            if failure.billing:
-                billing_s += failure.wait_s or 0.0
-            retries += 1
+            self._notices.waiting(route.name, decision)
+            await patience.wait(decision)
 
     async def send(
         self,
@@ -251,8 +235,10 @@ class Api:
     async def _authorise(
         self, route: Route[Any, Any], request: Request, retries: int, left_s: float | None = None
     ) -> Request:
-        credential = await self.auth.header_value(raw=route.name in _RAW)
-        headers = {**request.headers, API_KEY: credential}
+        headers = dict(request.headers)
+        # A call that reads another account's weights brings that account's credential along.
+        if API_KEY not in headers:
+            headers[API_KEY] = await self.auth.header_value(raw=route.name in _RAW)
         if retries:
             headers[RETRY_COUNT] = str(retries)
         timeout_s = request.timeout_s
@@ -298,6 +284,61 @@ class Api:
         for secret in self.auth.secrets():
             text = text.replace(secret, "***")
         return text
+
+
+class _Patience:
+    """How much of it one call has left: a budget of time, and another one for 402 pauses."""
+
+    def __init__(
+        self,
+        config: Config,
+        flags: ClientConfigResponse,
+        clock: Clock,
+        deadline_s: float | None,
+    ) -> None:
+        # Mutable state: retries made, and seconds spent in 402 pauses.
+        self._clock = clock
+        self._deadline_s = deadline_s
+        self._limits = Limits(
+            config.submit_deadline_s, flags.billing_exception_max_pause_duration_sec
+        )
+        self._started = clock.now()
+        self._billing_s = 0.0
+        self.retries = 0
+
+    @property
+    def left_s(self) -> float | None:
+        """What an attempt may take; None leaves it to the route, as does a deadline of zero."""
+        if not self._deadline_s:
+            return None
+        return self._deadline_s - (self._clock.now() - self._started)
+
+    def judge(
+        self, error: APIError, route: Route[Any, Any], jitter: Callable[[], float]
+    ) -> Decision:
+        if route.retry not in _RETRIED:
+            return Decision(None, "somebody else decides")
+        elapsed_s = self._clock.now() - self._started
+        limits, progress = self._limits, Progress(self.retries, elapsed_s, self._billing_s)
+        if self._deadline_s is not None:
+            # A deadline somebody asked for also ends a 402 pause.
+            limits = Limits(self._deadline_s, self._deadline_s - elapsed_s)
+            progress = Progress(self.retries, elapsed_s)
+        return decide(
+            outcome_of(error),
+            route.retry,
+            progress,
+            limits,
+            jitter=jitter(),
+            wall=self._clock.wall(),
+        )
+
+    async def wait(self, decision: Decision) -> None:
+        wait_s = decision.wait_s or 0.0
+        await self._clock.sleep(wait_s)
+        if decision.billing:
+            self._billing_s += wait_s
+        self.retries += 1
 
 
 def outcome_of(error: APIError) -> Outcome:

@@ -242,7 +242,9 @@ class Connection(asyncio.Protocol):
         if not self._head_complete:  # 1xx: the real answer follows
             self._headers = {}
             return
-        self.reusable = self.reusable and self._keep_alive
+        # An answer that did not wait for the whole request leaves the rest of it in the way.
+        unsent = self._transport.get_write_buffer_size() if self._transport else 0
+        self.reusable = self.reusable and self._keep_alive and not unsent
         self._finish()
 
 

@@ -7,7 +7,6 @@ about what it uses and keeps what it does not know.
 from __future__ import annotations
 
 import os
-import tempfile
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
@@ -109,6 +108,8 @@ def read_store(path: Path) -> CredentialStore:
 
 def write_store(path: Path, store: CredentialStore) -> None:
     """Replace the file in one step, readable by its owner only."""
+    import tempfile  # only writers pay for it
+
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     path.parent.chmod(0o700)
     content: dict[str, Any] = {"version": store.version}

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-import platform
-import uuid
+import sys
 from typing import TYPE_CHECKING
 
 from tinkex._version import __version__
@@ -23,7 +22,7 @@ _MEDIA = {"json": "application/json", "protobuf": "application/x-protobuf"}
 
 def user_agent() -> str:
     """Who is asking."""
-    return f"tinkex/{__version__} Python/{platform.python_version()}"
+    return f"tinkex/{__version__} Python/{sys.version_info.major}.{sys.version_info.minor}"
 
 
 class StandardHeaders:
@@ -33,7 +32,7 @@ class StandardHeaders:
         # Mutable state: headers per route name, filled as routes are used, and the key counter.
         self._extra = dict(extra)
         self._by_route: dict[str, dict[str, str]] = {}
-        self._prefix = f"tinkex-{uuid.uuid4().hex}"
+        self._prefix = f"tinkex-{os.urandom(12).hex()}"
         self._numbers = itertools.count()
 
     def of(self, route: Route[object, object]) -> dict[str, str]:

@@ -119,12 +119,14 @@ class ConnectionPool:
     """Up to `limit` connections; a caller past it waits its turn, in order."""
 
     def __init__(self, dialer: Dialer, clock: Clock, limit: int) -> None:
-        # Mutable state: idle connections (last used on top), free places, and who waits for one.
+        # Mutable state: idle connections (last used on top), free places, who waits for one, and
+        # whether the pool is closed.
         self._dialer = dialer
         self._clock = clock
         self._idle: list[Connection] = []
         self._free = limit
         self._waiters: deque[asyncio.Future[None]] = deque()
+        self._closed = False
 
     async def take(self) -> Connection:
         """A connection for one exchange; `give_back` must follow."""
@@ -147,7 +149,7 @@ class ConnectionPool:
 
     def give_back(self, connection: Connection) -> None:
         """Keep it when it can carry another exchange, and let the next caller in."""
-        if connection.reusable:
+        if connection.reusable and not self._closed:
             connection.idle_since = self._clock.now()
             self._idle.append(connection)
         else:
@@ -174,6 +176,7 @@ class ConnectionPool:
 
     def close(self) -> None:
         """Close what is idle; connections in use close when their exchange ends."""
+        self._closed = True
         while self._idle:
             self._idle.pop().abort()
 

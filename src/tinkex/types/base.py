@@ -30,6 +30,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _LARGEST: Final = 1.7976931348623157e308
+# Array scalars look like mappings to msgspec, which then stumbles over what they lack.
+CONVERSION_ERRORS: Final = (
+    ValidationError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
 # Values that `convert` would take more readily than a caller should: nested dicts lose
 # misspelt keys, sets lose their order.
 _UNSURE: Final = frozenset({dict, set, frozenset})
@@ -72,7 +81,7 @@ class ValueMeta(msgspec.StructMeta):
                     return _building().build(cls, args, fields)
             try:
                 return convert(fields, cls)
-            except (ValidationError, RecursionError):
+            except CONVERSION_ERRORS:
                 return _building().build(cls, args, fields)
 
 
@@ -198,6 +207,9 @@ class Result(Response, eq=False):
         if type(other) is not type(self):
             return NotImplemented
         return self._identity() == other._identity()
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other  # msgspec's own compares identities
 
     def __hash__(self) -> int:
         return hash((type(self), self._identity()))

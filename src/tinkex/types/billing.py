@@ -1,7 +1,7 @@
 """Usage as the service bills it, stored bytes, and the audit log."""
 
 from datetime import datetime
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from msgspec import field
 
@@ -127,7 +127,7 @@ class AuditLogEntry(Response):
 
     timestamp: datetime
     event: str
-    event_details: dict[str, object] = field(default_factory=dict[str, object])
+    event_details: dict[str, Any] = field(default_factory=dict[str, Any])
     model_id: str | None = None
     tinker_path: str | None = None
     purpose: str | None = None

@@ -27,7 +27,7 @@ from msgspec.structs import fields as struct_fields
 
 from tinkex.errors import InputError, InputTypeError
 from tinkex.types.arrays import plain_number
-from tinkex.types.base import Value, is_mapping
+from tinkex.types.base import CONVERSION_ERRORS, Value, is_mapping
 from tinkex.types.tensors import TensorData
 
 V = TypeVar("V", bound=Value)
@@ -177,6 +177,18 @@ def _convert(cls: type[V], fields: dict[str, Any]) -> V:
         if isinstance(cause, InputError):
             raise _place(cls, cause, str(error)) from None
         raise _explain(cls, fields, str(error)) from None
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise InputTypeError(f"cannot be read: {error}", _culprit(cls, fields)) from error
+
+
+def _culprit(cls: type[Value], fields: dict[str, Any]) -> str:
+    """The field whose value makes `convert` fail in a way it does not explain."""
+    for name, value in fields.items():
+        try:
+            convert(value, _hints(cls)[name], dec_hook=_tensor)
+        except CONVERSION_ERRORS:
+            return f"{cls.__name__}.{name}"
+    return cls.__name__
 
 
 def _tensor(kind: type, obj: Any) -> Any:
@@ -193,7 +205,7 @@ def _place(cls: type[Value], cause: InputError, message: str) -> InputError:
     return rebase(cause, path) if cause.path else type(cause)(cause.reason, path)
 
 
-_MESSAGE = re.compile(r"(?P<text>.*?)(?: - at `(?P<path>.*)`)?", re.DOTALL)
+_MESSAGE = re.compile(r"(?P<text>.*?)(?: - at (?:`key` in )?`(?P<path>.*)`)?", re.DOTALL)
 _GOT = re.compile(r"Expected `(?P<wanted>.*)`, got `(?P<got>.*)`")
 _BOUND = re.compile(r"Expected `.*` (?P<bound>of .*|[<>]=? .*)")
 _MISSING = re.compile(r"Object missing required field `(?P<name>.*)`")
@@ -222,7 +234,7 @@ def _explain(cls: type[Value], fields: dict[str, Any], message: str) -> InputErr
         return InputError(f"must be a finite number, got {value}", path)
     if bound := _BOUND.fullmatch(text):
         return InputError(f"must be {bound['bound']}, got {_short(value)}", path)
-    if hint is not None and text.startswith("Invalid"):
+    if hint is not None and text.startswith(("Invalid enum", "Invalid value")):
         return InputError(f"must be {describe(hint)}, got {_short(value)}", path)
     return InputError(text[:1].lower() + text[1:], path)
 

@@ -29,6 +29,9 @@ class OpenRequest(Request, dict=True, eq=False):
             return NotImplemented
         return self._all_fields() == other._all_fields()
 
+    def __ne__(self, other: object) -> bool:
+        return not self == other  # msgspec's own compares identities
+
     def __hash__(self) -> int:
         return hash((type(self), frozenset(self._all_fields().items())))
 

@@ -119,6 +119,8 @@ def _tidy(value: Any, kinds: _Kinds) -> Any:
     for name, item in members.items():
         if item is not None or name in explicit:
             tidied[name] = _tidy(item, nested[name]) if name in nested else item
+    for name in _nullable(kind) - explicit:
+        tidied.setdefault(name, None)
     return tidied
 
 
@@ -140,6 +142,16 @@ def _nested(kind: type[msgspec.Struct]) -> dict[str, _Kinds]:
     """The members that hold structs, and which."""
     found = {field.encode_name: _structs(field.type) for field in struct_fields(kind)}
     return {name: kinds for name, kinds in found.items() if kinds}
+
+
+@cache
+def _nullable(kind: type[msgspec.Struct]) -> frozenset[str]:
+    """Members that a caller must give and may give as None, which is then not written."""
+    return frozenset(
+        field.encode_name
+        for field in struct_fields(kind)
+        if field.required and type(None) in get_args(field.type)
+    )
 
 
 def _structs(hint: Any) -> _Kinds:

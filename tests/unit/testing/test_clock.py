@@ -11,11 +11,6 @@ from tinkex.testing.clock import FakeClock
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 async def test_an_hour_of_sleep_takes_no_real_time_and_moves_both_scales() -> None:
     clock: Clock = FakeClock(start=5.0, wall=1000.0)
     async with clock.running():  # type: ignore[attr-defined]
@@ -84,3 +79,36 @@ async def test_zero_seconds_yields_without_a_jump() -> None:
     await clock.sleep(0)
     await clock.sleep(-1)
     assert clock.now() == 0
+
+
+async def test_two_jumpers_share_the_work_and_either_may_leave_first() -> None:
+    clock = FakeClock()
+    async with anyio.create_task_group() as group:
+        left = anyio.Event()
+
+        async def first() -> None:
+            async with clock.running():
+                await clock.sleep(5)
+            left.set()
+
+        group.start_soon(first)
+        async with clock.running():
+            await left.wait()
+            await clock.sleep(10)
+    assert clock.now() == 15
+
+
+async def test_time_does_not_jump_over_a_callback_that_is_about_to_wake_a_task() -> None:
+    # Leaving a task group waits for a callback of the loop while no task is running.
+    clock = FakeClock()
+
+    async def distant() -> None:
+        await clock.sleep(1000)
+
+    async with clock.running(), anyio.create_task_group() as group:
+        group.start_soon(distant)
+        for _ in range(20):
+            async with time_limit(clock, 500):
+                await anyio.lowlevel.checkpoint()
+        assert clock.now() == 0
+        group.cancel_scope.cancel()

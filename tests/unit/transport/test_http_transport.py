@@ -9,6 +9,7 @@ import socket
 import ssl
 import sys
 import zlib
+from typing import TYPE_CHECKING
 
 import pytest
 from transport_fakes import read_request, reply_bytes, serve
@@ -22,6 +23,9 @@ if sys.version_info >= (3, 14):
     from compression import zstd
 else:
     from backports import zstd
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 pytestmark = pytest.mark.anyio
 
@@ -116,7 +120,10 @@ async def test_bodies_of_any_size_arrive_whole_in_both_directions(size: int):
         ((b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello",), b"hello"),
         ((b"HTTP/1.1 200 OK\r\nContent-Le", b"ngth: 5\r\n\r", b"\nhel", b"lo"), b"hello"),
         (
-            (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nhel\r\n2\r\nlo\r\n0\r\n\r\n",),
+            (
+                b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n",
+                b"3\r\nhel\r\n2\r\nlo\r\n0\r\n\r\n",
+            ),
             b"hello",
         ),
         (
@@ -128,7 +135,10 @@ async def test_bodies_of_any_size_arrive_whole_in_both_directions(size: int):
         ),
         ((b"HTTP/1.1 200 OK\r\n\r\nhello",), b"hello"),
         ((b"HTTP/1.0 200 OK\r\n\r\nhel", b"lo"), b"hello"),
-        ((b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello",), b"hello"),
+        (
+            (b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello",),
+            b"hello",
+        ),
         ((b"HTTP/1.1 204 No Content\r\n\r\n",), b""),
     ],
 )
@@ -201,7 +211,7 @@ async def test_a_refused_localhost_with_two_addresses_is_still_called_refused():
 
 
 async def test_a_host_that_does_not_exist_is_named():
-    with pytest.raises(APIConnectionError, match="cannot be resolved.*TINKER_BASE_URL"):
+    with pytest.raises(APIConnectionError, match=r"cannot be resolved.*TINKER_BASE_URL"):
         await HttpTransport("http://no-such-host.invalid").send(post())
 
 
@@ -325,7 +335,8 @@ async def test_cancelling_the_caller_aborts_the_request():
 
 
 @pytest.mark.parametrize(
-    "headers", [{"X-A": "a\r\nX-B: b"}, {"X-A": "a\nb"}, {"X-A\r\n": "b"}, {"X-A": "é"}, {"X": "\0"}]
+    "headers",
+    [{"X-A": "a\r\nX-B: b"}, {"X-A": "a\nb"}, {"X-A\r\n": "b"}, {"X-A": "é"}, {"X": "\0"}],
 )
 async def test_headers_cannot_smuggle_other_headers(headers):
     with pytest.raises(InputError, match="ASCII"):
@@ -335,7 +346,12 @@ async def test_headers_cannot_smuggle_other_headers(headers):
 # -- connections ----------------------------------------------------------------------------------
 
 
-def counting(log: list[list[str]], hold: asyncio.Event | None = None, limit: list[int] | None = None):
+async def until(holds: Callable[[], bool]) -> None:
+    while not holds():  # noqa: ASYNC110 - the other end is a socket, not a task that could tell
+        await asyncio.sleep(0)
+
+
+def counting(log: list[list[str]], hold: asyncio.Event | None = None):
     """A server that notes which connection carried what, and how many carried two at once."""
 
     async def handle(reader, writer):
@@ -369,8 +385,7 @@ async def test_a_connection_carries_one_request_at_a_time():
     async with serve(counting(log, hold)) as url:
         transport = HttpTransport(url)
         tasks = [asyncio.create_task(transport.send(post())) for _ in range(5)]
-        while sum(map(len, log)) < 5:
-            await asyncio.sleep(0)
+        await until(lambda: sum(map(len, log)) == 5)
         assert [len(one) for one in log] == [1] * 5
         hold.set()
         await asyncio.gather(*tasks)
@@ -404,13 +419,10 @@ async def test_a_heartbeat_goes_out_while_every_sampling_connection_is_busy():
     async with serve(handle) as url:
         transport = HttpTransport(url, max_connections=50)
         busy = [
-            asyncio.create_task(
-                transport.send(post(pool=Pool.SAMPLE, headers={"pool": "sample"}))
-            )
+            asyncio.create_task(transport.send(post(pool=Pool.SAMPLE, headers={"pool": "sample"})))
             for _ in range(2000)
         ]
-        while len(log) < 50:
-            await asyncio.sleep(0)
+        await until(lambda: len(log) >= 50)
         reply = await asyncio.wait_for(transport.send(post(pool=Pool.SESSION)), 5)
         assert reply.body == b"ok"
         assert not any(task.done() for task in busy)
@@ -425,8 +437,7 @@ async def test_past_the_limit_callers_wait_their_turn_and_a_cancelled_one_gives_
     async with serve(counting(log, hold)) as url:
         transport = HttpTransport(url, max_connections=1)
         tasks = [asyncio.create_task(transport.send(post())) for _ in range(4)]
-        while not log or not log[0]:
-            await asyncio.sleep(0)
+        await until(lambda: bool(log and log[0]))
         tasks[1].cancel()
         hold.set()
         done = await asyncio.gather(*tasks, return_exceptions=True)
@@ -438,9 +449,7 @@ async def test_past_the_limit_callers_wait_their_turn_and_a_cancelled_one_gives_
 async def test_a_failed_connection_gives_its_place_back():
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
-        transport = HttpTransport(
-            f"http://127.0.0.1:{sock.getsockname()[1]}", max_connections=1
-        )
+        transport = HttpTransport(f"http://127.0.0.1:{sock.getsockname()[1]}", max_connections=1)
         for _ in range(3):
             with pytest.raises(APIConnectionError):
                 await asyncio.wait_for(transport.send(post()), 5)
@@ -465,7 +474,7 @@ async def test_a_connection_the_server_closes_is_not_used_again():
 
 async def test_a_second_answer_nobody_asked_for_is_not_taken_for_the_next_ones():
     async def handle(reader, writer):
-        head, _ = await read_request(reader)
+        await read_request(reader)
         writer.write(reply_bytes(b"mine") + reply_bytes(b"evil"))
         await writer.drain()
         await reader.read()
@@ -545,6 +554,12 @@ async def test_a_redirect_loop_ends():
 # -- streams --------------------------------------------------------------------------------------
 
 
+async def drain(transport: HttpTransport, request: Request, received: list[bytes]) -> None:
+    async with transport.stream(request) as reply:
+        async for chunk in reply.chunks:
+            received.append(chunk)
+
+
 async def test_a_stream_gives_chunks_as_they_come_and_keeps_the_connection():
     log: list[int] = []
     step = asyncio.Event()
@@ -575,9 +590,7 @@ async def test_a_stream_cut_short_is_a_connection_error():
     ) as url:
         received: list[bytes] = []
         with pytest.raises(APIConnectionError, match="middle of the answer"):
-            async with HttpTransport(url).stream(post()) as reply:
-                async for chunk in reply.chunks:
-                    received.append(chunk)
+            await drain(HttpTransport(url), post(), received)
         assert received == [b"one"]
 
 
@@ -589,9 +602,7 @@ async def test_a_silent_stream_times_out():
 
     async with serve(handle) as url:
         with pytest.raises(APITimeoutError):
-            async with HttpTransport(url).stream(post(timeout_s=0.05)) as reply:
-                async for _ in reply.chunks:
-                    pass
+            await drain(HttpTransport(url), post(timeout_s=0.05), [])
 
 
 async def test_leaving_a_stream_early_closes_its_connection():
@@ -612,13 +623,17 @@ async def test_leaving_a_stream_early_closes_its_connection():
 async def test_a_compressed_stream_arrives_plain():
     packed = gzip.compress(b"one\ntwo\n" * 50)
     half = len(packed) // 2
-    async with serve(
-        always(
-            f"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: {len(packed)}\r\n\r\n".encode(),
-            packed[:half],
-            packed[half:],
-        )
-    ) as url, HttpTransport(url).stream(post()) as reply:
+    async with (
+        serve(
+            always(
+                b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\n",
+                b"Content-Length: %d\r\n\r\n" % len(packed),
+                packed[:half],
+                packed[half:],
+            )
+        ) as url,
+        HttpTransport(url).stream(post()) as reply,
+    ):
         assert b"".join([chunk async for chunk in reply.chunks]) == b"one\ntwo\n" * 50
 
 
@@ -636,3 +651,44 @@ async def test_a_slow_reader_holds_the_server_back_and_still_gets_everything():
             size += len(chunk)
             await asyncio.sleep(0)
     assert size == 4_000_000
+
+
+async def test_closing_the_transport_lets_go_of_connections_in_use_when_they_end():
+    closed, hold, arrived = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def handle(reader, writer):
+        await read_request(reader)
+        arrived.set()
+        await hold.wait()
+        writer.write(reply_bytes(b"ok"))
+        await reader.read()
+        closed.set()
+
+    async with serve(handle) as url:
+        transport = HttpTransport(url)
+        task = asyncio.create_task(transport.send(post()))
+        await arrived.wait()
+        await transport.aclose()
+        hold.set()
+        assert (await task).body == b"ok"
+        await asyncio.wait_for(closed.wait(), 5)
+
+
+async def test_an_answer_that_comes_before_the_whole_request_was_read_ends_the_connection():
+    log: list[int] = []
+    answered = asyncio.Event()
+
+    async def handle(reader, writer):
+        log.append(1)
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(reply_bytes(b"too large", "413 No"))
+        await answered.wait()
+
+    async with serve(handle) as url:
+        transport = HttpTransport(url)
+        for _ in range(2):
+            reply = await transport.send(post(body=b"x" * 50_000_000))
+            assert reply.status == 413
+        answered.set()
+        await transport.aclose()
+    assert log == [1, 1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -148,12 +149,12 @@ def test_the_printed_table_has_a_row_per_event_and_a_column_per_class():
 
 
 def test_the_printed_table_says_what_the_function_does():
-    rows = {row.split(" | ")[0][2:]: row.split(" | ")[1:] for row in retry.retry_table().splitlines()}
+    rows = {
+        row.split(" | ")[0][2:]: row.split(" | ")[1:] for row in retry.retry_table().splitlines()
+    }
     outcomes = {"408": status(408), "409": status(409), "410": status(410), "429": status(429)}
     outcomes |= {"5xx": status(502), "402": status(402), "any other 4xx or 3xx": status(404)}
-    for (event, outcome), (column, kind) in itertools.product(
-        outcomes.items(), enumerate(CLASSES)
-    ):
+    for (event, outcome), (column, kind) in itertools.product(outcomes.items(), enumerate(CLASSES)):
         printed = rows[event][column].removesuffix(" |")
         assert (printed == "raise") is not decide(outcome, kind).retry, (event, kind)
 
@@ -175,3 +176,10 @@ def test_no_input_makes_it_crash_or_wait_longer_than_a_minute(
         Outcome("status", code, headers), kind, Progress(retries, elapsed_s), jitter=jitter
     )
     assert decision.wait_s is None or 0 <= decision.wait_s <= 60
+
+
+@pytest.mark.req("S13")
+def test_the_docs_show_the_table_the_function_prints():
+    page = Path(__file__).parents[3].joinpath("docs", "retries.md").read_text()
+    shown = page.split("<!-- retry table: begin -->\n")[1].split("<!-- retry table: end -->")[0]
+    assert shown == retry.retry_table()

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import gc
 import threading
+from typing import TYPE_CHECKING
 
 import pytest
-from transport_fakes import StillClock
 
 from tinkex.transport.backoff import Pauses, process_pauses
+
+if TYPE_CHECKING:
+    from transport_fakes import StillClock
 
 pytestmark = pytest.mark.anyio
 

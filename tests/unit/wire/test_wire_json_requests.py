@@ -30,6 +30,11 @@ def test_a_null_member_is_an_absent_one():
     )
 
 
+def test_a_member_that_may_be_null_may_be_absent():
+    request = decode_request(types.CreateSessionRequest, b'{"tags":[],"sdk_version":"1"}')
+    assert request.user_metadata is None
+
+
 def test_nulls_in_free_form_maps_stay_when_others_are_dropped():
     body = {
         "tags": [],

@@ -76,12 +76,17 @@ def test_both_lists_of_spans_travel():
     assert decode_forward_backward(request(datum)).data == [datum]
 
 
-def test_one_list_of_spans_alone_is_refused():
-    message = pb.ForwardBackwardRequest()
-    span = message.data.add().model_input_spans.add()
-    span.prompt_tokens.sequence_id = "a"
-    with pytest.raises(InputError, match=r"data\[0\].*both span lists"):
-        decode_forward_backward(message.SerializeToString())
+def test_an_empty_list_of_spans_beside_a_full_one_stays_empty():
+    span = types.PromptProvenanceSpan(sequence_id="a", length=1)
+    datum = types.Datum(types.ModelInput.from_ints([1]), {}, [span], [])
+    assert decode_forward_backward(request(datum)).data == [datum]
+
+
+def test_two_empty_lists_of_spans_mean_that_nothing_is_known():
+    datum = types.Datum(types.ModelInput.from_ints([1]), {}, [], [])
+    (decoded,) = decode_forward_backward(request(datum)).data
+    assert decoded.model_input_spans is None
+    assert decoded.loss_fn_input_spans is None
 
 
 def test_a_sparse_input_travels_sparse():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import tarfile
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Literal
 
 from starlette.responses import RedirectResponse, Response
 
@@ -200,9 +200,7 @@ async def copy_weights(call: Call) -> Response:
     return reply(CopyWeightsResponse(tinker_path=path))
 
 
-async def _copy_target(
-    call: Call, request: CopyWeightsRequest, source: StoredCheckpoint
-) -> Model:
+async def _copy_target(call: Call, request: CopyWeightsRequest, source: StoredCheckpoint) -> Model:
     if request.session_id is not None:
         await call.live_session(request.session_id)
     session_id = request.session_id or f"copy-{call.parts.new_id()}"

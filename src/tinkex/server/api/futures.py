@@ -61,9 +61,7 @@ async def retrieve_future(call: Call) -> Response:
         operation = await _own_operation(call, request.request_id)
         return operation if operation.state == "done" else None
 
-    done = await call.parts.waiters.until(
-        request.request_id, look, call.settings.long_poll_s
-    )
+    done = await call.parts.waiters.until(request.request_id, look, call.settings.long_poll_s)
     if done is None:
         return await _try_again(call, request.request_id)
     outcome = cast("Outcome", done.outcome)
@@ -112,9 +110,7 @@ async def _try_again(call: Call, op_id: str) -> Response:
     )
 
 
-def _answer(
-    operation: Operation, outcome: results.Outcome, headers: dict[str, str]
-) -> Response:
+def _answer(operation: Operation, outcome: results.Outcome, headers: dict[str, str]) -> Response:
     media, body = results.encode_result(
         REQUEST_TYPES[operation.kind], outcome, request_id=operation.op_id
     )

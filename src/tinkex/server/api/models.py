@@ -22,6 +22,8 @@ from tinkex.types import (
     UnloadModelRequest,
 )
 from tinkex.wire import routes
+from tinkex.wire.json_codec import decode_object, encode
+from tinkex.wire.json_requests import decode_request
 
 if TYPE_CHECKING:
     from starlette.responses import Response
@@ -34,14 +36,22 @@ MAX_RANK = 1024
 
 async def create_model(call: Call) -> Response:
     """Start a training run. Clients before sessions get one made for them."""
-    request = await call.json(CreateModelRequest)
+    body = decode_object(await call.body())
+    if body.get("session_id") is None:
+        key = call.header("x-idempotency-key") or call.parts.new_id()
+        known = await call.store.recall(call.owner, key)
+        if known is None:
+            known = (await open_session(call, heartbeats=False)).session_id
+            await call.store.remember(call.owner, key, known)
+        body = {**body, "session_id": known, "model_seq_id": 0}
+    return await _create(call, decode_request(CreateModelRequest, encode(body)))
+
+
+async def _create(call: Call, request: CreateModelRequest) -> Response:
     spec = call.base_model(request.base_model)
     lora = request.lora_config or LoraConfig(rank=32)
     _check_lora(lora)
-    if request.session_id:
-        session = await call.live_session(request.session_id)
-    else:
-        session = await open_session(call, heartbeats=False)
+    session = await call.live_session(request.session_id)
     now = call.now()
     model = await call.store.add_model(
         Model(

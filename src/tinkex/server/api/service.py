@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import msgspec
-from starlette.responses import Response
 
 from tinkex.server.api.call import reply
 from tinkex.server.api.errors import refuse
@@ -21,6 +20,8 @@ from tinkex.wire.bodies import ApiKeyDetails, ApiKeyOrganization, ApiKeyResponse
 from tinkex.wire.json_codec import encode
 
 if TYPE_CHECKING:
+    from starlette.responses import Response
+
     from tinkex.server.api.call import Call, Handler
 
 

@@ -75,9 +75,15 @@ async def _train_from_json(call: Call, kind: Literal["forward", "forward_backwar
 
 async def _train(call: Call, batch: DecodedForwardBackward) -> Response:
     kind: OpKind = "forward" if batch.forward_only else "forward_backward"
-    request = ForwardBackwardInput(
-        data=batch.data, loss_fn=cast("Any", batch.loss_fn), loss_fn_config=batch.loss_fn_config
-    )
+    request: ForwardBackwardInput | InputError
+    try:
+        request = ForwardBackwardInput(
+            data=batch.data,
+            loss_fn=cast("Any", batch.loss_fn),
+            loss_fn_config=batch.loss_fn_config,
+        )
+    except InputError as error:
+        request = error
     return await submit_training(call, kind, batch.model_id, batch.seq_id, request)
 
 
@@ -115,9 +121,7 @@ async def _submit_json(call: Call, kind: OpKind, request_type: type[Any]) -> Res
     return await submit_training(call, kind, request.model_id, request.seq_id, request)
 
 
-async def _refused_in_turn(
-    call: Call, kind: OpKind, body: bytes, error: InputError
-) -> Response:
+async def _refused_in_turn(call: Call, kind: OpKind, body: bytes, error: InputError) -> Response:
     raw = decode_object(body)
     model_id, seq_id = raw.get("model_id"), raw.get("seq_id")
     if not isinstance(model_id, str) or type(seq_id) is not int:
@@ -131,9 +135,7 @@ async def load_weights(call: Call) -> Response:
     owners = readers(call, request.weights_access_token)
     if request.model_id is not None:
         order = LoadOrder(path=request.path, optimizer=request.optimizer, readers=owners)
-        return await submit_training(
-            call, "load_weights", request.model_id, request.seq_id, order
-        )
+        return await submit_training(call, "load_weights", request.model_id, request.seq_id, order)
     if request.session_id is None or request.model_seq_id is None:
         raise refuse(400, "Name a model_id, or a session_id and model_seq_id to make one.")
     return await _create_from(call, request, owners)

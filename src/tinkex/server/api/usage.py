@@ -91,9 +91,11 @@ def _events(entries: Iterable[UsageEntry]) -> Iterator[BillingUsageEvent]:
 
 def _amounts(entry: UsageEntry) -> list[tuple[str, int]]:
     usage = entry.usage
+    # The forward pass of a training run is training, although it learns nothing.
+    forward = usage.prompt_tokens if entry.kind == "forward" else 0
     amounts = [
-        ("training", usage.trained_tokens),
-        ("prefill", usage.prompt_tokens - usage.cached_tokens),
+        ("training", usage.trained_tokens + forward),
+        ("prefill", usage.prompt_tokens - usage.cached_tokens - forward),
         ("prefill_cached", usage.cached_tokens),
         ("sample", usage.generated_tokens),
         ("checkpoint", int(entry.kind.startswith("save_weights"))),

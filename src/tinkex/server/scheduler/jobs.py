@@ -170,9 +170,7 @@ class Jobs:
         await self.engine.load_adapter(
             model.model_id, checkpoint.location, optimizer=order.optimizer
         )
-        return LoadWeightsResponse(
-            path=order.path, model_id=model.model_id, type="load_weights"
-        )
+        return LoadWeightsResponse(path=order.path, model_id=model.model_id, type="load_weights")
 
     async def _readable(self, order: LoadOrder) -> StoredCheckpoint:
         checkpoint = await self.store.get_checkpoint(order.path)
@@ -238,9 +236,7 @@ class Jobs:
     ) -> SaveWeightsExternalResponseInternal:
         request = cast("SaveWeightsExternalRequest", op.request)
         if request.age_encryption_recipients:
-            raise failure(
-                "this server cannot encrypt exports; leave age_encryption_recipients out"
-            )
+            raise failure("this server cannot encrypt exports; leave age_encryption_recipients out")
         saved = await self._save(op, model, "external_weights", request.path, request.ttl_seconds)
         return SaveWeightsExternalResponseInternal(
             path=saved.path, size_bytes=saved.size_bytes, type="save_weights_external"
@@ -267,9 +263,7 @@ class Jobs:
         # The seq_id in the location keeps samplers of an overwritten name on what they had.
         location = f"{path}@{op.seq_id}"
         keep_optimizer = kind == "weights"
-        saved = await self.engine.save_adapter(
-            model.model_id, location, optimizer=keep_optimizer
-        )
+        saved = await self.engine.save_adapter(model.model_id, location, optimizer=keep_optimizer)
         now = self.clock.wall()
         checkpoint = StoredCheckpoint(
             path=path,
@@ -303,16 +297,19 @@ class Jobs:
         return checkpoint
 
     async def forget_location(self, location: str) -> None:
-        """Delete saved weights that no sampler was made for."""
-        used = any(s.location == location for s in await self.store.samplers())
-        if not used:
-            await self.engine.delete_saved(location)
+        """Delete saved weights, unless a sampler of a session that goes on was made for them."""
+        for sampler in await self.store.samplers():
+            session = await self.store.get_session(sampler.session_id)
+            if sampler.location == location and session is not None and session.active:
+                return
+        await self.engine.delete_saved(location)
 
 
-def trained(result: TrainResult) -> Done:
-    """A training result in the server's form."""
-    usage = Usage(trained_tokens=result.tokens, device_s=result.device_s)
-    return Done(result.output, usage)
+def trained(op: Operation, result: TrainResult) -> Done:
+    """A training result in the server's form; a forward pass alone trains nothing."""
+    if op.kind == "forward":
+        return Done(result.output, Usage(prompt_tokens=result.tokens, device_s=result.device_s))
+    return Done(result.output, Usage(trained_tokens=result.tokens, device_s=result.device_s))
 
 
 def stepped(result: OptimResult) -> Done:

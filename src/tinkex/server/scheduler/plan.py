@@ -118,9 +118,7 @@ def _run(lane: Lane) -> tuple[Waiting, ...]:
     )
 
 
-def _device_batch(
-    ready: Sequence[tuple[str, tuple[Waiting, ...]]], max_batch_ops: int
-) -> Batch:
+def _device_batch(ready: Sequence[tuple[str, tuple[Waiting, ...]]], max_batch_ops: int) -> Batch:
     """The oldest operation decides the kind of work; others of that kind join it.
 
     Lanes are taken owner by owner in turn, so that nobody's many models crowd out the rest.

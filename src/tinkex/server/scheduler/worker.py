@@ -187,9 +187,7 @@ class Worker:
             )
             await self._finish(op, Outcome(error=late, category="server"))
             return
-        lane.waiting[op.seq_id] = Waiting(
-            op.op_id, op.seq_id, op.kind, op.owner, op.created_at
-        )
+        lane.waiting[op.seq_id] = Waiting(op.op_id, op.seq_id, op.kind, op.owner, op.created_at)
         lane.last_seq = max(lane.last_seq, op.seq_id)
         lane.last_arrival = self._clock.now()
 
@@ -267,11 +265,12 @@ class Worker:
         good = [job for job in jobs if not isinstance(job, RequestFailedError)]
         answers = iter(await self._engine.train(good) if good else ())
         results = [job if isinstance(job, RequestFailedError) else next(answers) for job in jobs]
-        return [r if isinstance(r, RequestFailedError) else trained(r) for r in results]
+        return [
+            r if isinstance(r, RequestFailedError) else trained(op, r)
+            for op, r in zip(operations, results, strict=True)
+        ]
 
-    async def _optim_step(
-        self, operations: Sequence[Operation]
-    ) -> list[Done | RequestFailedError]:
+    async def _optim_step(self, operations: Sequence[Operation]) -> list[Done | RequestFailedError]:
         jobs = [await _attempt(self.jobs.optim_op(op)) for op in operations]
         good = [job for job in jobs if not isinstance(job, RequestFailedError)]
         answers = iter(await self._engine.optim_step(good) if good else ())

@@ -100,8 +100,9 @@ class MemoryStore:
             for c in self._checkpoints.values()
             if owner in (None, c.owner) and model_id in (None, c.model_id)
         ]
-        # Stable sort of the reversed list: of two saved at one moment the later comes first.
-        return sorted(reversed(found), key=lambda c: -c.created_at)
+        # Saved at one moment, the one that was stored later comes first.
+        found.reverse()
+        return sorted(found, key=lambda c: -c.created_at)
 
     async def add_loss(self, loss: StoredLoss) -> StoredLoss:
         return self._losses.setdefault(loss.loss_id, loss)

@@ -1,0 +1,144 @@
+"""`tinkex checkpoint download`: a checkpoint's files in a folder, all of them or none."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
+
+from tinkex.cli.connect import service_client
+from tinkex.cli.failures import CommandError
+from tinkex.cli.fetch import fetch
+from tinkex.cli.output import say, show_one, size, utc_now
+from tinkex.clients.rest import RestClient
+from tinkex.errors import TinkerError
+from tinkex.types import ParsedCheckpointTinkerPath
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Generator
+
+    from tinkex.clients.service import ServiceClient
+    from tinkex.types import ExternalWeightsUrlsResponse
+
+_EXPORT_TTL_S = 3600
+_SIGN_AGAIN = timedelta(minutes=5)
+
+
+def download(args: argparse.Namespace) -> None:
+    """Download a checkpoint into a new folder."""
+    check_downloadable(args.path)
+    parent = Path(args.output or ".")
+    target = parent / args.path.removeprefix("tinker://").replace("/", "_")
+    if target.exists() and not args.force:
+        raise CommandError(
+            f"{target} exists already", "Pass --force to replace it, or -o for another place."
+        )
+    parent.mkdir(parents=True, exist_ok=True)
+    with service_client() as service, _folder_in(parent) as folder:
+        size_bytes = fetch_checkpoint(service, args.path, folder)
+        _put_in_place(folder, target)
+    show_one(
+        args,
+        {
+            "checkpoint_path": args.path,
+            "destination": str(target),
+            "file_size_bytes": size_bytes,
+        },
+        [("Checkpoint Path", args.path), ("Total Size", size(size_bytes)), ("Saved to", target)],
+    )
+
+
+def check_downloadable(path: str) -> None:
+    """Refuse what cannot be downloaded."""
+    if ParsedCheckpointTinkerPath.from_tinker_path(path).checkpoint_type == "sampler":
+        raise CommandError(
+            "Sampler weights cannot be downloaded",
+            "Download a training checkpoint (tinker://RUN/weights/NAME), or export the weights "
+            "with save_weights_external().",
+        )
+
+
+def fetch_checkpoint(service: ServiceClient, path: str, folder: Path) -> int:
+    """Download the files of a checkpoint into `folder`; returns their size."""
+    rest = RestClient(service.holder)
+    if ParsedCheckpointTinkerPath.from_tinker_path(path).checkpoint_type == "external":
+        return _fetch_export(rest, path, folder, temporary=False)
+    with _exported(service, rest, path) as export:
+        return _fetch_export(rest, export, folder, temporary=True)
+
+
+@contextmanager
+def _exported(service: ServiceClient, rest: RestClient, path: str) -> Generator[str]:
+    """A temporary export of a training checkpoint, deleted afterwards."""
+    say(f"Exporting {path} (this loads it into a new training run) …")
+    training = service.create_training_client_from_state(
+        path, user_metadata={"created_by": "tinkex checkpoint download"}
+    )
+    export = training.save_weights_external("download", ttl_seconds=_EXPORT_TTL_S).result().path
+    try:
+        yield export
+    finally:
+        try:
+            rest.delete_checkpoint_from_tinker_path(export).result()
+        except TinkerError as error:
+            say(f"The temporary export {export} was not deleted ({error}); it expires in an hour.")
+
+
+def _fetch_export(rest: RestClient, path: str, folder: Path, *, temporary: bool) -> int:
+    links = _sign(rest, path, temporary)
+    if not links.urls:
+        raise CommandError(f"{path} has no files")
+    total = 0
+    for name in sorted(links.urls):
+        if utc_now() >= links.expires - _SIGN_AGAIN:
+            links = _sign(rest, path, temporary)
+        if name not in links.urls:
+            raise CommandError(f"{path} changed during the download", "Run the command again.")
+        total += fetch(links.urls[name], folder / _inside(name), name)
+    return total
+
+
+def _sign(rest: RestClient, path: str, temporary: bool) -> ExternalWeightsUrlsResponse:
+    links = rest.get_external_weights_urls(path).result()
+    if temporary:  # must not expire before its links do
+        rest.set_checkpoint_ttl_from_tinker_path(path, _EXPORT_TTL_S).result()
+    return links
+
+
+def _inside(name: str) -> PurePosixPath:
+    """A file name of the server's that stays in its folder."""
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or not path.parts or "\\" in name or "\0" in name:
+        raise CommandError(
+            f"The checkpoint has a file with an unsafe name: {name!r}",
+            "It may be damaged or malicious; nothing was saved.",
+        )
+    return path
+
+
+@contextmanager
+def _folder_in(parent: Path) -> Generator[Path]:
+    """A new folder beside its final place, removed unless it has been moved there."""
+    folder = Path(tempfile.mkdtemp(dir=parent, prefix=".tinkex-download-"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _put_in_place(folder: Path, target: Path) -> None:
+    folder.chmod(0o755)
+    if not target.exists():
+        folder.rename(target)
+        return
+    with _folder_in(target.parent) as aside:
+        target.rename(aside / "old")
+        try:
+            folder.rename(target)
+        except OSError:
+            (aside / "old").rename(target)
+            raise

@@ -1,0 +1,128 @@
+"""What a person reads when a command fails: a heading, the details, the next step."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from tinkex.cli.main import FAILED, MISUSED
+from tinkex.errors import (
+    APIConnectionError,
+    APIError,
+    APIResponseValidationError,
+    APIStatusError,
+    APITimeoutError,
+    AuthenticationError,
+    BadRequestError,
+    BillingError,
+    ClosedError,
+    ConflictError,
+    CredentialError,
+    InputError,
+    InternalServerError,
+    NotFoundError,
+    PermissionDeniedError,
+    RateLimitError,
+    RequestFailedError,
+    ResultError,
+    ServerSilentError,
+    TinkerError,
+    UnprocessableEntityError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_SIGN_IN = "Sign in with `tinkex auth login`, or set TINKER_API_KEY."
+_REACH = "Check TINKER_BASE_URL, your network, and that the server runs."
+
+# The first row whose type fits; subclasses come before their bases.
+_TABLE: tuple[tuple[type[Exception], str, str], ...] = (
+    (CredentialError, "No usable API key", _SIGN_IN),
+    (AuthenticationError, "Authentication failed", f"The server refused the key. {_SIGN_IN}"),
+    (BillingError, "Billing issue", "Check the account's billing page."),
+    (PermissionDeniedError, "Permission denied", "Check with `tinkex auth whoami` who you are."),
+    (NotFoundError, "Resource not found", "Check the id, and that it belongs to this key."),
+    (ConflictError, "Conflict", "It may be done already, or something else changes it now."),
+    (BadRequestError, "Invalid request", "Correct the arguments and try again."),
+    (UnprocessableEntityError, "Invalid data provided", "Correct the arguments and try again."),
+    (RateLimitError, "Rate limit exceeded", "Wait a little and try again."),
+    (InternalServerError, "Internal server error", "Try again later."),
+    (APITimeoutError, "Request timeout", _REACH),
+    (APIConnectionError, "Connection failed", _REACH),
+    (APIResponseValidationError, "Unexpected answer", "Is TINKER_BASE_URL a Tinker server?"),
+    (APIError, "API error occurred", ""),
+    (ServerSilentError, "No answer", "Try again later."),
+    (ClosedError, "Connection closed", "Try again."),
+    (InputError, "Invalid argument", ""),
+    (RequestFailedError, "Request failed", ""),
+    (ResultError, "No result", ""),
+    (TinkerError, "Failed", ""),
+)
+
+
+class CommandError(Exception):
+    """A command cannot do what it was asked; `hint` says what to do about it."""
+
+    def __init__(self, message: str, hint: str = "", *, status: int = FAILED) -> None:
+        super().__init__(message)
+        self.hint = hint
+        self.status = status
+
+
+def misuse(message: str, hint: str = "") -> CommandError:
+    """An error about the way a command was called."""
+    return CommandError(message, hint, status=MISUSED)
+
+
+def report(error: Exception) -> int:
+    """Say on standard error why a command failed; returns the exit status."""
+    for line in _lines(error):
+        print(line, file=sys.stderr)
+    if isinstance(error, CommandError):
+        return error.status
+    return MISUSED if isinstance(error, InputError) else FAILED
+
+
+def _lines(error: Exception) -> Iterator[str]:
+    if isinstance(error, CommandError):
+        yield f"Error: {error}"
+        yield from _indented(error.hint)
+        return
+    if isinstance(error, OSError) and not isinstance(error, TinkerError):
+        yield f"Error: {error.strerror or 'Input or output failed'}"
+        yield from _indented(str(error.filename or ""))
+        return
+    row = next((row for row in _TABLE if isinstance(error, row[0])), None)
+    if row is None:
+        yield from _unexpected(error)
+        return
+    _, heading, next_step = row
+    if isinstance(error, APIStatusError) and type(error) is APIStatusError:
+        heading = f"API error (status {error.status_code})"
+    yield f"Error: {heading}"
+    yield from _indented(describe(error))
+    yield from _indented(next_step)
+
+
+def describe(error: Exception) -> str:
+    """The error in one line: what the server said where it said something."""
+    body = error.body if isinstance(error, APIStatusError) else None
+    if isinstance(body, dict):
+        detail: object = body.get("detail") or body.get("message") or body.get("error")  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType] - a server's free-form JSON
+        if isinstance(detail, str):
+            return detail
+    return str(error) or type(error).__name__
+
+
+def _indented(text: str) -> Iterator[str]:
+    for line in text.splitlines():
+        yield f"  {line}"
+
+
+def _unexpected(error: Exception) -> Iterator[str]:
+    import traceback
+
+    yield f"Error: Unexpected error occurred: {type(error).__name__}: {error}"
+    if sys.stderr.isatty():
+        yield "".join(traceback.format_exception(error)).rstrip()

@@ -1,0 +1,25 @@
+"""Every store against the one suite."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+
+import pytest
+
+from tests.contracts.store_suite import StoreSuite
+from tinkex.server import MemoryStore, Store
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+class TestMemoryStore(StoreSuite):
+    def open_store(self) -> AbstractAsyncContextManager[Store]:
+        @asynccontextmanager
+        async def memory() -> AsyncIterator[Store]:
+            yield MemoryStore()
+
+        return memory()

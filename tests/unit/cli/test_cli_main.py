@@ -1,0 +1,218 @@
+"""The command table: frozen, complete, cheap to ask for help, honest about its exit status."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tinkex._version import __version__
+from tinkex.cli.main import COMMANDS, DONE, INTERRUPTED, MISUSED, build_parser
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from conftest import Ran
+
+FLAGS = Path(__file__).with_name("flags.txt")
+SOURCE = str(Path(__file__).parents[3] / "src")
+
+
+def leaves() -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    """Every command with its parser."""
+
+    def walk(name: str, parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.ArgumentParser]]:
+        yield name, parser
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for word, below in action.choices.items():
+                    yield from walk(f"{name} {word}", below)
+
+    yield from walk("tinkex", build_parser())
+
+
+def described(name: str, parser: argparse.ArgumentParser) -> str:
+    words = [
+        "|".join(sorted(action.option_strings)) or f"<{action.metavar}>"
+        for action in parser._actions
+        if not isinstance(action, argparse._SubParsersAction)
+    ]
+    return " ".join([name, *sorted(words)])
+
+
+def test_commands_and_flags_are_those_we_froze():
+    now = "\n".join(described(name, parser) for name, parser in leaves()) + "\n"
+    assert now == FLAGS.read_text(), "an intended change? then update flags.txt"
+
+
+def test_every_command_has_a_handler_and_a_summary():
+    for _, verbs in COMMANDS.values():
+        for command in verbs.values():
+            module, _, name = command.handler.partition(":")
+            assert callable(getattr(importlib.import_module(f"tinkex.cli.{module}"), name))
+            assert command.summary
+
+
+def test_every_page_of_help_fits_eighty_columns():
+    for name, parser in leaves():
+        for line in parser.format_help().splitlines():
+            assert len(line) <= 80, f"{name}: {line}"
+
+
+def test_help_goes_to_standard_output_and_is_a_success(run: Callable[..., Ran]):
+    for words in (("--help",), ("checkpoint", "-h"), ("checkpoint", "delete", "--help")):
+        ran = run(*words)
+        assert (ran.status, ran.err) == (DONE, "")
+        assert ran.out.startswith("usage: tinkex")
+
+
+@pytest.mark.parametrize("words", [(), ("checkpoint",), ("-f", "json")])
+def test_half_a_command_shows_help_and_is_a_misuse(run: Callable[..., Ran], words: tuple[str, ...]):
+    ran = run(*words)
+    assert (ran.status, ran.out) == (MISUSED, "")
+    assert "usage: tinkex" in ran.err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("nonsense",),
+        ("run", "nonsense"),
+        ("run", "list", "--nonsense"),
+        ("run", "list", "--limit", "many"),
+        ("run", "list", "--format", "yaml"),
+        ("run", "info"),
+        ("run", "list", "--lim", "3"),
+    ],
+)
+def test_a_misspelt_command_is_a_misuse(run: Callable[..., Ran], words: tuple[str, ...]):
+    ran = run(*words)
+    assert ran.status == MISUSED
+    assert "error:" in ran.err
+
+
+@pytest.mark.parametrize("words", [("version",), ("--version",)])
+def test_the_version_is_printed(run: Callable[..., Ran], words: tuple[str, ...]):
+    assert run(*words) == type(run(*words))(DONE, f"tinkex {__version__}\n", "")
+
+
+@pytest.mark.usefixtures("server")
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("-f", "json", "model", "list"),
+        ("model", "-f", "json", "list"),
+        ("model", "list", "--format", "json"),
+        ("--format", "table", "model", "list", "--format", "json"),
+    ],
+)
+def test_the_format_may_stand_before_or_after_the_command(
+    run: Callable[..., Ran], words: tuple[str, ...]
+):
+    assert run(*words).json["models"]
+
+
+# -- cost -----------------------------------------------------------------------------------------
+
+
+def python(*words: str, **settings: str) -> list[str]:
+    return [sys.executable, *words]
+
+
+def environment() -> dict[str, str]:
+    kept = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+    return {**kept, "PYTHONPATH": SOURCE}
+
+
+HELP = "from tinkex.cli.main import main; raise SystemExit(main(['--help']))"
+
+
+@pytest.mark.req("S36")
+def test_help_imports_nothing_but_argparse():
+    code = f"import sys\ntry:\n {HELP}\nexcept SystemExit: print(*sys.modules, file=sys.stderr)"
+    done = subprocess.run(
+        python("-c", code), env=environment(), capture_output=True, text=True, check=True
+    )
+    loaded = set(done.stderr.split())
+    ours = {name for name in loaded if name.split(".")[0] == "tinkex"}
+    assert ours == {"tinkex", "tinkex._version", "tinkex.cli", "tinkex.cli.main"}
+    heavy = {"asyncio", "dataclasses", "inspect", "json", "logging", "shutil", "socket", "ssl"}
+    foreign = {"anyio", "msgspec", "numpy", "rich", "torch", "transformers", "google.protobuf"}
+    assert not loaded & (heavy | foreign)
+
+
+@pytest.mark.req("B20")
+def test_help_costs_at_most_three_times_an_empty_program():
+    def cpu_s(code: str) -> float:
+        spent: list[float] = []
+        for _ in range(7):
+            before = resource.getrusage(resource.RUSAGE_CHILDREN)
+            subprocess.run(
+                python("-c", code), env=environment(), stdout=subprocess.DEVNULL, check=True
+            )
+            after = resource.getrusage(resource.RUSAGE_CHILDREN)
+            spent.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        return min(spent)  # the least disturbed run: this machine may be busy with others
+
+    assert cpu_s(HELP) <= 3 * cpu_s("pass")
+
+
+# -- exit status of the real program --------------------------------------------------------------
+
+
+def test_the_program_runs_as_a_module():
+    done = subprocess.run(
+        python("-m", "tinkex.cli", "version"), env=environment(), capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (DONE, f"tinkex {__version__}\n")
+
+
+@pytest.mark.req("B20")
+def test_interrupting_a_command_exits_with_130(tmp_path: Path):
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        settings = {
+            **environment(),
+            "HOME": str(tmp_path),
+            "TINKER_BASE_URL": f"http://127.0.0.1:{mute.getsockname()[1]}",
+            "TINKER_API_KEY": "tml-test",
+        }
+        command = subprocess.Popen(
+            python("-m", "tinkex.cli", "run", "list"),
+            env=settings,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        connection, _ = mute.accept()  # it is waiting for an answer now
+        command.send_signal(signal.SIGINT)
+        out, err = command.communicate(timeout=20)
+        connection.close()
+    assert command.returncode == INTERRUPTED
+    assert (out, err.splitlines()[-1]) == ("", "Interrupted.")
+    assert "Traceback" not in err
+
+
+def test_a_reader_that_goes_away_is_no_accident(tmp_path: Path):
+    reading, writing = os.pipe()
+    os.close(reading)
+    code = (
+        "import sys, types\n"
+        "sys.modules['tinkex.cli.runs'] = module = types.ModuleType('runs')\n"
+        "module.list_all = lambda args: print('x' * 100_000)\n"
+        "from tinkex.cli.main import main\n"
+        "raise SystemExit(main(['run', 'list']))\n"
+    )
+    done = subprocess.run(
+        python("-c", code), env=environment(), stdout=writing, stderr=subprocess.PIPE, text=True
+    )
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (1, "")

@@ -1,0 +1,78 @@
+"""The plan: which operations run next."""
+
+from __future__ import annotations
+
+from tinkex.server.scheduler.plan import Lane, Plan, Waiting, plan
+
+
+def lane(model: str, *ops: tuple[int, str], next_seq: int = 1, arrived: float = 0.0) -> Lane:
+    made = Lane(model, next_seq=next_seq, last_arrival=arrived)
+    for seq, kind in ops:
+        made.waiting[seq] = Waiting(f"{model}:{seq}", seq, kind, f"owner-{model[0]}", arrived)  # type: ignore[arg-type]
+    return made
+
+
+def decide(*lanes: Lane, now: float = 0.0, busy: bool = False, most: int = 64) -> Plan:
+    return plan(lanes, now, device_busy=busy, gap_timeout_s=60, max_batch_ops=most)
+
+
+def batches(decided: Plan) -> list[list[str]]:
+    return [batch.op_ids for batch in decided.batches]
+
+
+def test_the_next_seq_id_runs_and_its_followers_of_the_same_work_join_it() -> None:
+    queue = lane("a", (1, "forward_backward"), (2, "forward"), (3, "optim_step"), (4, "forward"))
+    assert batches(decide(queue)) == [["a:1", "a:2"]]
+
+
+def test_an_operation_that_came_too_early_is_held_until_its_predecessor_arrives() -> None:
+    queue = lane("a", (2, "forward_backward"), (3, "forward_backward"), arrived=10)
+    held = decide(queue, now=20)
+    assert batches(held) == []
+    assert held.wake_at == 70
+    queue.waiting[1] = Waiting("a:1", 1, "forward_backward", "o", 21)
+    assert batches(decide(queue, now=21)) == [["a:1", "a:2", "a:3"]]
+
+
+def test_after_the_gap_timeout_the_held_operations_go_ahead() -> None:
+    queue = lane("a", (2, "forward_backward"), (5, "optim_step"), arrived=10)
+    assert batches(decide(queue, now=70)) == [["a:2"]]
+    queue.waiting.pop(2)
+    queue.next_seq = 3
+    assert batches(decide(queue, now=70)) == [["a:5"]]
+
+
+def test_a_turn_that_was_given_back_is_not_waited_for() -> None:
+    queue = lane("a", (3, "optim_step"))
+    queue.void = {1, 2}
+    assert batches(decide(queue)) == [["a:3"]]
+
+
+def test_models_share_a_batch_and_a_busy_lane_waits() -> None:
+    a, b, c = (lane(name, (1, "forward_backward")) for name in "abc")
+    c.busy = True
+    assert batches(decide(a, b, c)) == [["a:1", "b:1"]]
+
+
+def test_the_oldest_operation_decides_which_work_the_device_does() -> None:
+    young = lane("a", (1, "forward_backward"), arrived=5)
+    old = lane("b", (1, "optim_step"), arrived=1)
+    assert batches(decide(young, old)) == [["b:1"]]
+
+
+def test_control_operations_start_while_the_device_is_busy() -> None:
+    control = lane("a", (1, "save_weights"))
+    device = lane("b", (1, "forward"))
+    assert batches(decide(control, device, busy=True)) == [["a:1"]]
+
+
+def test_owners_take_turns_when_a_batch_is_full() -> None:
+    crowd = [lane(f"a{i}", (1, "forward_backward"), arrived=i / 10) for i in range(5)]
+    other = lane("b0", (1, "forward_backward"), arrived=9)
+    chosen = batches(decide(*crowd, other, now=9, most=3))
+    assert chosen == [["a0:1", "b0:1", "a1:1"]]
+
+
+def test_a_long_run_is_cut_at_the_batch_limit() -> None:
+    queue = lane("a", *((seq, "forward_backward") for seq in range(1, 10)))
+    assert batches(decide(queue, most=4)) == [["a:1", "a:2", "a:3", "a:4"]]

@@ -1,0 +1,165 @@
+"""Sessions: how they live, end, and are found again."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from .conftest import Api, Start
+
+pytestmark = pytest.mark.anyio
+
+SUCCESS = {"reason": {"type": "success"}, "detail": None}
+
+
+async def test_a_finished_session_answers_heartbeats_with_410_and_takes_no_more_work(
+    api: Api,
+) -> None:
+    session = await api.session()
+    model = await api.model(session)
+    sampler = await api.sampler(session)
+    await api.post("/session_heartbeat", {"session_id": session})
+    await api.post(f"/sessions/{session}/finish", SUCCESS)
+    assert (await api.call("POST", "/session_heartbeat", {"session_id": session})).status == 410
+    for path, body in [
+        ("/create_model", {"session_id": session, "model_seq_id": 1, "base_model": "tinkex/tiny"}),
+        ("/optim_step", {"model_id": model, "seq_id": 1, "adam_params": {}}),
+        ("/create_sampling_session", {"session_id": session, "sampling_session_seq_id": 9}),
+        (
+            "/asample",
+            {"sampling_session_id": sampler, "prompt": {"chunks": []}, "sampling_params": {}},
+        ),
+    ]:
+        reply = await api.call("POST", path, body)
+        assert reply.status == 400
+        assert b"is over" in reply.body
+
+
+async def test_the_first_reason_to_finish_wins(api: Api) -> None:
+    session = await api.session()
+    await api.post(f"/sessions/{session}/finish", {"reason": {"type": "errored"}, "detail": "oh"})
+    await api.post(f"/sessions/{session}/finish", SUCCESS)
+    (found,) = (await api.post("/sessions/search", {"limit": 5}))["sessions"]
+    assert found["status"] == {
+        "type": "client_finished",
+        "reason": {"type": "errored"},
+        "detail": "oh",
+    }
+
+
+async def test_finishing_frees_adapters_after_their_accepted_work_has_run(api: Api) -> None:
+    session = await api.session()
+    model = await api.model(session)
+    futures = [await api.train(model, 1), await api.step(model, 2)]
+    await api.post(f"/sessions/{session}/finish", SUCCESS)
+    for future in futures:
+        await api.result(future)
+    assert api.server.engine.adapters == ()
+
+
+async def test_silence_ends_a_session_and_its_samples(start: Start) -> None:
+    from tinkex.testing.engine import Delays
+
+    async with start(Delays(sample_s=10_000), session_timeout_s=100) as api:
+        session = await api.session()
+        future = await api.sample(await api.sampler(session))
+        await api.clock.sleep(60)
+        await api.post("/session_heartbeat", {"session_id": session})
+        await api.clock.sleep(90)
+        assert (await api.poll(future)).body.find(b"try_again") > 0
+        failed = await api.outcome(future)
+        assert failed["category"] == "user"
+        assert api.clock.now() < 300
+        reply = await api.call("POST", "/session_heartbeat", {"session_id": session})
+        assert reply.status == 410
+
+
+async def test_a_session_lists_its_runs_and_samplers(api: Api) -> None:
+    session = await api.session(display_name="My run", user_metadata={"k": "v", "n": 3})
+    first, second = await api.model(session, 0), await api.model(session, 1)
+    sampler = await api.sampler(session)
+    assert await api.get(f"/sessions/{session}") == {
+        "training_run_ids": [first, second],
+        "sampler_ids": [sampler],
+        "user_metadata": {"k": "v", "n": "3"},
+        "display_name": "My run",
+    }
+
+
+async def test_sessions_are_listed_newest_first_and_only_to_their_owner(api: Api) -> None:
+    ids = []
+    for _ in range(3):
+        ids.append(await api.session())
+        await api.clock.sleep(1)
+    assert (await api.get("/sessions", query="limit=2"))["sessions"] == [ids[2], ids[1]]
+    assert (await api.get("/sessions", query="limit=2&offset=2"))["sessions"] == [ids[0]]
+    assert (await api.other().get("/sessions"))["sessions"] == []
+    assert (await api.other().call("GET", f"/sessions/{ids[0]}")).status == 404
+    assert (await api.call("GET", "/sessions", query="limit=-1")).status == 400
+
+
+async def test_search_finds_by_name_metadata_project_and_status(api: Api) -> None:
+    plain = await api.session()
+    named = await api.session(display_name="Big Red Run", user_metadata={"team": "a"})
+    await api.call("PUT", f"/sessions/{plain}/project", {"project_id": "p1"})
+    await api.post(f"/sessions/{named}/finish", SUCCESS)
+
+    async def ids(**query: object) -> list[str]:
+        found = await api.post("/sessions/search", query)
+        return [s["session_id"] for s in found["sessions"]]
+
+    assert await ids(display_name="run big") == [named]
+    assert await ids(display_name="blue") == []
+    assert set(await ids(display_name="red", session_id=plain)) == {plain, named}
+    assert await ids(user_metadata={"team": "a"}) == [named]
+    assert await ids(project_ids=["p1"]) == [plain]
+    assert await ids(statuses=[{"type": "active"}]) == [plain]
+    finished = {"type": "client_finished", "reasons": ["success"]}
+    assert await ids(statuses=[finished]) == [named]
+    assert await ids(statuses=[{**finished, "reasons": ["errored"]}]) == []
+    assert await ids(owner={"type": "user", "owner_urns": ["someone"]}) == []
+
+
+async def test_search_pages_by_cursor_without_losing_or_repeating_any(api: Api) -> None:
+    made = []
+    for number in range(5):
+        made.append(await api.session())
+        await api.clock.sleep(number % 2)  # some share a moment
+    found, cursor = list[str](), None
+    while True:
+        query = {"limit": 2} if cursor is None else {"limit": 2, "cursor": cursor}
+        page = await api.post("/sessions/search", query)
+        found += [s["session_id"] for s in page["sessions"]]
+        cursor = page.get("next_cursor")
+        if cursor is None:
+            break
+    assert sorted(found) == sorted(made)
+    assert len(found) == 5
+
+
+async def test_a_project_needs_a_name_and_a_session_of_one_s_own(api: Api) -> None:
+    session = await api.session()
+    path = f"/sessions/{session}/project"
+    assert (await api.call("PUT", path, {"project_id": ""})).status == 400
+    assert (await api.other().call("PUT", path, {"project_id": "p"})).status == 404
+    assert (await api.call("PUT", path, {"project_id": "p"})).status == 200
+
+
+async def test_a_trace_shows_queue_and_run_of_every_operation(api: Api) -> None:
+    session = await api.session()
+    model = await api.model(session)
+    await api.result(await api.train(model, 1))
+    export = await api.get(f"/sessions/{session}/trace_export")
+    assert export["status"] == "ready"
+    path = export["url"].split("/api/v1", 1)[1]
+    reply = await Api(api.server, api.clock, key="").call("GET", path)
+    names = {event["name"] for event in msgspec.json.decode(reply.body)["traceEvents"]}
+    assert {"create_model run", "forward_backward queue", "forward_backward run"} <= names
+
+
+async def test_messages_of_the_settings_reach_new_sessions(start: Start) -> None:
+    async with start(session_messages={"warning": "maintenance at noon"}) as api:
+        body = {"tags": [], "user_metadata": {}, "sdk_version": "x"}
+        answer = await api.post("/create_session", body)
+        assert answer["warning_message"] == "maintenance at noon"
+        assert "info_message" not in answer

@@ -1,0 +1,197 @@
+"""Settings: where they come from, and where they must not go."""
+
+from __future__ import annotations
+
+import ast
+import logging
+import pickle
+from pathlib import Path
+
+import pytest
+
+import tinkex
+from tinkex.config import DEFAULT_BASE_URL, Config
+from tinkex.errors import CredentialError, InputError
+from tinkex.transport.credentials import (
+    CredentialStore,
+    StoredKey,
+    credentials_path,
+    write_store,
+)
+
+
+def load(tmp_path: Path, env: dict[str, str] | None = None, **arguments) -> Config:
+    return Config.load(env=env or {}, home=tmp_path, **arguments)
+
+
+def test_an_argument_beats_the_environment_which_beats_the_default(tmp_path):
+    env = {
+        "TINKER_BASE_URL": "http://env:1/",
+        "TINKER_API_KEY": "tml-env",
+        "TINKER_PROJECT_ID": "p",
+    }
+    assert load(tmp_path, env, base_url="http://arg:1").base_url == "http://arg:1"
+    config = load(tmp_path, env)
+    assert (config.base_url, config.api_key, config.project_id) == ("http://env:1", "tml-env", "p")
+    assert load(tmp_path, env, api_key="tml-arg", project_id="q").api_key == "tml-arg"
+    assert load(tmp_path, {"TINKER_API_KEY": "tml-env"}).base_url == DEFAULT_BASE_URL
+
+
+def test_empty_values_count_as_not_set(tmp_path):
+    names = ["BASE_URL", "API_KEY", "CREDENTIAL_CMD", "PROJECT_ID", "TAGS", "LOG"]
+    env = {f"TINKER_{name}": "" for name in names}
+    config = load(tmp_path, env, base_url="", api_key="")
+    assert config.base_url == DEFAULT_BASE_URL
+    assert (config.api_key, config.credential_cmd, config.project_id) == (None, None, None)
+    assert (config.tags, config.log_level) == ((), None)
+    assert config.embedded
+
+
+def test_without_url_and_credential_the_client_is_embedded_and_otherwise_not(tmp_path):
+    assert load(tmp_path).embedded
+    assert not load(tmp_path, {"TINKER_BASE_URL": "http://h"}).embedded
+    assert not load(tmp_path, {"TINKER_API_KEY": "tml-x"}).embedded
+    assert not load(tmp_path, {"TINKER_CREDENTIAL_CMD": "cmd"}).embedded
+    write_store(
+        credentials_path(tmp_path), CredentialStore().with_key("1", StoredKey("tml-s", "n"))
+    )
+    config = load(tmp_path)
+    assert not config.embedded
+    assert config.stored_key == "tml-s"
+
+
+def test_embedded_can_be_asked_for_by_name(tmp_path):
+    env = {"TINKER_BASE_URL": "http://h", "TINKER_API_KEY": "tml-x"}
+    assert load(tmp_path, env, base_url="embedded").embedded
+
+
+def test_the_stored_file_is_read_only_when_it_is_needed(tmp_path):
+    path = credentials_path(tmp_path)
+    path.parent.mkdir()
+    path.write_text("damaged")
+    assert load(tmp_path, {"TINKER_API_KEY": "tml-x"}).stored_key is None
+    assert load(tmp_path, {"TINKER_CREDENTIAL_CMD": "cmd"}).stored_key is None
+    with pytest.raises(CredentialError, match="damaged"):
+        load(tmp_path)
+
+
+def test_tags_keep_their_order_without_repetitions_and_empty_ones(tmp_path):
+    assert load(tmp_path, {"TINKER_TAGS": "b, a,,b , c,"}).tags == ("b", "a", "c")
+    assert Config(tags=("x", "", "x")).tags == ("x",)
+
+
+@pytest.mark.parametrize(
+    ("value", "on"),
+    [
+        ("1", True),
+        ("TRUE", True),
+        ("yes", True),
+        ("on", True),
+        ("0", False),
+        ("off", False),
+        ("", False),
+    ],
+)
+def test_telemetry_is_on_unless_told_otherwise(tmp_path, value, on):
+    assert load(tmp_path).telemetry
+    assert load(tmp_path, {"TINKER_TELEMETRY": value}).telemetry is on
+
+
+def test_the_log_level_is_read(tmp_path):
+    assert load(tmp_path, {"TINKER_LOG": "debug"}).log_level == logging.DEBUG
+    assert load(tmp_path, {"TINKER_LOG": "INFO"}).log_level == logging.INFO
+
+
+def test_cloudflare_headers_are_added_and_can_be_overridden_in_any_case(tmp_path):
+    env = {"CLOUDFLARE_ACCESS_CLIENT_ID": "id", "CLOUDFLARE_ACCESS_CLIENT_SECRET": "s3cret"}
+    assert load(tmp_path, env).headers == {
+        "CF-Access-Client-Id": "id",
+        "CF-Access-Client-Secret": "s3cret",
+    }
+    overridden = load(tmp_path, env, headers={"cf-access-client-id": "mine", "X": "1"}).headers
+    assert overridden == {
+        "cf-access-client-id": "mine",
+        "CF-Access-Client-Secret": "s3cret",
+        "X": "1",
+    }
+
+
+@pytest.mark.parametrize(
+    ("env", "arguments", "key"),
+    [
+        ({"TINKER_BASE_URL": "localhost:8000"}, {}, "TINKER_BASE_URL"),
+        ({}, {"base_url": "ftp://h"}, "base_url"),
+        ({"TINKER_LOG": "loud"}, {}, "TINKER_LOG"),
+        ({}, {"headers": {"X": "a\r\nb"}}, "headers\\['X'\\]"),
+        ({}, {"headers": {"x-api-key": "tml-x"}}, "headers\\['x-api-key'\\]"),
+    ],
+)
+def test_a_malformed_setting_is_named(tmp_path, env, arguments, key):
+    with pytest.raises(InputError, match=key):
+        load(tmp_path, env, **arguments)
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
+def test_deadlines_are_finite_and_positive(seconds):
+    with pytest.raises(InputError, match="submit_deadline_s"):
+        Config(submit_deadline_s=seconds)
+
+
+def test_every_default_deadline_is_finite():
+    config = Config()
+    assert (config.submit_deadline_s, config.silence_deadline_s) == (300, 300)
+    assert (config.connect_timeout_s, config.bootstrap_deadline_s) == (4, 120)
+
+
+@pytest.mark.req("S30")
+def test_a_config_cannot_be_changed():
+    config = Config(headers={"X": "1"})
+    with pytest.raises(AttributeError):
+        config.base_url = "http://other"  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        config.headers["X"] = "2"  # type: ignore[index]
+    assert hash(config) == hash(Config(headers={"X": "1"}))
+
+
+@pytest.mark.req("S30")
+def test_two_configs_live_side_by_side(tmp_path):
+    one = load(tmp_path, base_url="http://a", api_key="tml-a")
+    two = load(tmp_path, base_url="http://b", api_key="tml-b")
+    assert (one.base_url, one.api_key) == ("http://a", "tml-a")
+    assert (two.base_url, two.api_key) == ("http://b", "tml-b")
+
+
+@pytest.mark.req("B1")
+@pytest.mark.req("B9")
+def test_secrets_are_neither_shown_nor_pickled(monkeypatch, tmp_path):
+    config = Config(
+        base_url="http://h:1",
+        api_key="tml-canary1",
+        stored_key="tml-canary2",
+        credential_cmd="echo tml-canary3",
+        headers={"CF-Access-Client-Secret": "canary4"},
+        tags=("t",),
+        telemetry=False,
+    )
+    assert "canary" not in repr(config)
+    data = pickle.dumps(config)
+    assert b"canary" not in data
+    monkeypatch.setenv("TINKER_API_KEY", "tml-of-this-process")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    there = pickle.loads(data)
+    assert (there.base_url, there.tags, there.telemetry) == ("http://h:1", ("t",), False)
+    assert there.api_key == "tml-of-this-process"
+
+
+@pytest.mark.req("S30")
+def test_only_config_reads_the_environment():
+    root = Path(tinkex.__file__).parent
+    readers = {
+        str(path.relative_to(root))
+        for path in root.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if (isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "environb"))
+        or (isinstance(node, ast.ImportFrom) and node.module == "os"
+            and {"environ", "getenv"} & {alias.name for alias in node.names})
+    }  # fmt: skip
+    assert readers == {"config.py"}

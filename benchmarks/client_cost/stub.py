@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import resource
 import sys
@@ -182,8 +183,9 @@ async def serve(record: Record) -> None:
     )
     print(server.sockets[0].getsockname()[1], flush=True)
     await loop.run_in_executor(None, sys.stdin.read)
-    print(json.dumps(record.summary(loop.time())), flush=True)
     server.close()
+    with contextlib.suppress(BrokenPipeError):  # the reader may have ended first
+        print(json.dumps(record.summary(loop.time())), flush=True)
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tinkex.clients.sampling import SamplingClient
     from tinkex.clients.service import ServiceClient
     from tinkex.clients.training import TrainingClient
-    from tinkex.config import Config, RequestOptions, Timeout
+    from tinkex.config import Config
     from tinkex.errors import (
         APIConnectionError,
         APIError,
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
         UnprocessableEntityError,
     )
     from tinkex.futures.future import APIFuture, AwaitableConcurrentFuture, FutureStatus
+    from tinkex.http_options import RequestOptions, Timeout
     from tinkex.types import (
         AdamOptimizerConfig,
         AdamParams,
@@ -96,7 +97,7 @@ _HOMES = {
     "tinkex.clients.sampling": ("SamplingClient",),
     "tinkex.clients.service": ("ServiceClient",),
     "tinkex.clients.training": ("TrainingClient",),
-    "tinkex.config": ("Config", "RequestOptions", "Timeout"),
+    "tinkex.config": ("Config",),
     "tinkex.errors": (
         "APIConnectionError",
         "APIError",
@@ -125,6 +126,7 @@ _HOMES = {
         "UnprocessableEntityError",
     ),
     "tinkex.futures.future": ("APIFuture", "AwaitableConcurrentFuture", "FutureStatus"),
+    "tinkex.http_options": ("RequestOptions", "Timeout"),
     "tinkex.types": (
         "AdamOptimizerConfig",
         "AdamParams",

@@ -78,6 +78,7 @@ def _impatient(timeout: float) -> Config:
         connect_timeout_s=min(config.connect_timeout_s, half_s),
         bootstrap_deadline_s=half_s,
         submit_deadline_s=half_s,
+        telemetry=False,
     )
 
 

@@ -70,11 +70,13 @@ def pip(venv: Path, *arguments: str) -> None:
 
 
 def create(venv: Path) -> Path:
-    """An empty environment; returns its folder of packages."""
-    shutil.rmtree(venv, ignore_errors=True)
-    subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
+    """An environment for this version of Python; returns its folder of packages."""
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    return venv / "lib" / version / "site-packages"
+    packages = venv / "lib" / version / "site-packages"
+    if not (packages / "pip").exists():
+        shutil.rmtree(venv, ignore_errors=True)
+        subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
+    return packages
 
 
 def make_cookbook(root: Path) -> Path:

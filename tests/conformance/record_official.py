@@ -30,7 +30,7 @@ def main(names: list[str]) -> int:
     import tinker
 
     for scenario in SCENARIOS:
-        if names and scenario.name not in names:
+        if not scenario.recorded or (names and scenario.name not in names):
             continue
         seen = {"sdk": f"tinker {VERSION}", **run_recorded(tinker, scenario)}
         if not scenario.ordered:

@@ -6,6 +6,7 @@ shares no code with tinkex: the few protobuf messages it speaks are packed by ha
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import struct
@@ -227,6 +228,12 @@ BILLING = {
 STORAGE = {"data": [{"checkpoint_count": 1, "size_bytes": 2, "size_gigabytes": 0.5}]}
 WEIGHTS_INFO = {"base_model": "tinkex/tiny", "is_lora": True, "lora_rank": 8, "train_mlp": False}
 CAPABILITIES = {"supported_models": [{"model_name": "tinkex/tiny", "max_context_length": 4096}]}
+# Unsigned; clients read the claims and never check who made it. It expires in 2100.
+CLAIMS = {"sub": "user:1", "org_id": "org-1", "email": "", "iss": "passport-x", "exp": 4102444800}
+JWT = ".".join(
+    base64.urlsafe_b64encode(json.dumps(part).encode()).decode().rstrip("=")
+    for part in ({"alg": "none"}, CLAIMS, {})
+)
 INFO = {
     "model_data": {"arch": "llama", "model_name": "tinkex/tiny", "tokenizer_id": "org/tok:1"},
     "model_id": RUN,
@@ -240,6 +247,7 @@ RESULTS: dict[str, dict[str, Any]] = {
     "create_custom_loss": {"loss_id": "loss-1"},
 }
 REPLIES: dict[str, dict[str, Any]] = {
+    "POST auth/token": {"jwt": JWT},
     "POST session_heartbeat": {},
     "POST telemetry": {"status": "accepted"},
     "POST get_info": INFO,

@@ -66,6 +66,8 @@ SCENARIOS = (
     Scenario(rest.rest_calls),
     Scenario(rest.admin_calls),
     Scenario(mixed.everything_async),
+    Scenario(mixed.session_with_an_exchanged_token, config={"pjwt_auth_enabled": True}),
+    Scenario(mixed.mistakes, recorded=False),
     Scenario(rest.rest_async),
     Scenario(mixed.telemetry_of_a_session, telemetry=True, fake=False),
 )

@@ -37,7 +37,8 @@ class Scenario:
     """One story, the server settings it is told under, and where it makes sense.
 
     `ordered` is false where requests leave at once and may arrive in any order. `fake` is
-    false where the story needs something only the recorder can be made to do.
+    false where the story needs something only the recorder can be made to do, `recorded`
+    where the recorder, which never refuses, has nothing to say.
     """
 
     run: Callable[[Any, Connection], Any]
@@ -49,6 +50,7 @@ class Scenario:
     torch: bool = False
     ordered: bool = True
     fake: bool = True
+    recorded: bool = True
 
     @property
     def name(self) -> str:

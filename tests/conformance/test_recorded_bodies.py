@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from story import Scenario
 
 RECORDED = Path(__file__).parent / "recorded"
-STORIES = [pytest.param(scenario, id=scenario.name) for scenario in SCENARIOS]
+STORIES = [pytest.param(story, id=story.name) for story in SCENARIOS if story.recorded]
 
 
 def recorded(scenario: Scenario) -> dict[str, Any]:
@@ -60,4 +60,25 @@ def check_bytes(ours: list[compare.Request], theirs: list[compare.Request]) -> N
 
 
 def test_recordings_cover_every_scenario_and_no_other() -> None:
-    assert {path.stem for path in RECORDED.glob("*.json")} == {s.name for s in SCENARIOS}
+    expected = {scenario.name for scenario in SCENARIOS if scenario.recorded}
+    assert {path.stem for path in RECORDED.glob("*.json")} == expected
+
+
+@pytest.mark.req("S34")
+def test_telemetry_events_have_the_members_of_the_official_ones() -> None:
+    story = next(story for story in SCENARIOS if story.telemetry)
+    theirs = telemetry_shape(recorded(story)["requests"])
+    ours = telemetry_shape(run_recorded(tinkex, story)["requests"])
+    assert theirs["batch"] <= ours["batch"]
+    assert theirs["SESSION_START"] == ours["SESSION_START"]
+
+
+def telemetry_shape(requests: list[compare.Request]) -> dict[str, set[str]]:
+    """The members of a batch and of each kind of event."""
+    shape: dict[str, set[str]] = {}
+    for request in requests:
+        if request["path"] == "/api/v1/telemetry":
+            shape.setdefault("batch", set()).update(request["body"])
+            for event in request["body"]["events"]:
+                shape.setdefault(event["event"], set()).update(event)
+    return shape

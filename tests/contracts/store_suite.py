@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tinkex.server import Store
 from tinkex.server.store.records import (
     AuditEntry,
     Model,
@@ -30,6 +27,12 @@ from tinkex.types import (
     SessionCancelled,
     Usage,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from contextlib import AbstractAsyncContextManager
+
+    from tinkex.server import Store
 
 LORA, ADAM = LoraConfig(rank=8, train_mlp=False), AdamOptimizerConfig()
 

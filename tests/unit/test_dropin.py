@@ -177,6 +177,12 @@ def test_module_runs_with_its_arguments_and_the_working_folder(tmp_path: Path) -
     assert (done.returncode, done.stdout) == (3, "0.36.0 __main__ ['a', '-m']\n")
 
 
+def test_command_line_of_the_official_package_is_ours() -> None:
+    done = run("-m", "tinker.cli", "version")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
 def test_code_runs_with_its_arguments() -> None:
     done = run("-c", "import sys, tinker; print(tinker.__title__, sys.argv)", "x")
     assert (done.returncode, done.stdout) == (0, "tinker ['-c', 'x']\n")

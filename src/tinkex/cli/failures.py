@@ -49,7 +49,7 @@ _TABLE: tuple[tuple[type[Exception], str, str], ...] = (
     (RateLimitError, "Rate limit exceeded", "Wait a little and try again."),
     (InternalServerError, "Internal server error", "Try again later."),
     (APITimeoutError, "Request timeout", _REACH),
-    (APIConnectionError, "Connection failed", _REACH),
+    (APIConnectionError, "Connection failed", ""),  # the message says what to check
     (APIResponseValidationError, "Unexpected answer", "Is TINKER_BASE_URL a Tinker server?"),
     (APIError, "API error occurred", ""),
     (ServerSilentError, "No answer", "Try again later."),

@@ -49,7 +49,11 @@ def _count(text: str) -> int:
 
 _PATH = Argument("path", metavar="PATH", help="a checkpoint, such as tinker://RUN/weights/NAME")
 _LIMIT = Argument(
-    "--limit", type=_count, default=20, metavar="N", help="how many at most; 0 for all (default: 20)"
+    "--limit",
+    type=_count,
+    default=20,
+    metavar="N",
+    help="how many at most; 0 for all (default: 20)",
 )
 _CSV = Argument("--csv", metavar="FILE", help="write CSV to FILE instead; - is standard output")
 
@@ -289,7 +293,9 @@ def _run(args: argparse.Namespace) -> int:
         args.parser.print_help(sys.stderr)
         return MISUSED
     if args.handler == "version":
-        print(f'{{"version": "{__version__}"}}' if args.format == "json" else f"tinkex {__version__}")
+        print(
+            f'{{"version": "{__version__}"}}' if args.format == "json" else f"tinkex {__version__}"
+        )
         return DONE
     try:
         status = _load(args.handler)(args)
@@ -308,7 +314,10 @@ def _load(handler: str) -> Callable[[argparse.Namespace], int | None]:
     import importlib
 
     module, _, name = handler.partition(":")
-    return getattr(importlib.import_module(f"tinkex.cli.{module}"), name)
+    run: Callable[[argparse.Namespace], int | None] = getattr(
+        importlib.import_module(f"tinkex.cli.{module}"), name
+    )
+    return run
 
 
 def _forget_stdout() -> None:

@@ -110,12 +110,14 @@ def _terminal_width() -> int:
 
 
 def text(value: object) -> str:
-    """A cell: yes and no for booleans, N/A for what is missing."""
+    """A cell: yes and no for booleans, N/A for what is missing, control characters escaped."""
     if value is None:
         return _MISSING
     if isinstance(value, bool):
         return "Yes" if value else "No"
-    return str(value)
+    shown = str(value)
+    # Names and metadata are other people's: they must not steer the reader's terminal.
+    return shown if shown.isprintable() else shown.encode("unicode_escape").decode()
 
 
 def size(size_bytes: int | None) -> str | None:

@@ -73,13 +73,13 @@ class LocalLoss:
         """Run the loss and turn its gradient into weights."""
         import torch
 
-        logprobs = _leaves(forward, self.data)
         # The caller may be inside a block that switches gradients off; the loss needs them.
         with (
             span("custom_loss.evaluate", datums=len(self.data)),
             torch.inference_mode(False),
             torch.enable_grad(),
         ):
+            logprobs = _leaves(forward, self.data)
             loss, metrics = _pair(self.loss_fn(self.data, logprobs))
             gradients = _gradients(loss, logprobs)
         weighted = [

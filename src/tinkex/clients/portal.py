@@ -234,11 +234,15 @@ class CurrentLoop:
     def post(self, action: Callable[[], None]) -> None:
         if self._duties.gone is not None:
             raise self._duties.gone
+        if self._loop.is_closed():
+            raise ClosedError("the event loop this client was made on is closed")
         self._duties.mail.append(action)
-        if threading.get_ident() == self._thread:
-            self._loop.call_soon(self._duties.run_mail)
-        else:
-            self._loop.call_soon_threadsafe(self._duties.run_mail)
+        on_loop = threading.get_ident() == self._thread
+        wake = self._loop.call_soon if on_loop else self._loop.call_soon_threadsafe
+        try:
+            wake(self._duties.run_mail)
+        except RuntimeError:
+            raise ClosedError("the client's loop has ended") from None
 
     def spawn(
         self, work: Coroutine[Any, Any, None], context: contextvars.Context | None = None

@@ -63,8 +63,8 @@ class ResourceClient:
         return self._connection
 
     def get_telemetry(self) -> Telemetry | None:
-        """The session's telemetry; None without a session, or when it is off."""
-        return getattr(self._connection, "telemetry", None)
+        """The connection's telemetry, or None when it is off."""
+        return self._connection.telemetry
 
     async def _call(
         self,

@@ -50,6 +50,7 @@ _REASONS = {
 }
 _HEARTBEAT_S = 10.0
 _HEARTBEAT_WARNING_S = 120.0
+_WARNING_EVERY_S = 60.0
 # Saying goodbye must not keep anybody waiting: the server notices missing heartbeats anyway.
 _FINISH_S = 10.0
 
@@ -158,6 +159,7 @@ class Session(Connection):
         assert self.session_id is not None
         request = SessionHeartbeatRequest(session_id=self.session_id)
         last_success = due = self.clock.now()
+        last_warning = float("-inf")
         while True:
             # Counted from when a beat was due, not from when it ended: beats do not drift.
             due = max(due + _HEARTBEAT_S, self.clock.now())
@@ -170,8 +172,10 @@ class Session(Connection):
                 _log.info("session %s is over on the server", self.session_id)
                 return
             except TinkerError as error:
-                missed_s = self.clock.now() - last_success
-                if missed_s > _HEARTBEAT_WARNING_S:
+                now = self.clock.now()
+                missed_s = now - last_success
+                if missed_s > _HEARTBEAT_WARNING_S and now - last_warning >= _WARNING_EVERY_S:
+                    last_warning = now
                     _log.warning(
                         "session %s: no heartbeat got through for %.0f s (%s); the server may "
                         "end the session",

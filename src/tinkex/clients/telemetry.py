@@ -49,6 +49,27 @@ _NAMES = 100
 _FLUSH_S = 2.0
 
 
+# What the sending loop can be told.
+_NOTHING, _LATER, _SOON = 0, 1, 2
+
+
+class _Signals:
+    """How the sending loop is woken: something is queued, and whether to send it at once."""
+
+    def __init__(self) -> None:
+        self.queued = asyncio.Event()
+        self.soon = asyncio.Event()
+
+    def tell(self, news: int) -> None:
+        self.queued.set()
+        if news == _SOON:
+            self.soon.set()
+
+    def clear(self) -> None:
+        self.queued.clear()
+        self.soon.clear()
+
+
 class _Stamp(NamedTuple):
     """What every event carries."""
 
@@ -75,8 +96,8 @@ class Telemetry:
         secrets: Callable[[], Iterable[str]] = tuple,
     ) -> None:
         # Mutable state: the queue, the counters and the names seen, behind one lock that is held
-        # for moments; whether the sending loop runs and was woken; whether the server has said
-        # that it takes no telemetry.
+        # for moments; the sending loop's signals, and what it was told since it last sent;
+        # whether the server has said that it takes no telemetry.
         self.session_id = session_id
         self.dropped = 0
         self._api = api
@@ -88,8 +109,8 @@ class Telemetry:
         self._queue: deque[TelemetryEvent] = deque()
         self._next_index = 0
         self._names: set[str] = set()
-        self._due: asyncio.Event | None = None
-        self._woken = False
+        self._signals: _Signals | None = None
+        self._told = _NOTHING
         self._refused = False
         self._started_s = clock.now()
         self._pid = os.getpid()
@@ -153,8 +174,7 @@ class Telemetry:
             with self._lock:
                 self._put(make, severity)
                 waiting = len(self._queue)
-            if urgent or waiting >= _BATCH:
-                self._wake()
+            self._tell(_SOON if urgent or waiting >= _BATCH else _LATER)
         except Exception:  # noqa: BLE001 - telemetry breaks nobody
             _log.debug("an event could not be recorded", exc_info=True)
 
@@ -205,27 +225,31 @@ class Telemetry:
             traceback=self._redactor.frames(error),
         )
 
-    def _wake(self) -> None:
-        due = self._due
-        if due is not None and not self._woken:
-            self._woken = True
+    def _tell(self, news: int) -> None:
+        """Wake the loop, unless it knows already; a burst of events posts once."""
+        signals = self._signals
+        if signals is not None and news > self._told:
+            self._told = news
             with contextlib.suppress(ClosedError):
-                self._portal.post(due.set)
+                self._portal.post(lambda: signals.tell(news))
 
     # -- sending, on the loop -----------------------------------------------------------------
 
     async def run(self) -> None:
-        """Send what is queued every ten seconds, or sooner when asked, until cancelled."""
-        self._due = asyncio.Event()
+        """Send what is queued within ten seconds, or at once when asked, until cancelled."""
+        signals = self._signals = _Signals()
         try:
             while not self._refused:
+                # An idle client has no timer.
+                if not self._queue:
+                    await signals.queued.wait()
                 async with time_limit(self._clock, _EVERY_S):
-                    await self._due.wait()
-                self._due.clear()
-                self._woken = False
+                    await signals.soon.wait()
+                signals.clear()
+                self._told = _NOTHING
                 await self._send_queued()
         finally:
-            self._due = None
+            self._signals = None
 
     async def flush(self, limit_s: float = _FLUSH_S) -> None:
         """Try to send everything that is queued, for at most `limit_s`."""

@@ -150,14 +150,16 @@ def _from_vendor(name: str) -> Tokenizer | None:
             f"the tokenizer {name!r} is not on any hub; install the vendor's package "
             "tml_tokenizers, or build prompts with tml-renderers"
         )
-    return vendor.get_tinker_tokenizer(name)
+    found: Tokenizer | None = vendor.get_tinker_tokenizer(name)
+    return found
 
 
 def _from_transformers(transformers: Any, source: Source) -> Tokenizer:
     options: dict[str, Any] = {}
     if source.revision is not None:
         options = {"revision": source.revision, "trust_remote_code": True}
-    return transformers.AutoTokenizer.from_pretrained(source.name, **options)
+    loaded: Tokenizer = transformers.AutoTokenizer.from_pretrained(source.name, **options)
+    return loaded
 
 
 def _from_tokenizers(tokenizers: Any, source: Source) -> Tokenizer:
@@ -202,7 +204,7 @@ class FastTokenizer:
     @property
     def vocab_size(self) -> int:
         """Ids of the model's own vocabulary, without tokens added later."""
-        return self._fast.get_vocab_size(with_added_tokens=False)
+        return int(self._fast.get_vocab_size(with_added_tokens=False))
 
     @property
     def eos_token_id(self) -> int | None:
@@ -216,12 +218,12 @@ class FastTokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The ids of `text`."""
-        return self._fast.encode(text, add_special_tokens=add_special_tokens).ids
+        return list(self._fast.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """The text of `token_ids`; numpy and torch values are taken too."""
         ids = [int(token) for token in token_ids]
-        return self._fast.decode(ids, skip_special_tokens=skip_special_tokens)
+        return str(self._fast.decode(ids, skip_special_tokens=skip_special_tokens))
 
     def apply_chat_template(self, *args: object, **kwargs: object) -> list[int]:
         """Not without `transformers`, whose template language this would need."""
@@ -232,7 +234,7 @@ class FastTokenizer:
 
     def __len__(self) -> int:
         """All ids, those of added tokens included."""
-        return self._fast.get_vocab_size(with_added_tokens=True)
+        return int(self._fast.get_vocab_size(with_added_tokens=True))
 
     def __repr__(self) -> str:
         return f"FastTokenizer({self.name_or_path!r}, {len(self)} ids)"

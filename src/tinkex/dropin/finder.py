@@ -16,7 +16,7 @@ from tinkex.errors import TinkerError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
     from importlib.machinery import ModuleSpec
-    from types import ModuleType
+    from types import CodeType, ModuleType
 
 # Child processes that start afresh inherit `sys.path` but no import hook. This folder holds
 # a `tinker` that installs the hook, so that they too find tinkex under that name.
@@ -58,6 +58,14 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         if fullname in (names.OFFICIAL_NAME, "tinker._version"):
             module.__dict__["__version__"] = names.OFFICIAL_VERSION
             module.__dict__["__title__"] = names.OFFICIAL_NAME
+
+    def get_code(self, fullname: str) -> CodeType | None:
+        """What `python -m` runs; other modules are filled without code."""
+        program = names.PROGRAMS.get(fullname)
+        spec = importlib.util.find_spec(program) if program is not None else None
+        if spec is None or not isinstance(spec.loader, importlib.abc.InspectLoader):
+            return None
+        return spec.loader.get_code(spec.name)
 
     def find_distributions(
         self,

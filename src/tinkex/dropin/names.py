@@ -88,6 +88,8 @@ MODULES: dict[str, tuple[Source, ...]] = {
     "tinker.auth": ("tinkex.auth",),
     "tinker._exceptions": ("tinkex.errors",),
     "tinker._version": (),
+    "tinker.cli": (),
+    "tinker.cli.__main__": ({"cli": "tinkex.cli.main:main"},),
     "tinker.lib": (),
     _PUBLIC: ("tinkex", _FUTURE),
     f"{_PUBLIC}.service_client": ("tinkex",),
@@ -105,7 +107,9 @@ MODULES: dict[str, tuple[Source, ...]] = {
     "tinker.lib.experimental": ("tinkex",),
     "tinker.types": ("tinkex.types",),
 }
-PACKAGES = frozenset({"tinker", "tinker.lib", _PUBLIC, "tinker.types"})
+PACKAGES = frozenset({"tinker", "tinker.cli", "tinker.lib", _PUBLIC, "tinker.types"})
+PROGRAMS = {"tinker.cli.__main__": "tinkex.cli.__main__"}
+"""Modules that `python -m` runs, and what runs instead."""
 
 _TYPE_MODULES = """
 audit_log_entry audit_log_response auth_token_response billing_usage_request

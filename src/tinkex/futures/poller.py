@@ -148,7 +148,9 @@ class Poller:
         if isinstance(answer, Pending):
             return await self._pending(wait, answer, asked)
         if isinstance(answer, Failed):
-            raise RequestFailedError(answer.error, wait.ticket.request_id, answer.category)
+            raise RequestFailedError(
+                self._api.scrub(answer.error), wait.ticket.request_id, answer.category
+            )
         if isinstance(answer, Ready):
             return _result(answer.value, reply.headers.get("x-tinkex-usage"))
         return answer

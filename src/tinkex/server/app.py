@@ -102,13 +102,17 @@ async def running(parts: Parts) -> AsyncGenerator[None]:
         session_timeout_s=settings.session_timeout_s,
         result_ttl_s=settings.result_ttl_s,
     )
+    failure: Exception | None = None
     async with anyio.create_task_group() as group:
         group.start_soon(parts.worker.run)
         group.start_soon(upkeep.run)
         try:
             yield
-        finally:
-            group.cancel_scope.cancel()
+        except Exception as error:  # noqa: BLE001 - raised below, outside the group
+            failure = error
+        group.cancel_scope.cancel()
+    if failure is not None:
+        raise failure
 
 
 def _connect(

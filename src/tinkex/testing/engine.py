@@ -196,6 +196,8 @@ class FakeEngine:
         prompt = input_tokens(op.prompt)
         key = zlib.crc32(repr((op.weights, prompt)).encode())
         cached = len(prompt) - 1 if key in self._seen_prompts else 0
+        if len(self._seen_prompts) > 100_000:
+            self._seen_prompts.clear()
         self._seen_prompts.add(key)
         result = await self._sampler.run(
             op, self._sampling_head(op), prompt, spec, self.delays.token_s, on_token

@@ -23,7 +23,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from tinkex.clock import SystemClock
-from tinkex.errors import InputError
+from tinkex.errors import ClosedError, InputError
 from tinkex.server.app import create_app, running
 from tinkex.server.settings import Settings
 from tinkex.server.store.memory import MemoryStore
@@ -138,11 +138,18 @@ class FakeServer:
             raise InputError("a real socket needs the system clock; use transport() instead")
         server, listener = _uvicorn(self)
         host, port = listener.getsockname()
-        thread = threading.Thread(
-            target=server.run, args=([listener],), name="tinkex-fake-server", daemon=True
-        )
+
+        def run() -> None:
+            try:
+                server.run([listener])
+            finally:
+                server.ready.set()
+
+        thread = threading.Thread(target=run, name="tinkex-fake-server", daemon=True)
         thread.start()
         server.ready.wait()
+        if not server.started:
+            raise ClosedError("the fake server did not start")
         self._url, self._loop = f"http://{host}:{port}", server.loop
         try:
             yield self

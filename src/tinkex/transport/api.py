@@ -185,7 +185,7 @@ class Api:
             raise APIConnectionError(
                 info, f"Something in front of {self.config.base_url} refused the connection (400)."
             )
-        text = self._scrub(reply.body[:_MAX_ERROR_TEXT].decode("utf-8", "replace"))
+        text = self.scrub(reply.body[:_MAX_ERROR_TEXT].decode("utf-8", "replace"))
         kept = {name: reply.headers[name] for name in _KEPT_HEADERS if name in reply.headers}
         error = status_error(ResponseInfo(status, kept, text, info), _error_body(text))
         error.request_id = reply.headers.get("x-request-id")
@@ -269,7 +269,7 @@ class Api:
         try:
             return json_codec.decode(route.reply, reply.body)
         except InputError as error:
-            text = self._scrub(reply.body[:_MAX_ERROR_TEXT].decode("utf-8", "replace"))
+            text = self.scrub(reply.body[:_MAX_ERROR_TEXT].decode("utf-8", "replace"))
             info = RequestInfo(route.method, urls.join(self.config.base_url, request.path))
             response = ResponseInfo(reply.status, {}, text, info)
             raise APIResponseValidationError(
@@ -279,7 +279,7 @@ class Api:
     async def _exchange(self) -> str:
         return (await self.call(routes.AUTH_TOKEN, AuthTokenRequest())).jwt
 
-    def _scrub(self, text: str) -> str:
+    def scrub(self, text: str) -> str:
         """A server may quote the credential it refuses; errors must not."""
         for secret in self.auth.secrets():
             text = text.replace(secret, "***")

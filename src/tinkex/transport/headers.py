@@ -8,6 +8,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from tinkex._version import __version__
+from tinkex.wire.routes import Pool
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -50,6 +51,8 @@ class StandardHeaders:
         }
         if route.method != "GET":
             headers["Content-Type"] = _MEDIA.get(route.request_encoding, "application/json")
+        if route.pool is Pool.REST:
+            headers["x-sdk-version"] = __version__
         # The caller's own win, whatever their case.
         taken = {name.lower() for name in self._extra}
         kept = {name: value for name, value in headers.items() if name.lower() not in taken}

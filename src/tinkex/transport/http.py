@@ -154,11 +154,14 @@ class HttpTransport:
         """Follow redirects of a read; another server hears no credentials."""
         here = self._base.origin + self._base.target(request.path, request.query)
         for _ in range(_MAX_REDIRECTS):
-            here = urljoin(here, reply.headers.get("location", ""))
-            parts = urlsplit(here)
-            if parts.scheme != "https" and parts.scheme != self._base.scheme:
+            try:
+                here = urljoin(here, reply.headers.get("location", ""))
+                parts = urlsplit(here)
+                base = urls.parse(f"{parts.scheme}://{parts.netloc}", setting="location")
+            except ValueError as error:  # InputError is one
+                raise BrokenReply("the server redirects to something that is no URL") from error
+            if self._base.secure and not base.secure:
                 raise BrokenReply("the server redirects to an address that is not https")
-            base = urls.parse(f"{parts.scheme}://{parts.netloc}", setting="redirect")
             headers = request.headers
             if base.origin != self._base.origin:
                 headers = {k: v for k, v in headers.items() if k.lower() in _PORTABLE_HEADERS}

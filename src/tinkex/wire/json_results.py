@@ -10,8 +10,14 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from tinkex.errors import InputError
-from tinkex.types import ForwardBackwardOutput, SampledSequence, SampleResponse, StopReason
-from tinkex.types.tensors import TensorData, TopkLogprobs
+from tinkex.types import (
+    ForwardBackwardOutput,
+    SampledSequence,
+    SampleResponse,
+    StopReason,
+    TensorData,
+    TopkLogprobs,
+)
 from tinkex.wire import json_codec
 from tinkex.wire.messages import construct
 

@@ -5,8 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, cast
 
 from tinkex.errors import InputError
-from tinkex.types import PromptAltTokens, SampledSequence, SampleResponse, StopReason
-from tinkex.types.tensors import TopkLogprobs
+from tinkex.types import (
+    PromptAltTokens,
+    SampledSequence,
+    SampleResponse,
+    StopReason,
+    TopkLogprobs,
+)
 from tinkex.wire.arrays import fill_tensor, pack, read_tensor, unpack
 from tinkex.wire.messages import parse, serialize
 

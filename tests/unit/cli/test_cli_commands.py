@@ -309,7 +309,7 @@ def test_usage_is_shown_by_the_hour(run: Run, used: str):
 
 def test_usage_is_written_as_csv_instead(run: Run, used: str):
     written = run("billing", "usage", *today(), "--csv", "u.csv", "--sessions-csv", "-")
-    rows = list(csv.DictReader(Path("u.csv").open()))
+    rows = list(csv.DictReader(io.StringIO(Path("u.csv").read_text())))
     assert {"type", "token_count", "session_id"} <= set(rows[0])
     assert used in {row["session_id"] for row in csv.DictReader(io.StringIO(written.out))}
 
@@ -333,7 +333,9 @@ def test_storage_is_shown_and_written_as_csv(run: Run, saved: Saved):
 
 
 @pytest.mark.req("B20")
-def test_a_missing_key_is_called_a_missing_key(run: Run, server: FakeServer, monkeypatch: pytest.MonkeyPatch):
+def test_a_missing_key_is_called_a_missing_key(
+    run: Run, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.delenv("TINKER_API_KEY")
     ran = run("run", "list")
     assert (ran.status, ran.out) == (FAILED, "")

@@ -27,17 +27,16 @@ FLAGS = Path(__file__).with_name("flags.txt")
 SOURCE = str(Path(__file__).parents[3] / "src")
 
 
-def leaves() -> Iterator[tuple[str, argparse.ArgumentParser]]:
-    """Every command with its parser."""
-
-    def walk(name: str, parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.ArgumentParser]]:
-        yield name, parser
-        for action in parser._actions:
-            if isinstance(action, argparse._SubParsersAction):
-                for word, below in action.choices.items():
-                    yield from walk(f"{name} {word}", below)
-
-    yield from walk("tinkex", build_parser())
+def leaves(
+    name: str = "tinkex", parser: argparse.ArgumentParser | None = None
+) -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    """Every command below one, and itself, with its parser."""
+    parser = parser or build_parser()
+    yield name, parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for word, below in action.choices.items():
+                yield from leaves(f"{name} {word}", below)
 
 
 def described(name: str, parser: argparse.ArgumentParser) -> str:
@@ -100,9 +99,11 @@ def test_a_misspelt_command_is_a_misuse(run: Callable[..., Ran], words: tuple[st
     assert "error:" in ran.err
 
 
-@pytest.mark.parametrize("words", [("version",), ("--version",)])
-def test_the_version_is_printed(run: Callable[..., Ran], words: tuple[str, ...]):
-    assert run(*words) == type(run(*words))(DONE, f"tinkex {__version__}\n", "")
+def test_the_version_is_printed(run: Callable[..., Ran]):
+    for words in (("version",), ("--version",)):
+        ran = run(*words)
+        assert (ran.status, ran.out, ran.err) == (DONE, f"tinkex {__version__}\n", "")
+    assert run("version", "-f", "json").json == {"version": __version__}
 
 
 @pytest.mark.usefixtures("server")
@@ -124,7 +125,7 @@ def test_the_format_may_stand_before_or_after_the_command(
 # -- cost -----------------------------------------------------------------------------------------
 
 
-def python(*words: str, **settings: str) -> list[str]:
+def python(*words: str) -> list[str]:
     return [sys.executable, *words]
 
 

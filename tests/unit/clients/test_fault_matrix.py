@@ -7,6 +7,7 @@ time; and once the fault is gone, the same client must work again.
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from tinkex.testing import faults
 from tinkex.types import SessionSearchRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Iterator
 
     from tinkex import SamplingClient, ServiceClient, TrainingClient
 
@@ -56,14 +57,11 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "not an object": lambda: faults.garbage(b"[1, 2]"),
     "wrong media type": faults.wrong_media_type,
     "empty 400": lambda: faults.empty(400, content_length=False),
-    "session finished": faults.finish_session,
     **{
         str(status): lambda status=status: faults.reply(status)
         for status in (204, 302, 400, 401, 402, 403, 404, 408, 409, 410, 413, 418, 422, 429)
     },
-    **{
-        str(status): lambda status=status: faults.reply(status) for status in (500, 502, 503, 504)
-    },
+    **{str(status): lambda status=status: faults.reply(status) for status in (500, 502, 503, 504)},
 }
 
 # Calls that need no client, only a fresh service.
@@ -191,34 +189,54 @@ async def _ends(world: World, call: Awaitable[Any]) -> None:
     assert world.clock.now() - started <= DEADLINE_S
 
 
+def each_fault(world: World, route: str) -> Iterator[str]:
+    """Break `route` in one way after the other; a failure says in which."""
+    for name, make in FAULTS.items():
+        world.server.faults.on(route, make(), times=None)
+        try:
+            yield name
+        finally:
+            world.server.faults.clear()
+
+
+@contextmanager
+def during(fault: str) -> Iterator[None]:
+    """Names the fault in whatever goes wrong inside."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"the fault was: {fault}")
+        raise
+
+
 @pytest.mark.req("S22")
-@pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize(
     ("call", "route"), [(call, route) for call, (routes, _) in CALLS.items() for route in routes]
 )
-def test_a_call_ends_and_the_client_goes_on(call: str, route: str, fault: str):
+def test_a_call_ends_and_the_client_goes_on(call: str, route: str):
     flags = {"sample_use_retrieve_futures": route == "retrieve_futures"}
 
     async def scenario(world: World) -> None:
         cast = await _cast(world)
-        world.server.faults.on(route, FAULTS[fault](), times=None)
+        for fault in each_fault(world, route):
+            with during(fault):
+                await _ends(world, CALLS[call][1](cast))
+                world.server.faults.clear()
+                # B3, S25: whatever happened, the next operations have their turn.
+                await cast.training.optim_step(AdamParams())
+                await cast.sampler.sample(PROMPT, 1, PARAMS)
+        world.server.faults.on(route, faults.finish_session(), times=None)
         await _ends(world, CALLS[call][1](cast))
-        world.server.faults.clear()
-        if fault != "session finished":
-            # B3, S25: whatever happened, the next operations have their turn.
-            await cast.training.optim_step(AdamParams())
-            await cast.sampler.sample(PROMPT, 1, PARAMS)
         await cast.service.close_async()
 
     World(flags, total_deadline_s=3000.0).run(scenario)
 
 
 @pytest.mark.req("S22")
-@pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize(
     ("call", "route"), [(call, route) for call, routes in FIRST_CALLS.items() for route in routes]
 )
-def test_a_first_call_ends_and_may_be_made_again(call: str, route: str, fault: str):
+def test_a_first_call_ends_and_may_be_made_again(call: str, route: str):
     calls: dict[str, Callable[[ServiceClient], Awaitable[Any]]] = {
         "capabilities": lambda service: service.get_server_capabilities_async(),
         "create model": lambda service: service.create_lora_training_client_async(MODEL),
@@ -226,43 +244,43 @@ def test_a_first_call_ends_and_may_be_made_again(call: str, route: str, fault: s
     }
 
     async def scenario(world: World) -> None:
-        service = world.service()
-        world.server.faults.on(route, FAULTS[fault](), times=None)
-        await _ends(world, calls[call](service))
-        world.server.faults.clear()
-        if fault != "session finished":
-            await calls[call](service)
-        await service.close_async()
+        for fault in each_fault(world, route):
+            service = world.service()
+            with during(fault):
+                await _ends(world, calls[call](service))
+                world.server.faults.clear()
+                await calls[call](service)
+                await service.close_async()
 
     World(total_deadline_s=3000.0).run(scenario)
 
 
-@pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("route", BACKGROUND)
-def test_trouble_in_the_background_reaches_no_caller(route: str, fault: str):
+def test_trouble_in_the_background_reaches_no_caller(route: str):
     async def scenario(world: World) -> None:
-        cast = await _cast(world)
-        world.server.faults.on(route, FAULTS[fault](), times=None)
-        abandoned = cast.sampler.sample(PROMPT, 1, PARAMS)
-        await world.clock.sleep(0.0)
-        abandoned.cancel()
-        await world.clock.sleep(700.0)
-        if fault != "session finished":
-            await cast.training.optim_step(AdamParams())
-        await cast.service.close_async()
+        for fault in each_fault(world, route):
+            with during(fault):
+                cast = await _cast(world)
+                abandoned = cast.sampler.sample(PROMPT, 1, PARAMS)
+                await world.clock.sleep(0.0)
+                abandoned.cancel()
+                # Less than the time after which the server gives a silent session up.
+                await world.clock.sleep(200.0)
+                await cast.training.optim_step(AdamParams())
+                await cast.service.close_async()
 
     World().run(scenario)
 
 
 @pytest.mark.req("S22")
-@pytest.mark.parametrize("fault", FAULTS)
-def test_closing_ends_whatever_the_server_does(fault: str):
+def test_closing_ends_whatever_the_server_does():
     async def scenario(world: World) -> None:
-        cast = await _cast(world)
-        world.server.faults.on("finish_session", FAULTS[fault](), times=None)
-        started = world.clock.now()
-        await cast.service.close_async()
-        assert world.clock.now() - started <= 30.0
+        for fault in each_fault(world, "finish_session"):
+            with during(fault):
+                cast = await _cast(world)
+                started = world.clock.now()
+                await cast.service.close_async()
+                assert world.clock.now() - started <= 30.0
 
     World().run(scenario)
 

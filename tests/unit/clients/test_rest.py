@@ -18,6 +18,7 @@ from rest_fakes import KEY, Asked, Script, on_loopback
 from tinkex.clients.admin import AdminClient
 from tinkex.clients.portal import CurrentLoop
 from tinkex.clients.rest import RestClient
+from tinkex.clients.service import ServiceClient
 from tinkex.config import Config
 from tinkex.errors import (
     ClosedError,
@@ -531,6 +532,18 @@ def test_a_client_of_its_own_works_as_an_async_context_manager():
         asyncio.run(use(url))
 
 
+@pytest.mark.filterwarnings("ignore:create_rest_client is deprecated")
+def test_a_client_made_by_a_service_client_shares_its_connection():
+    script = Script({f"GET {AT_RUN}": TRAINING_RUN})
+    with on_loopback(script) as url, ServiceClient(base_url=url, api_key=KEY) as service:
+        rest = service.create_rest_client()
+        assert rest.holder is service.holder
+        with rest:
+            rest.get_training_run(RUN).result(5)
+        assert service.holder.session_id is None
+        assert service.create_rest_client().get_training_run(RUN).result(5).lora_rank is None
+
+
 def test_closing_a_borrowing_client_leaves_the_connection_open():
     script = Script({f"GET {AT_RUN}": TRAINING_RUN})
 
@@ -570,11 +583,14 @@ def test_closing_ends_calls_under_way_with_a_typed_error():
 def test_a_dropped_client_lets_go_of_its_thread_once_its_calls_are_done():
     script = Script({f"GET {AT_RUN}": TRAINING_RUN})
     with on_loopback(script) as url:
+        others = set(threading.enumerate())
         future = RestClient(base_url=url, api_key=KEY).get_training_run(RUN)
         gc.collect()
         # The pending call keeps the connection, although nobody holds the client.
         assert future.result(5).training_run_id == RUN
-        loops = [thread for thread in threading.enumerate() if thread.name == "tinkex"]
+        started = set(threading.enumerate()) - others
+        loops = [thread for thread in started if thread.name == "tinkex"]
+        assert len(loops) == 1
         del future
         gc.collect()
         for thread in loops:

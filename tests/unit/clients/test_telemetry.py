@@ -358,3 +358,25 @@ def test_a_forked_child_has_a_name_of_its_own_and_leaves_the_parents_queue_alone
     assert child != parent
     assert parent == process_uuid()
     assert queued == "0"
+
+
+async def test_an_idle_client_has_no_timer() -> None:
+    async with Setup().running() as s:
+        assert s.clock.sleepers == 0
+        s.telemetry.event("retry")
+        await anyio.wait_all_tasks_blocked()
+        assert s.clock.sleepers == 1
+        await s.clock.advance(10)
+        assert s.server.names == ["retry"]
+        assert s.clock.sleepers == 0
+
+
+async def test_what_is_left_after_a_failed_round_is_tried_again_later() -> None:
+    async with Setup().running() as s:
+        s.server.error = status_error(ResponseInfo(403), None)
+        for _ in range(150):
+            s.telemetry.event("retry")
+        await anyio.wait_all_tasks_blocked()
+        s.server.error = None
+        await s.clock.advance(10)
+    assert len(s.server.events) == 50

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
 
 from tinkex.server import Settings
 from tinkex.testing import FakeClock, FakeEngine, FakeServer
-from tinkex.testing.engine import Delays
 from tinkex.transport.base import Pool, Reply, Request
 from tinkex.types import Datum, ModelInput
 from tinkex.wire.proto_codec import (
@@ -20,6 +19,9 @@ from tinkex.wire.proto_codec import (
     decode_sample_response,
     encode_forward_backward,
 )
+
+if TYPE_CHECKING:
+    from tinkex.testing.engine import Delays
 
 PROTOBUF = "application/x-protobuf"
 

@@ -150,7 +150,7 @@ async def test_a_lifetime_can_be_set_and_removed(api: Api) -> None:
 
 
 async def test_publishing_lets_others_read_and_nothing_else(api: Api) -> None:
-    session, model = await trained(api)
+    _, model = await trained(api)
     path = (await save(api, model, 3))["path"]
     url = f"/training_runs/{model}/checkpoints/weights/one"
     other = api.other()

@@ -132,6 +132,23 @@ async def test_a_restart_wakes_the_polls_of_what_it_lost(start: Start) -> None:
         assert api.clock.now() == 1
 
 
+async def test_a_lost_sample_sent_again_under_its_old_number_can_be_cancelled(
+    start: Start,
+) -> None:
+    async with start(Delays(sample_s=1000)) as api:
+        sampler = await api.sampler(await api.session())
+        await api.sample(sampler)
+        await api.clock.sleep(1)
+        api.server.lose_samples()
+        again = await api.sample(sampler)
+        await api.clock.sleep(1)
+        worker = api.server._parts.worker
+        assert worker.samples_in_flight == 1
+        assert await api.post("/cancel_future", again) == {"cancelled": True}
+        await api.clock.sleep(1)
+        assert worker.samples_in_flight == 0
+
+
 async def test_results_are_dropped_after_their_time(start: Start) -> None:
     async with start(result_ttl_s=1000) as api:
         model = await api.model()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from tinkex.server.scheduler.plan import Lane, Plan, Waiting, plan
 
 
@@ -76,3 +79,42 @@ def test_owners_take_turns_when_a_batch_is_full() -> None:
 def test_a_long_run_is_cut_at_the_batch_limit() -> None:
     queue = lane("a", *((seq, "forward_backward") for seq in range(1, 10)))
     assert batches(decide(queue, most=4)) == [["a:1", "a:2", "a:3", "a:4"]]
+
+
+KINDS = ["forward", "forward_backward", "optim_step", "save_weights"]
+
+
+@given(
+    arrivals=st.permutations(range(1, 9)),
+    kinds=st.lists(st.sampled_from(KINDS), min_size=8, max_size=8),
+    missing=st.sets(st.integers(1, 8), max_size=3),
+    most=st.integers(1, 4),
+)
+def test_whatever_the_order_of_arrival_each_runs_once_and_in_turn(
+    arrivals: list[int], kinds: list[str], missing: set[int], most: int
+) -> None:
+    queue, ran, now = Lane("a", next_seq=1), list[int](), 0.0
+
+    def run_all() -> None:
+        while batches := decide(queue, now=now, most=most).batches:
+            (batch,) = batches
+            ((_, run),) = batch.runs
+            assert len({op.work for op in run}) == 1
+            assert len(run) <= most
+            for op in run:
+                del queue.waiting[op.seq_id]
+                ran.append(op.seq_id)
+            queue.next_seq = ran[-1] + 1
+
+    for seq in arrivals:
+        if seq in missing:
+            continue
+        now += 1
+        queue.last_arrival = now
+        queue.waiting[seq] = Waiting(f"a:{seq}", seq, kinds[seq - 1], "o", now)  # type: ignore[arg-type]
+        run_all()
+    first_gap = min(missing, default=9)
+    assert ran == list(range(1, first_gap))
+    now += 60
+    run_all()
+    assert ran == [seq for seq in range(1, 9) if seq not in missing]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from tinkex.testing.engine import Delays
@@ -255,7 +254,14 @@ async def test_clients_before_sampling_sessions_name_the_weights_in_each_request
     assert result["sequences"][0]["stop_reason"] == "length"
 
 
-async def test_images_of_the_toy_model_are_real_distributions(api: Api) -> None:
-    engine = api.server.engine
-    head = engine._toys["tinkex/tiny"].head()
-    assert np.exp(head.logprobs).sum(axis=1) == pytest.approx(1)
+async def test_the_end_token_stops_unless_the_stop_list_says_otherwise(api: Api) -> None:
+    session = await api.session()
+    model = await api.model(session)
+    await api.train(model, 1, datum([1, 2, 3], target_tokens=[256, 256, 256]))
+    await api.step(model, 2, learning_rate=100.0)
+    sampler = await publish(api, model, 3, 0)
+    ended = (await api.sampled(await api.sample(sampler))).sequences[0]
+    assert (ended.stop_reason, ended.tokens) == ("stop", [256])
+    params = {"max_tokens": 4, "stop": []}
+    endless = (await api.sampled(await api.sample(sampler, 1, sampling_params=params))).sequences[0]
+    assert (endless.stop_reason, endless.tokens) == ("length", [256] * 4)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+from urllib.parse import quote
+
 import msgspec
 import pytest
 from starlette.applications import Starlette
@@ -138,3 +141,39 @@ async def test_an_unknown_content_encoding_is_named(api: Api) -> None:
     reply = await api.call("POST", "/create_session", b"", headers={"content-encoding": "br"})
     assert reply.status == 415
     assert b"br" in reply.body
+
+
+NONSENSE: list[bytes] = [
+    b"",
+    b"null",
+    b"[]",
+    b'"text"',
+    b"{",
+    b"\xff\xfe",
+    b"{}",
+    b'{"model_id":1,"seq_id":"x","session_id":[],"request_id":{},"path":null,"target":7}',
+    (
+        b'{"session_id":"s","model_id":"s","sampling_session_id":"s","request_id":"s",'
+        b'"seq_id":-1,"model_seq_id":-1,"sampling_session_seq_id":-1,"base_model":"tinkex/tiny",'
+        b'"path":"tinker://","tinker_path":"","source_path":"","optimizer":true,"num_samples":1,'
+        b'"prompt":{"chunks":[]},"sampling_params":{},"target":{"sampling_session_id":"s"}}'
+    ),
+    b"[" * 5000,
+]
+
+
+@pytest.mark.parametrize("route", ROUTES, ids=lambda route: route.name)
+async def test_nonsense_is_never_a_server_error(api: Api, route: Any) -> None:
+    url = route.url(**{name: "a/b" if name == "ckpt" else "a:b" for name in route.parameters})
+    for body in NONSENSE:
+        for query in ("", "limit=x&offset=²&day=&event_type=&starting_on=&project_id="):
+            for media in ("application/json", "application/x-protobuf"):
+                reply = await api.call(
+                    route.method,
+                    url.removeprefix("/api/v1"),
+                    body,
+                    query=quote(query, safe="=&"),
+                    headers={"content-type": media},
+                )
+                assert reply.status < 500 or route.name == "delete_api_key", (body, reply)
+                assert reply.status != 409

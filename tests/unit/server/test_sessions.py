@@ -57,6 +57,18 @@ async def test_finishing_frees_adapters_after_their_accepted_work_has_run(api: A
     assert api.server.engine.adapters == ()
 
 
+async def test_a_clean_up_that_fails_does_not_stop_the_server(
+    api: Api, caplog: pytest.LogCaptureFixture
+) -> None:
+    session = await api.session()
+    model = await api.model(session)
+    api.server.engine.fail_next("drop_adapter", RuntimeError("stuck"))
+    await api.post(f"/sessions/{session}/finish", SUCCESS)
+    assert "clean-up failed" in caplog.text
+    await api.result(await api.train(await api.model(), 1))
+    assert model in api.server.engine.adapters
+
+
 async def test_silence_ends_a_session_and_its_samples(start: Start) -> None:
     from tinkex.testing.engine import Delays
 

@@ -47,12 +47,12 @@ async def test_a_forward_pass_leaves_the_gradient_alone(api: Api) -> None:
 
 async def test_gradients_add_up_until_the_step(api: Api) -> None:
     model = await api.model()
-    once = await api.result(await self_step(api, model, 1, times=1))
-    twice = await api.result(await self_step(api, await api.model(), 1, times=2))
+    once = await api.result(await gradients_then_step(api, model, 1, times=1))
+    twice = await api.result(await gradients_then_step(api, await api.model(), 1, times=2))
     assert twice["metrics"]["grad_norm"] == pytest.approx(2 * once["metrics"]["grad_norm"])
 
 
-async def self_step(api: Api, model: str, seq: int, times: int) -> object:
+async def gradients_then_step(api: Api, model: str, seq: int, times: int) -> object:
     for index in range(times):
         await api.train(model, seq + index)
     return await api.step(model, seq + times)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING
 
 import pytest
 
-from .conftest import Api
+if TYPE_CHECKING:
+    from .conftest import Api
 
 pytestmark = pytest.mark.anyio
 

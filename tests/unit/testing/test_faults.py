@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import http.client
-from collections.abc import AsyncIterator, Iterator
 from email.utils import parsedate_to_datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -14,6 +13,9 @@ import pytest
 from tinkex.errors import APIConnectionError, APITimeoutError
 from tinkex.testing import API_KEY, FakeClock, FakeServer, faults
 from tinkex.transport.base import Pool, Reply, Request
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator
 
 pytestmark = [pytest.mark.anyio, pytest.mark.req("S37")]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import urllib.request
+from typing import TYPE_CHECKING
 
 import anyio
 import msgspec
@@ -10,11 +11,18 @@ import pytest
 
 from tinkex.errors import InputError
 from tinkex.testing import API_KEY, FakeClock, FakeServer
+from tinkex.testing.plugin import (  # also without an installation
+    tinkex_server,  # noqa: F401
+    tinkex_service,  # noqa: F401
+)
 from tinkex.testing.recorder import route_name
 from tinkex.transport.base import Pool, Request
 from tinkex.types import Datum, ModelInput
 from tinkex.wire.compression import compress
 from tinkex.wire.proto_codec import encode_forward_backward
+
+if TYPE_CHECKING:
+    from tinkex.clients.service import ServiceClient
 
 pytestmark = [pytest.mark.anyio, pytest.mark.req("S37")]
 
@@ -97,11 +105,18 @@ def test_virtual_time_and_real_sockets_do_not_mix() -> None:
         _ = FakeServer().url
 
 
-def test_the_fixture_listens_on_loopback(tinkex_server: FakeServer) -> None:
+def test_the_fixture_listens_on_loopback(tinkex_server: FakeServer) -> None:  # noqa: F811
     with urllib.request.urlopen(f"{tinkex_server.url}/api/v1/healthz", timeout=5) as reply:
         assert msgspec.json.decode(reply.read()) == {"status": "ok"}
     assert tinkex_server.url.startswith("http://127.0.0.1:")
 
 
-def test_samples_can_be_lost_from_another_thread(tinkex_server: FakeServer) -> None:
+def test_samples_can_be_lost_from_another_thread(tinkex_server: FakeServer) -> None:  # noqa: F811
     tinkex_server.lose_samples()
+
+
+def test_the_client_fixture_trains_and_samples(tinkex_service: ServiceClient) -> None:  # noqa: F811
+    training = tinkex_service.create_lora_training_client(base_model="tinkex/tiny", rank=4)
+    datum = Datum(model_input=ModelInput.from_ints([1]), loss_fn_inputs={"target_tokens": [2]})
+    result = training.forward_backward([datum], "cross_entropy").result(timeout=10)
+    assert result.metrics["loss:sum"] > 0

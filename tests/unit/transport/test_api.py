@@ -73,6 +73,7 @@ async def test_a_read_has_no_body_no_content_type_and_no_idempotency_key(clock: 
     (request,) = transport.requests
     assert request.body is None
     assert not {"Content-Type", "X-Idempotency-Key"} & set(request.headers)
+    assert request.headers["x-sdk-version"]
 
 
 async def test_params_and_query_reach_the_url(clock: StillClock):

@@ -544,6 +544,14 @@ async def test_redirects_are_followed_only_when_asked_and_carry_no_credentials_e
     assert b"tml-canary" not in heads[0]
 
 
+@pytest.mark.parametrize("location", ["ftp://h/x", "http://[::1", "//user:pw@h/", "http://h:0/"])
+async def test_a_redirect_to_nowhere_is_a_connection_error(location: str):
+    handler = always(reply_bytes(b"", "302 There", Location=location))
+    request = Request("GET", "/api/v1/audit", Pool.REST, 5.0, follow_redirects=True)
+    with pytest.raises(APIConnectionError, match="no URL"):
+        await ask(handler, request)
+
+
 async def test_a_redirect_loop_ends():
     loop = always(reply_bytes(b"", "302 Again", Location="/api/v1/audit"), close=False)
     request = Request("GET", "/api/v1/audit", Pool.REST, 5.0, follow_redirects=True)

@@ -127,5 +127,5 @@ def test_images_of_unknown_length_leave_the_length_to_the_server() -> None:
     known = ModelInput.from_ints([1, 2]).append(
         ImageChunk(data=b"x", format="png", expected_tokens=2)
     )
-    with pytest.raises(InputError, match="5 positions .* 4"):
+    with pytest.raises(InputError, match=r"5 positions .* 4"):
         check_data([Datum(known, {"target_tokens": [1, 2, 3, 4, 5]})], "cross_entropy")

@@ -124,7 +124,7 @@ def test_packed_tokens_are_little_endian_32_bit() -> None:
 
 def test_tokens_are_a_list_whatever_they_were_given_as() -> None:
     chunk = types.EncodedTextChunk(tokens=(1, 2))
-    assert chunk.tokens + [3] == [1, 2, 3]  # pyright: ignore  # noqa: RUF005 -- list concatenation is the point
+    assert chunk.tokens + [3] == [1, 2, 3]  # pyright: ignore[reportOperatorIssue]  # noqa: RUF005 -- adding lists is the point
     assert chunk == types.EncodedTextChunk(tokens=[1, 2])
     with pytest.raises(InputTypeError):
         types.EncodedTextChunk(tokens={1, 2})  # pyright: ignore[reportArgumentType]

@@ -30,11 +30,11 @@ OUTPUT = ForwardBackwardOutput(
 @pytest.mark.req("S4")
 def test_reading_the_loss_says_where_it_is() -> None:
     with pytest.raises(AttributeError, match=r'metrics\["loss:sum"\]'):
-        _ = OUTPUT.loss  # pyright: ignore
+        _ = OUTPUT.loss  # pyright: ignore[reportAttributeAccessIssue]
     assert not hasattr(OUTPUT, "loss")
     assert "loss" not in {field.name for field in dataclasses.fields(OUTPUT)}
     with pytest.raises(AttributeError, match="'lossy'"):
-        _ = OUTPUT.lossy  # pyright: ignore
+        _ = OUTPUT.lossy  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_outputs_compare_without_usage_and_pickle() -> None:
@@ -43,7 +43,7 @@ def test_outputs_compare_without_usage_and_pickle() -> None:
     assert pickle.loads(pickle.dumps(twin)).usage == Usage(trained_tokens=4)
     assert copy.deepcopy(OUTPUT) == OUTPUT
     with pytest.raises(AttributeError):
-        OUTPUT.metrics = {}  # pyright: ignore
+        OUTPUT.metrics = {}  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_a_sequence_without_tokens_has_an_empty_list() -> None:
     empty = SampledSequence("length", "s")
     assert (empty.tokens, empty.logprobs, empty.topk_logprobs) == ([], None, None)
     with pytest.raises(AttributeError):
-        empty.stop_reason = "stop"  # pyright: ignore
+        empty.stop_reason = "stop"  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @pytest.mark.parametrize(

@@ -480,7 +480,10 @@ def test_every_struct_can_be_decoded_by_msgspec() -> None:
 
 
 def test_importing_types_loads_no_heavy_library() -> None:
-    code = "import sys, tinkex.types; print([m for m in ('numpy', 'torch', 'pydantic') if m in sys.modules])"
+    code = (
+        "import sys, tinkex.types;"
+        "print([m for m in ('numpy', 'torch', 'pydantic') if m in sys.modules])"
+    )
     shown = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=30
     )

@@ -55,14 +55,17 @@ class Call:
 
     @property
     def store(self) -> Store:
+        """What the server remembers."""
         return self.parts.store
 
     @property
     def settings(self) -> Settings:
+        """The server's settings."""
         return self.parts.settings
 
     @property
     def worker(self) -> Worker:
+        """Where operations go."""
         return self.parts.worker
 
     def now(self) -> float:
@@ -83,7 +86,7 @@ class Call:
         text = self.request.query_params.get(name)
         if text is None:
             return default
-        if not text.isdigit() or int(text) > most:
+        if not (text.isascii() and text.isdigit()) or int(text) > most:
             raise refuse(400, f"{name} must be a whole number from 0 to {most}, not {text!r}.")
         return int(text)
 

@@ -179,8 +179,8 @@ async def search_sessions(call: Call) -> Response:
     request = await call.json(SessionSearchRequest)
     found = [s for s in await _searched(call, request) if _matches(s, request)]
     if request.cursor is not None:
-        last = (request.cursor.last_created_at.timestamp(), request.cursor.last_session_id)
-        found = [s for s in found if (s.created_at, s.session_id) < last]
+        last = (request.cursor.last_created_at, request.cursor.last_session_id)
+        found = [s for s in found if (when(s.created_at), s.session_id) < last]
     page, rest = found[: request.limit], found[request.limit :]
     cursor = None
     if rest:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,9 @@ if TYPE_CHECKING:
     from tinkex.clock import Clock
     from tinkex.server.scheduler.worker import Worker
     from tinkex.server.store.base import Store
+
+
+_log = logging.getLogger(__name__)
 
 
 class Upkeep:
@@ -37,7 +41,10 @@ class Upkeep:
         """Sweep until cancelled."""
         while True:
             await self._clock.sleep(self._interval_s)
-            await self.sweep()
+            try:
+                await self.sweep()
+            except Exception:  # noqa: BLE001 - one sweep ends here; the next may do better
+                _log.exception("upkeep failed")
 
     async def sweep(self) -> None:
         """One look around."""

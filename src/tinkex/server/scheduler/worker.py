@@ -120,7 +120,7 @@ class Worker:
         """Accept an operation that needed no waiting; its result is there at once."""
         accepted, new = await self._store.submit(operation)
         if new:
-            await self._finish(accepted, self._succeeded(accepted, Done(value, Usage())))
+            await self._finish(accepted, self._settled(accepted, Done(value, Usage())))
         return accepted
 
     def next_seq(self, model_id: str) -> int:
@@ -153,7 +153,7 @@ class Worker:
                 await self.cancel(operation)
         for sampler in await self._store.samplers(session_id):
             if sampler.snapshot is not None:
-                await self._engine.drop_snapshot(sampler.snapshot)
+                await _quietly(self._engine.drop_snapshot(sampler.snapshot))
         for model in await self._store.models(session_id=session_id):
             self._leaving.add(model.model_id)
             await self._leave_if_empty(model.model_id)
@@ -174,7 +174,9 @@ class Worker:
     def forget_samples(self) -> None:
         """Drop every sample in flight without an outcome, as a restart does."""
         self._new_samples.clear()
-        for scope in list(self._samples.values()):
+        scopes = list(self._samples.values())
+        self._samples.clear()
+        for scope in scopes:
             scope.cancel()
 
     async def _enqueue(self, op: Operation) -> None:
@@ -213,7 +215,9 @@ class Worker:
                 outcome = await self._outcome(operation, self.jobs.sample(operation))
                 await self._finish(operation, outcome)
             finally:
-                self._samples.pop(operation.op_id, None)
+                # After a restart the same id may already belong to the sample sent again.
+                if self._samples.get(operation.op_id) is scope:
+                    del self._samples[operation.op_id]
 
     async def _run_batch(self, batch: Batch) -> None:
         try:
@@ -255,10 +259,7 @@ class Worker:
                 await self._finish(op, _failed(op, error))
             return
         for op, result in zip(operations, results, strict=True):
-            if isinstance(result, Done):
-                await self._finish(op, self._succeeded(op, result))
-            else:
-                await self._finish(op, _failed(op, result))
+            await self._finish(op, self._settled(op, result))
 
     async def _train(self, operations: Sequence[Operation]) -> list[Done | RequestFailedError]:
         jobs = [await _attempt(self.jobs.train_op(op)) for op in operations]
@@ -279,13 +280,18 @@ class Worker:
 
     async def _outcome(self, op: Operation, job: Coroutine[Any, Any, Done]) -> Outcome:
         try:
-            return self._succeeded(op, await job)
-        except Exception as error:  # noqa: BLE001  # a job ends here; its failure is recorded
+            return self._settled(op, await job)
+        except Exception as error:  # noqa: BLE001 - a job ends here; its failure is recorded
             return _failed(op, error)
 
-    def _succeeded(self, op: Operation, done: Done) -> Outcome:
-        body = self._encode(op.kind, done.value)
-        return Outcome(body=body, size_bytes=len(body), usage=done.usage)
+    def _settled(self, op: Operation, result: Done | RequestFailedError) -> Outcome:
+        if isinstance(result, RequestFailedError):
+            return _failed(op, result)
+        try:
+            body = self._encode(op.kind, result.value)
+        except Exception as error:  # noqa: BLE001 - a result nobody can be told is a failure
+            return _failed(op, error)
+        return Outcome(body=body, size_bytes=len(body), usage=result.usage)
 
     async def _finish(self, op: Operation, outcome: Outcome) -> bool:
         now = self._clock.wall()
@@ -337,7 +343,17 @@ class Worker:
         lane = self._lanes.get(model_id)
         if model_id in self._leaving and (lane is None or not (lane.busy or lane.waiting)):
             self._leaving.discard(model_id)
-            await self._engine.drop_adapter(model_id)
+            self._lanes.pop(model_id, None)
+            self._failed_models.pop(model_id, None)
+            await _quietly(self._engine.drop_adapter(model_id))
+
+
+async def _quietly(cleanup: Awaitable[None]) -> None:
+    """Freeing something may fail without anybody having to know but the log."""
+    try:
+        await cleanup
+    except Exception:  # noqa: BLE001 - the clean-up ends here
+        _log.exception("clean-up failed")
 
 
 async def _attempt(job: Awaitable[T]) -> T | RequestFailedError:

@@ -61,7 +61,10 @@ class QueueNotices:
             _log.warning("%s is paused (%s): %s", self._subject, state, reason)
 
     def _tell(self, state: str, reason: str | None) -> None:
-        self._on_change(state, reason)
+        try:
+            self._on_change(state, reason)
+        except Exception:  # noqa: BLE001 - the user's hook is no part of the operation
+            _log.exception("on_queue_state_change failed")
         if self._telemetry is not None:
             data = {"subject": self._subject, "queue_state": state, "reason": reason}
             self._telemetry.event("queue_state_changed", data)

@@ -67,13 +67,16 @@ class Turns:
         model_id: str,
     ) -> None:
         # Mutable state, touched on the loop only: calls that wait, whether somebody is sending
-        # them, and the next number. Slot 0 is the creation of the model.
+        # them, how many were queued and sent so far, and the next number. Slot 0 is the creation
+        # of the model.
         self._session = session
         self._operations = operations
         self._observe = observe
         self._model_id = model_id
         self._waiting: deque[Turn] = deque()
         self._sending = False
+        self._queued = 0
+        self._sent = 0
         self._next_seq_id = 1
 
     def take(
@@ -86,8 +89,10 @@ class Turns:
         return promise.future
 
     def _queue(self, turn: Turn) -> None:
+        place = self._queued
+        self._queued += 1
         self._waiting.append(turn)
-        turn.promise.note(position=len(self._waiting) - 1 + self._sending)
+        turn.promise.ahead = lambda: max(place - self._sent, 0)
         if not self._sending:
             self._sending = True
             self._operations.portal.spawn(self._send_all())
@@ -98,6 +103,7 @@ class Turns:
                 turn = self._waiting.popleft()
                 if not turn.promise.future.done():
                     await self._send(turn)
+                self._sent += 1
         finally:
             self._sending = False
 
@@ -105,7 +111,6 @@ class Turns:
         """Submit one turn in a task of its own, so that cancelling it frees the queue."""
         turn.first_seq_id = self._next_seq_id
         self._next_seq_id += len(turn.requests)
-        turn.promise.note(position=0)
         done = asyncio.Event()
 
         async def work(promise: Promise[Any]) -> Any:
@@ -118,7 +123,7 @@ class Turns:
                     done.set()
                 request_id = turn.tickets[0].request_id
                 step.note(request_id=request_id)
-                promise.note(state="running", position=None, request_id=request_id)
+                promise.note(state="running", request_id=request_id)
                 with span("training.wait"):
                     return await self._collect(turn)
 

@@ -85,7 +85,10 @@ class APIFuture(concurrent.futures.Future[T], Generic[T]):
             return replace(self._promise.status, state="cancelled")
         if self.done():
             return replace(self._promise.status, state="failed" if super().exception(0) else "done")
-        return self._promise.status
+        status, ahead = self._promise.status, self._promise.ahead
+        if ahead is None or status.state != "queued":
+            return status
+        return replace(status, position=ahead())
 
     @property
     def usage(self) -> Usage | None:
@@ -145,6 +148,8 @@ class Promise(Generic[T]):
         self.status = FutureStatus(since=now() if now else 0.0)
         self.loop_thread = loop_thread
         self.keep_alive = keep_alive
+        # How many calls go first; asked when somebody looks, since it changes with each of them.
+        self.ahead: Callable[[], int] | None = None
         self._now = now
         self.future: APIFuture[T] = future if future is not None else APIFuture(self)
 

@@ -15,7 +15,7 @@ import anyio
 import anyio.lowlevel
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncGenerator, Sized
 
 
 # A task that looks blocked may be woken by a callback that is already scheduled, and that by
@@ -129,6 +129,18 @@ async def all_tasks_blocked() -> None:
     except RuntimeError:
         await anyio.wait_all_tasks_blocked()
         return
+    await anyio.lowlevel.checkpoint()
+    # On asyncio's own loops a task that is not blocked has a step scheduled, and so has
+    # everything else that could wake one.
+    scheduled: Sized | None = getattr(loop, "_ready", None)
+    while scheduled:
+        await anyio.lowlevel.checkpoint()
+    if scheduled is None:
+        await _no_task_runs(loop)
+
+
+async def _no_task_runs(loop: asyncio.AbstractEventLoop) -> None:
+    """The same for loops that do not show what they have scheduled."""
     this = asyncio.current_task()
     quiet = 0
     while quiet < _QUIET_ROUNDS:

@@ -30,6 +30,8 @@ MAX_HINT_S: Final = 60.0
 BILLING_STEP_S: Final = 5.0
 _BASE_S = 0.5
 _JITTER = 0.25
+# Less than this left is nothing left: a rounding error of time would otherwise be waited for.
+_SHORTEST_S = 0.001
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +174,7 @@ def decide(
     if rule.tries is not None and progress.retries + 1 >= rule.tries:
         return Decision(None, f"{reason} after {progress.retries + 1} tries")
     left_s = limits.budget_s - (progress.elapsed_s - progress.billing_s)
-    if left_s <= 0:
+    if left_s < _SHORTEST_S:
         return Decision(None, f"{reason}, and {limits.budget_s:g} s have passed")
     wait_s = _wait_s(rule, outcome, progress.retries, jitter, wall)
     # Clipped rather than refused: the last attempt is made when the time is up.

@@ -91,11 +91,13 @@ def cast_array(array: Array, dtype: TensorDtype | None, path: str) -> Array:
 
 def _kind(dtype: np.dtype[Any]) -> str | None:
     """`f` for what becomes float32, `i` for what becomes int64, None for the rest."""
-    if (dtype.kind == "f" and dtype.itemsize <= 8) or dtype.name == "bfloat16":
+    kind = dtype.kind
+    if kind == "f" and dtype.itemsize <= 8:
         return "f"
-    if dtype.kind in "ib" or (dtype.kind == "u" and dtype.itemsize == 1):
+    if kind in "ib" or (kind == "u" and dtype.itemsize == 1):
         return "i"
-    return None
+    # Not a type of numpy's own, and slow to ask for.
+    return "f" if dtype.name == "bfloat16" else None
 
 
 def _to_float32(array: Array, path: str) -> Array:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 from tinkex.errors import InputError, InputTypeError
 from tinkex.types.datum import KEY_DTYPES, Datum
-from tinkex.types.inputs import EncodedTextChunk
+from tinkex.types.inputs import DmelChunk, EncodedTextChunk
 from tinkex.types.tensors import TensorData
 from tinkex.types.training import loss_name
 
@@ -57,20 +57,28 @@ def check_datum(datum: Any, index: int, loss_fn: str, vocab_size: int | None = N
         _check_input_ids(datum, vocab_size, path)
     for key in _REQUIRED.get(loss_fn, ()):
         if key not in datum.loss_fn_inputs:
-            raise InputError(f"{loss_fn} needs it", f'{path}.loss_fn_inputs["{key}"]')
+            raise InputError(f"{loss_fn} needs it", _at(path, key))
     for key, tensor in datum.loss_fn_inputs.items():
-        _check_tensor(tensor, key, f'{path}.loss_fn_inputs["{key}"]', vocab_size)
+        _check_tensor(tensor, key, path, vocab_size)
     if loss_fn != "custom":
         _check_shapes(datum, length, path)
+
+
+def _at(path: str, key: str) -> str:
+    """The place of a loss input; only asked for when something is wrong with it."""
+    return f'{path}.loss_fn_inputs["{key}"]'
 
 
 def _input_length(datum: Datum, path: str) -> int | None:
     """Length in positions, or None when only the server can know it."""
     length = 0
     for chunk in datum.model_input.chunks:
-        if getattr(chunk, "expected_tokens", 0) is None:
+        if isinstance(chunk, EncodedTextChunk):
+            length += len(chunk.tokens)
+        elif isinstance(chunk, DmelChunk) or chunk.expected_tokens is not None:
+            length += chunk.length
+        else:
             return None
-        length += chunk.length
     if length == 0:
         raise InputError("is empty; a datum needs at least one token", f"{path}.model_input")
     return length
@@ -89,43 +97,48 @@ def _check_input_ids(datum: Datum, vocab_size: int, path: str) -> None:
 
 def _check_tensor(tensor: Any, key: str, path: str, vocab_size: int | None) -> None:
     if not isinstance(tensor, TensorData):
-        raise InputTypeError(f"expected TensorData, got {type(tensor).__name__}", path)
+        raise InputTypeError(f"expected TensorData, got {type(tensor).__name__}", _at(path, key))
     dtype = KEY_DTYPES.get(key)
     if dtype is None:
         return
     if tensor.dtype != dtype:
-        raise InputTypeError(f"expected {dtype}, got {tensor.dtype}", path)
+        raise InputTypeError(f"expected {dtype}, got {tensor.dtype}", _at(path, key))
     values = tensor._numpy  # pyright: ignore[reportPrivateUsage] -- same package
-    if key == "target_tokens":
-        _check_targets(values, path, vocab_size)
-    else:
-        _check_finite(values, path)
+    problem = _bad_target(values, vocab_size) if key == "target_tokens" else _not_finite(values)
+    if problem is not None:
+        raise InputError(problem, _at(path, key))
 
 
-def _check_targets(ids: Array, path: str, vocab_size: int | None) -> None:
-    if not ids.size:
-        return
-    low, high = int(ids.min()), int(ids.max())
-    if low < 0:
-        raise InputError(
-            f"{low} is not a token id; to ignore a position use any id there and weight 0", path
-        )
-    if high >= (2**31 if vocab_size is None else vocab_size):
-        limit = "32 bits" if vocab_size is None else f"the vocabulary of {vocab_size}"
-        raise InputError(f"token id {high} is outside {limit}", path)
-
-
-def _check_finite(values: Array, path: str) -> None:
+def _bad_target(ids: Array, vocab_size: int | None) -> str | None:
     import numpy as np
 
+    if not ids.size:
+        return None
+    limit = 2**31 if vocab_size is None else vocab_size
+    # Read without a sign, a negative id is a huge one. argmax is numpy's fastest way through.
+    unsigned = ids.view(np.uint64)
+    if unsigned.item(unsigned.argmax()) < limit:
+        return None
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0:
+        return f"{low} is not a token id; to ignore a position use any id there and weight 0"
+    outside = "32 bits" if vocab_size is None else f"the vocabulary of {vocab_size}"
+    return f"token id {high} is outside {outside}"
+
+
+def _not_finite(values: Array) -> str | None:
+    import numpy as np
+
+    if not values.size:
+        return None
     finite = np.isfinite(values)
-    if not finite.all():
-        where = int(np.flatnonzero(~finite.reshape(-1))[0])
-        raise InputError(
-            f"{values.reshape(-1)[where]} at position {where}; use finite numbers, "
-            "and weight or advantage 0 for positions that do not count",
-            path,
-        )
+    where = int(finite.argmin())  # the first that is not, if there is one
+    if finite.item(where):
+        return None
+    return (
+        f"{values.reshape(-1)[where]} at position {where}; use finite numbers, "
+        "and weight or advantage 0 for positions that do not count"
+    )
 
 
 def _check_shapes(datum: Datum, length: int | None, path: str) -> None:
@@ -134,21 +147,20 @@ def _check_shapes(datum: Datum, length: int | None, path: str) -> None:
         if key not in inputs:
             continue
         shape = _shape(inputs[key])
-        where = f'{path}.loss_fn_inputs["{key}"]'
         if not shape:
-            raise InputError("expected one value per position, got a single number", where)
+            raise InputError("expected one value per position, got a single number", _at(path, key))
         if length is not None and shape[0] != length:
             raise InputError(
                 f"has {shape[0]} positions but model_input has {length}; row i belongs to the "
                 "prediction after input position i, so both have the same length",
-                where,
+                _at(path, key),
             )
     if "weights" in inputs and "target_tokens" in inputs:
         weights, targets = _shape(inputs["weights"]), _shape(inputs["target_tokens"])
         if weights != targets:
             raise InputError(
                 f"has shape {weights} but target_tokens has {targets}; give one weight per target",
-                f'{path}.loss_fn_inputs["weights"]',
+                _at(path, "weights"),
             )
 
 

@@ -1,6 +1,6 @@
 """Model inputs: text, image and audio chunks, and the prompt they add up to."""
 
-import sys
+import struct
 from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
@@ -37,10 +37,7 @@ class EncodedTextChunk(Request, tag_field="type", tag="encoded_text"):
 
     def packed(self) -> bytes:
         """The ids as little-endian 32-bit integers."""
-        ids = array("i", self.tokens)
-        if sys.byteorder == "big":
-            ids.byteswap()
-        return ids.tobytes()
+        return struct.pack(f"<{len(self.tokens)}i", *self.tokens)
 
 
 class ImageChunk(Request, tag_field="type", tag="image"):

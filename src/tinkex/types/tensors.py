@@ -74,7 +74,8 @@ class TensorData:
     ) -> None:
         put = object.__setattr__
         put(self, "_numpy", array)
-        put(self, "dtype", array.dtype.name)
+        # Storage is one of the two; the name of a dtype is slow to ask for.
+        put(self, "dtype", "float32" if array.dtype.kind == "f" else "int64")
         put(self, "shape", shape)
         put(self, "_crow", crow)
         put(self, "_col", col)

@@ -8,6 +8,7 @@ Decoded arrays own their memory and can be written to.
 from __future__ import annotations
 
 import math
+import sys
 from typing import TYPE_CHECKING, Any
 
 from tinkex.errors import InputError
@@ -32,10 +33,16 @@ BFLOAT16 = 4
 # A sparse tensor is small on the wire and as large as its shape says once somebody fills it.
 MAX_DENSE_BYTES = 1 << 31
 
+_NATIVE = sys.byteorder == "little"
 _ITEM_BYTES = {FLOAT32: 4, INT64: 8, INT32: 4, BFLOAT16: 2}
 _WIDTHS = {"<f4": 4, "<i8": 8, "<i4": 4, "<u2": 2}
 _CODES: dict[str, int] = {"float32": FLOAT32, "int64": INT64}
 PACKED: dict[str, str] = {"float32": "<f4", "int64": "<i8"}
+
+
+def little_endian(array: AnyArray) -> AnyArray:
+    """The array in the wire's byte order: itself, except on a big-endian machine."""
+    return array if _NATIVE else array.astype(array.dtype.newbyteorder("<"))
 
 
 def pack(array: AnyArray, dtype: str) -> bytes:
@@ -58,7 +65,7 @@ def unpack(data: bytes, dtype: str, path: str) -> AnyArray:
         raise InputError(f"{len(data)} bytes are no whole number of {dtype} values", path)
     # A bytearray makes the array writable: torch warns about sharing one that is not.
     array = np.frombuffer(bytearray(data), dtype=dtype)
-    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+    return array if _NATIVE else array.astype(array.dtype.newbyteorder("="))
 
 
 def widen(data: bytes, code: int, path: str) -> tuple[AnyArray, TensorDtype]:
@@ -117,6 +124,11 @@ def fill_tensor(message: pb.Tensor, tensor: TensorData) -> None:
         message.shape.extend(tensor.shape)
 
 
+def wrap(array: AnyArray, shape: list[int]) -> TensorData:
+    """A tensor of an array that was just decoded, so that nothing is left to check."""
+    return TensorData._make(array, shape)  # pyright: ignore[reportPrivateUsage]  # for this
+
+
 def read_tensor(message: pb.Tensor, path: str) -> TensorData:
     """Read a tensor; without a shape it is one-dimensional."""
     encoding = message.WhichOneof("encoding")
@@ -125,9 +137,9 @@ def read_tensor(message: pb.Tensor, path: str) -> TensorData:
     shape = list(message.shape)
     if encoding == "sparse_csr":
         return _read_csr(message, shape, path)
-    values, dtype = widen(message.dense, message.dtype, path)
-    values = reshape(values, shape or [values.size], path)
-    return TensorData(data=values, dtype=dtype, shape=list(values.shape))
+    values, _ = widen(message.dense, message.dtype, path)
+    shape = shape or [values.size]
+    return wrap(reshape(values, shape, path), shape)
 
 
 def _read_csr(message: pb.Tensor, shape: list[int], path: str) -> TensorData:

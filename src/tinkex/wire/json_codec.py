@@ -15,10 +15,10 @@ import re
 from functools import cache
 from math import isfinite
 from types import UnionType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, Union, cast, get_args, get_origin
+from typing import TYPE_CHECKING, Any, TypeVar, Union, cast, get_args, get_origin
 
 import msgspec
-from msgspec.structs import astuple
+from msgspec.structs import asdict
 from msgspec.structs import fields as struct_fields
 
 from tinkex.errors import InputError, InputTypeError
@@ -29,6 +29,8 @@ from tinkex.wire.messages import placed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    _Writer = Callable[[Any], Any]
 
 T = TypeVar("T")
 
@@ -48,7 +50,7 @@ def encode(obj: Any) -> bytes:
     Raises InputError for a value without a JSON form, which only free-form maps can hold.
     """
     try:
-        body = to_builtins(obj)
+        body = _writable(obj)
     except RecursionError as error:
         raise InputError("the value contains itself, or is nested too deeply") from error
     try:
@@ -79,70 +81,67 @@ def convert(kind: type[T], obj: Any) -> T:
         raise input_error(error) from error
 
 
-def to_builtins(value: Any) -> Any:
-    """What `encode` writes, as plain values that share lists and maps with the original."""
-    if isinstance(value, msgspec.Struct):
-        return _struct(value)
-    if isinstance(value, list | tuple):
-        return [to_builtins(item) for item in cast("list[Any]", value)]
-    if isinstance(value, dict):
-        return {key: to_builtins(item) for key, item in cast("dict[Any, Any]", value).items()}
-    if isinstance(value, TensorData):
-        return tensor_to_json(value)
-    return value
-
-
-class _Member(NamedTuple):
-    name: str
-    # None: the value is written as it is.
-    write: Callable[[Any], Any] | None
-    explicit_null: bool
-
-
-class _Plan(NamedTuple):
-    tag: dict[str, Any]
-    members: tuple[_Member | None, ...]
-    open: bool
-
-
-def _struct(value: msgspec.Struct) -> dict[str, Any]:
-    plan = _plan(type(value))
-    body = plan.tag.copy()
-    for member, item in zip(plan.members, astuple(value), strict=True):
-        if member is None:
-            continue
-        name, write, explicit_null = member
-        if item is not None:
-            body[name] = item if write is None else write(item)
-        elif explicit_null:
-            body[name] = None
-    if plan.open:
-        # Members of a family that its type does not declare.
-        body.update(value.__dict__)
-    return body
+def _writable(value: Any) -> Any:
+    """What the encoder is given for a value: structs become objects, the rest is shared."""
+    return _writer(value.__class__)(value)
 
 
 @cache
-def _plan(kind: type[msgspec.Struct]) -> _Plan:
-    """How a type is written; worked out once."""
-    config = kind.__struct_config__
-    explicit = EXPLICIT_NULLS.get(kind, frozenset())
-    members = tuple(
-        # What a result cost is ours alone; the protocol has no place for it.
-        None
-        if field.name == "usage"
-        else _Member(field.encode_name, _writer(field.type), field.name in explicit)
-        for field in struct_fields(kind)
-    )
+def _writer(kind: type[object]) -> _Writer:
+    """How values of a type are written; worked out once."""
+    if issubclass(kind, msgspec.Struct):
+        return _struct_writer(kind)
+    if issubclass(kind, (list, tuple)):
+        return lambda items: [_writable(item) for item in items]
+    if issubclass(kind, dict):
+        return lambda items: {key: _writable(item) for key, item in items.items()}
+    return tensor_to_json if issubclass(kind, TensorData) else _as_it_is
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+def _struct_writer(kind: type[msgspec.Struct]) -> _Writer:
+    config, fields = kind.__struct_config__, struct_fields(kind)
     tag = {} if config.tag_field is None else {config.tag_field: config.tag}
-    return _Plan(tag, members, config.dict)
+    members = [(field.name, _member_writer(field.type)) for field in fields]
+    writers = tuple((name, write) for name, write in members if write is not _as_it_is)
+    kept = EXPLICIT_NULLS.get(kind, frozenset())
+    nullable = tuple(f.name for f in fields if f.name not in kept and _can_be_none(f.type))
+    # What a result cost is ours alone; the protocol has no place for it.
+    hidden = tuple(field.name for field in fields if field.name == "usage")
+    if not (writers or nullable or hidden or config.dict):
+        # The encoder itself would write nothing else.
+        return _as_it_is
+
+    def write(value: Any) -> dict[str, Any]:
+        body = asdict(value)
+        for name in hidden:
+            del body[name]
+        for name in nullable:
+            if name in body and body[name] is None:
+                del body[name]
+        for name, write_member in writers:
+            if name in body:
+                body[name] = write_member(body[name])
+        if config.dict:
+            # Members of a family that its type does not declare.
+            body.update(value.__dict__)
+        return tag | body if tag else body
+
+    return write
 
 
-def _writer(hint: Any) -> Callable[[Any], Any] | None:
+def _can_be_none(hint: Any) -> bool:
+    return hint is Any or not {Any, type(None)}.isdisjoint(_alternatives(hint))
+
+
+def _member_writer(hint: Any) -> _Writer:
     # An open union is declared as Any; inside lists and maps, Any is the user's own data.
     if hint is Any or Any in _alternatives(hint) or _mentions_struct(hint):
-        return to_builtins
-    return _metrics if dict[str, float] in (hint, *_alternatives(hint)) else None
+        return _writable
+    return _metrics if dict[str, float] in (hint, *_alternatives(hint)) else _as_it_is
 
 
 def _alternatives(hint: Any) -> tuple[Any, ...]:
@@ -176,6 +175,8 @@ def _find_unwritable(value: Any, path: str, depth: int = 0) -> str:
     if depth > _MAX_SEARCH_DEPTH:
         return ""
     parts: list[tuple[str, Any]] = []
+    if isinstance(value, msgspec.Struct):
+        value = asdict(value)
     if isinstance(value, dict):
         members = cast("dict[Any, Any]", value)
         parts = [(f"{path}.{key}" if path else str(key), item) for key, item in members.items()]

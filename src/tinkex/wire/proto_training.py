@@ -22,7 +22,6 @@ from tinkex.types import (
 from tinkex.wire.arrays import (
     PACKED,
     dtype_code,
-    fill_tensor,
     item_bytes,
     pack,
     pack_ints,
@@ -30,11 +29,13 @@ from tinkex.wire.arrays import (
     reshape,
     unpack,
     widen,
+    wrap,
 )
 from tinkex.wire.messages import construct, parse, serialize
+from tinkex.wire.proto_writer import write_datum
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     import numpy.typing as npt
 
@@ -70,20 +71,35 @@ def encode_forward_backward(
     loss_fn: str,
     loss_fn_config: Mapping[str, float | str] | None = None,
     forward_only: bool = False,
-    deterministic: bool = False,
 ) -> bytes:
-    """Serialize a batch; InputError names the part that has no encoding."""
+    """Serialize a batch, equal batches alike; InputError names the part that has no encoding."""
+    try:
+        return _encode_batch(model_id, seq_id, data, loss_fn, loss_fn_config or {}, forward_only)
+    except UnicodeEncodeError as error:
+        raise InputError(f"the text {error.object!r} is not valid Unicode") from error
+
+
+def _encode_batch(
+    model_id: str,
+    seq_id: int | None,
+    data: Sequence[Datum],
+    loss_fn: str,
+    loss_fn_config: Mapping[str, float | str],
+    forward_only: bool,
+) -> bytes:
     from tinkex.wire import tinkex_pb2 as pb
 
     if seq_id is not None and not 0 <= seq_id <= _INT32_MAX:
         raise InputError(f"must be between 0 and {_INT32_MAX}, not {seq_id}", "seq_id")
-    message = pb.ForwardBackwardRequest(
-        model_id=model_id, seq_id=seq_id, loss_fn=loss_fn, forward_only=forward_only
-    )
+    # Only what stands before and after the data is small enough for message objects.
+    before = pb.ForwardBackwardRequest(model_id=model_id, seq_id=seq_id)
+    after = pb.ForwardBackwardRequest(loss_fn=loss_fn, forward_only=forward_only)
+    _fill_config(after, loss_fn_config)
+    pieces: list[bytes | memoryview] = [before.SerializeToString()]
     for index, datum in enumerate(data):
-        _fill_datum(message.data.add(), datum, f"data[{index}]")
-    _fill_config(message, loss_fn_config or {})
-    return serialize(message, deterministic=deterministic)
+        write_datum(pieces, datum, f"data[{index}]")
+    pieces.append(serialize(after, deterministic=True))
+    return b"".join(pieces)
 
 
 def decode_forward_backward(data: bytes) -> DecodedForwardBackward:
@@ -162,45 +178,6 @@ def _read_config(message: pb.ForwardBackwardRequest) -> dict[str, float | str]:
             raise InputError("neither a number nor a text", f'loss_fn_config["{key}"]')
         config[key] = value.text if kind == "text" else value.number
     return config
-
-
-def _fill_datum(message: pb.Datum, datum: Datum, path: str) -> None:
-    for index, chunk in enumerate(datum.model_input.chunks):
-        _fill_chunk(message.model_input.add(), chunk, f"{path}.model_input.chunks[{index}]")
-    for name, tensor in datum.loss_fn_inputs.items():
-        fill_tensor(message.loss_fn_inputs[name], tensor)
-    if datum.model_input_spans is not None:
-        _fill_spans(message.model_input_spans, datum.model_input_spans)
-    if datum.loss_fn_input_spans is not None:
-        _fill_spans(message.loss_fn_input_spans, datum.loss_fn_input_spans)
-
-
-def _fill_chunk(message: pb.Chunk, chunk: ModelInputChunk, path: str) -> None:
-    if isinstance(chunk, EncodedTextChunk):
-        message.encoded_text.tokens = chunk.packed()
-    elif isinstance(chunk, ImageChunk):
-        message.image.data = chunk.data
-        message.image.format = chunk.format
-        if chunk.expected_tokens is not None:
-            message.image.expected_tokens = chunk.expected_tokens
-    elif isinstance(chunk, DmelChunk):
-        message.dmel.dmel = chunk.dmel
-    else:
-        raise InputError(
-            f"{type(chunk).__name__} cannot be used for training; pass the picture itself "
-            "as an ImageChunk",
-            path,
-        )
-
-
-def _fill_spans(messages: Any, spans: Iterable[Span]) -> None:
-    for span in spans:
-        message = messages.add()
-        prompt = isinstance(span, PromptProvenanceSpan)
-        target = message.prompt_tokens if prompt else message.sampled_tokens
-        target.sequence_id = span.sequence_id
-        target.offset = span.offset
-        target.length = span.length
 
 
 def _read_datum(message: pb.Datum, path: str) -> Datum:
@@ -323,15 +300,17 @@ def _read_batched(message: pb.BatchedTensor, path: str) -> list[TensorData]:
         raise InputError(f"trailing shape {trailing} has a negative size", path)
     width = item_bytes(message.dtype, path)
     bounds = unpack(message.offsets, "<i8", f"{path}.offsets")
-    _check_offsets(bounds, width, len(message.data), f"{path}.offsets")
-    values, dtype = widen(message.data, message.dtype, path)
-    starts = (bounds // width).tolist()
+    data = message.data
+    _check_offsets(bounds, width, len(data), f"{path}.offsets")
+    values, _ = widen(data, message.dtype, path)
     row = math.prod(trailing)
     tensors: list[TensorData] = []
-    for begin, end in pairwise(starts):
-        shape = [(end - begin) // row if row else 0, *trailing]
-        part = reshape(values[begin:end], shape, path)
-        tensors.append(TensorData(data=part, dtype=dtype, shape=shape))
+    for begin, end in pairwise((bounds // width).tolist()):
+        part, shape = values[begin:end], [end - begin]
+        if trailing:
+            shape = [(end - begin) // row if row else 0, *trailing]
+            part = reshape(part, shape, path)
+        tensors.append(wrap(part, shape))
     return tensors
 
 

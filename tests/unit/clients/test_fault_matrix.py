@@ -258,9 +258,10 @@ def test_a_first_call_ends_and_may_be_made_again(call: str, route: str):
 @pytest.mark.parametrize("route", BACKGROUND)
 def test_trouble_in_the_background_reaches_no_caller(route: str):
     async def scenario(world: World) -> None:
-        for fault in each_fault(world, route):
+        for fault, make in FAULTS.items():
             with during(fault):
                 cast = await _cast(world)
+                world.server.faults.on(route, make(), times=None)
                 abandoned = cast.sampler.sample(PROMPT, 1, PARAMS)
                 await world.clock.sleep(0.0)
                 abandoned.cancel()
@@ -268,6 +269,7 @@ def test_trouble_in_the_background_reaches_no_caller(route: str):
                 await world.clock.sleep(200.0)
                 await cast.training.optim_step(AdamParams())
                 await cast.service.close_async()
+                world.server.faults.clear()
 
     World().run(scenario)
 

@@ -180,6 +180,24 @@ def test_a_change_of_the_queue_is_an_event() -> None:
     assert len(changes) <= 2
 
 
+@pytest.mark.req("S17")
+def test_a_hook_that_raises_is_logged_and_harms_no_operation(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def broken(state: str, reason: str | None) -> None:
+        raise RuntimeError("bug in a hook")
+
+    async def scenario(world: World) -> None:
+        async with world.service() as service:
+            training = await service.create_lora_training_client_async(MODEL)
+            training.on_queue_state_change = broken  # type: ignore[method-assign]
+            world.server.faults.on("retrieve_future", faults.try_again("paused_capacity"))
+            await training.forward_backward([datum()], "cross_entropy")
+
+    World().run(scenario)
+    assert "bug in a hook" in caplog.text
+
+
 @pytest.mark.req("S35")
 def test_operations_are_spans_below_the_callers_own(ended: list[Span]) -> None:
     async def scenario(world: World) -> None:

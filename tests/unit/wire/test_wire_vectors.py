@@ -47,7 +47,7 @@ CSR = (
 def test_a_training_request_encodes_to_the_protocols_bytes():
     datum = Datum(ModelInput.from_ints([5, 6]), {"target_tokens": [6, 7]})
     encoded = encode_forward_backward(
-        model_id="s:train:0", seq_id=1, data=[datum], loss_fn="cross_entropy", deterministic=True
+        model_id="s:train:0", seq_id=1, data=[datum], loss_fn="cross_entropy"
     )
     assert encoded.hex() == REQUEST
 
@@ -70,7 +70,6 @@ def test_numbers_of_a_loss_config_go_into_both_maps_and_text_into_the_second():
         loss_fn="",
         loss_fn_config={"beta": 0.5, "loss_id": "L"},
         forward_only=True,
-        deterministic=True,
     )
     assert encoded.hex() == CONFIG
 

@@ -1,0 +1,83 @@
+"""The parts of the docs that are printed from the program.
+
+    PYTHONPATH=src python -m tests.docs.reference
+
+rewrites them in place; `test_reference.py` fails when a page is behind.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.docs.blocks import ROOT
+from tinkex import errors
+from tinkex.cli.main import COMMANDS, Argument, Command
+
+
+def commands() -> str:
+    """Every command with its arguments, as a list."""
+    parts: list[str] = []
+    for noun, (summary, verbs) in COMMANDS.items():
+        parts += [f"### `tinkex {noun}`: {summary}", ""]
+        for verb, command in verbs.items():
+            parts += _command(f"tinkex {noun} {verb}", command)
+        parts.append("")
+    return "\n".join(parts).rstrip()
+
+
+def _command(name: str, command: Command) -> list[str]:
+    words = [_usage(argument) for argument in command.arguments if not _is_option(argument)]
+    lines = [f"- `{' '.join([name, *words])}`: {command.summary}"]
+    for argument in command.arguments:
+        if _is_option(argument):
+            lines.append(f"  - `{_usage(argument)}`: {argument.settings['help']}")
+    return lines
+
+
+def _is_option(argument: Argument) -> bool:
+    return argument.names[0].startswith("-")
+
+
+def _usage(argument: Argument) -> str:
+    settings: dict[str, Any] = argument.settings
+    metavar = str(settings.get("metavar", ""))
+    if _is_option(argument):
+        names = ", ".join(argument.names)
+        return names if settings.get("action") == "store_true" else f"{names} {metavar}"
+    return {"?": f"[{metavar}]", "*": f"[{metavar} ...]"}.get(settings.get("nargs", ""), metavar)
+
+
+def error_tree() -> str:
+    """The tree drawn at the top of `errors.py`."""
+    drawing = [line[4:] for line in (errors.__doc__ or "").splitlines() if line.startswith("    ")]
+    return "\n".join(["```text", *drawing, "```"])
+
+
+PRINTED: dict[str, tuple[Path, Callable[[], str]]] = {
+    "commands": (ROOT / "docs" / "cli.md", commands),
+    "error tree": (ROOT / "docs" / "errors.md", error_tree),
+}
+
+
+def printed_part(text: str, name: str) -> str:
+    """What stands between the two markers of a printed part."""
+    found = _pattern(name).search(text)
+    assert found is not None, f"there is no part {name!r}"
+    return found[2]
+
+
+def with_part(text: str, name: str, part: str) -> str:
+    """`text` with that part replaced."""
+    return _pattern(name).sub(lambda found: f"{found[1]}{part}{found[3]}", text)
+
+
+def _pattern(name: str) -> re.Pattern[str]:
+    return re.compile(rf"(<!-- {name}: begin -->\n)(.*?)(\n<!-- {name}: end -->)", re.DOTALL)
+
+
+if __name__ == "__main__":
+    for name, (page, make) in PRINTED.items():
+        page.write_text(with_part(page.read_text(), name, make()))

@@ -1,0 +1,185 @@
+"""Every example in the README, the docs and `examples/` runs, and says what it did.
+
+A page's Python blocks are one program, run in a process of its own whose settings name a fake
+server on a socket, so that an example can begin with `tinkex.ServiceClient()` as users do.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import io
+import os
+import shlex
+import struct
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.docs.blocks import PAGES, ROOT, Block, blocks_of, script_of
+from tinkex.cli.main import main
+from tinkex.clients.service import ServiceClient
+from tinkex.testing import API_KEY, FakeServer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+LANGUAGES = {"python", "sh", "text"}
+LIMIT_S = 50.0
+
+# Blocks that must not run here: how many a page has, so that none is added unseen.
+NOT_RUN = {
+    "README.md": 2,
+    "cli.md": 1,
+    "coming-from-tinker.md": 1,
+    "quickstart.md": 1,
+    "testing.md": 1,
+}
+
+pytestmark = pytest.mark.req("B22")
+
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    with FakeServer().serve() as server:
+        yield server
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> Path:
+    """The folder examples run in; the one about pictures finds a picture there."""
+    (tmp_path / "home").mkdir()
+    (tmp_path / "photo.png").write_bytes(_picture())
+    return tmp_path
+
+
+def _picture() -> bytes:
+    def part(kind: bytes, data: bytes) -> bytes:
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
+
+    head = struct.pack(">IIBBBBB", 1, 1, 8, 2, 0, 0, 0)
+    body = zlib.compress(b"\0\xff\0\0")
+    return b"\x89PNG\r\n\x1a\n" + part(b"IHDR", head) + part(b"IDAT", body) + part(b"IEND", b"")
+
+
+def _settings(work: Path, url: str | None) -> dict[str, str]:
+    """The environment of an example: this checkout, an empty home, 80 columns."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("TINKER_", "CLOUDFLARE_"))}
+    env.update(HOME=str(work / "home"), COLUMNS="80", PYTHONPATH=str(ROOT / "src"))
+    env.update(HF_HUB_OFFLINE="1", PYTHONWARNINGS="error")
+    if url is not None:
+        env.update(TINKER_BASE_URL=url, TINKER_API_KEY=API_KEY)
+    return env
+
+
+def _run(command: list[str], work: Path, url: str | None = None) -> str:
+    done = subprocess.run(
+        command,
+        cwd=work,
+        env=_settings(work, url),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def _pytest(file: Path) -> list[str]:
+    """Pytest on one file, with our fixtures also where the package is not installed."""
+    known = importlib.metadata.entry_points(group="pytest11", name="tinkex")
+    plugin = [] if known else ["-p", "tinkex.testing.plugin"]
+    options = ["-q", "-p", "no:cacheprovider", "--rootdir", str(file.parent)]
+    return [sys.executable, "-m", "pytest", *options, *plugin, str(file)]
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
+def test_the_example_runs_and_checks_its_own_result(example: Path, work: Path):
+    is_test = example.name.startswith("test_")
+    output = _run(_pytest(example) if is_test else [sys.executable, str(example)], work)
+    assert ("passed" if is_test else "ok") in output
+
+
+def test_the_demo_says_at_once_that_the_server_is_fake_and_fits_80_columns(work: Path):
+    lines = _run([sys.executable, str(ROOT / "examples" / "quickstart.py")], work).splitlines()
+    assert "fake server" in lines[0]
+    assert max(len(line) for line in lines) <= 80
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
+def test_the_example_is_short_and_uses_public_names_only(example: Path):
+    text = example.read_text()
+    assert len(text.splitlines()) < (150 if example.name == "quickstart.py" else 100)
+    sources = [line.split()[1] for line in text.splitlines() if line.startswith("from tinkex")]
+    assert set(sources) <= {"tinkex", "tinkex.testing", "tinkex.types"}
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if script_of(p)], ids=lambda path: path.name)
+def test_the_pages_python_runs(page: Path, server: FakeServer, work: Path):
+    script = work / f"test_{page.stem.replace('-', '_').lower()}.py"
+    script.write_text(script_of(page))
+    has_tests = "\ndef test_" in script.read_text()
+    _run(_pytest(script) if has_tests else [sys.executable, str(script)], work, server.url)
+
+
+def _shell_blocks(page: Path) -> list[Block]:
+    return [b for b in blocks_of(page) if b.language == "sh" and b.not_run is None]
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if _shell_blocks(p)], ids=lambda path: path.name)
+def test_the_pages_commands_run(
+    page: Path,
+    server: FakeServer,
+    work: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    for name, value in _settings(work, server.url).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(work)
+    names = _saved_names()
+    for block in _shell_blocks(page):
+        for line in block.text.splitlines():
+            words = shlex.split(line, comments=True)
+            if not words:
+                continue
+            assert words[0] == "tinkex", f"{block.name}: only tinkex commands run; say `not run`"
+            monkeypatch.setattr(sys, "stdin", io.StringIO(API_KEY + "\n"))
+            status = main([_named(word, names) for word in words[1:]])
+            assert status == 0, f"{block.name}: {line}\n{capsys.readouterr().err}"
+
+
+def _saved_names() -> dict[str, str]:
+    """A run with checkpoints; RUN and SESSION in the docs stand for its ids."""
+    with ServiceClient() as service:
+        training = service.create_lora_training_client("tinkex/tiny", rank=8)
+        for name in ("step-10", "step-20"):
+            training.save_state(name).result()
+        training.save_weights_for_sampler("final").result()
+        return {"RUN": training.model_id, "SESSION": service.holder.session_id or ""}
+
+
+def _named(word: str, names: dict[str, str]) -> str:
+    for name, value in names.items():
+        word = word.replace(name, value)
+    return word
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_every_block_says_what_it_is(page: Path):
+    assert {block.language for block in blocks_of(page)} <= LANGUAGES
+
+
+def test_only_listed_blocks_are_not_run():
+    skipped = [block for page in PAGES for block in blocks_of(page) if block.not_run]
+    counts = {page.name: sum(b.page == page for b in skipped) for page in PAGES}
+    assert {name: count for name, count in counts.items() if count} == NOT_RUN

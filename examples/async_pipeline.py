@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
+from typing import Any
 
 import tinkex
 from tinkex import AdamParams, Datum, ModelInput
@@ -45,7 +46,7 @@ async def one_by_one(training: tinkex.TrainingClient) -> float:
 async def overlapped(training: tinkex.TrainingClient) -> float:
     """The next batch is prepared while the server works on this one."""
     began = time.perf_counter()
-    steps = []
+    steps: list[tinkex.APIFuture[Any]] = []
     for step in range(STEPS):
         steps.append(training.forward_backward(await prepare(step), "cross_entropy"))
         steps.append(training.optim_step(AdamParams()))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import string
 import sys
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Protocol
 
 import tinkex
@@ -17,7 +18,7 @@ from tinkex import AdamParams, Datum, ModelInput, SamplingParams
 from tinkex.testing import API_KEY, FakeServer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator
 
 MODEL = "tinkex/tiny"  # ids below 256 are bytes, so text needs no tokenizer
 STEPS = 20
@@ -42,7 +43,7 @@ def main() -> int:
         losses = train(training, data)
         after = training.save_weights_and_get_sampling_client()
 
-        print(f"\nsample before  {sample(before)}")
+        print(f"\nsample before  {sample(before)}  (? = no character)")
         print(f"sample after   {sample(after)}\n")
 
         path = training.save_state("quickstart").result().path
@@ -99,7 +100,7 @@ def next_step(training: tinkex.TrainingClient, data: list[Datum]) -> tuple[float
 
 def draw(sampler: tinkex.SamplingClient) -> list[int]:
     prompt = ModelInput.from_ints(list(b"the "))
-    params = SamplingParams(max_tokens=48, temperature=0.7, seed=7)
+    params = SamplingParams(max_tokens=40, temperature=0.7, seed=7)
     return sampler.sample(prompt, 1, params).result().sequences[0].tokens
 
 
@@ -114,17 +115,13 @@ def letters(sampler: tinkex.SamplingClient) -> float:
 
 
 @contextmanager
-def progress() -> Iterator[Show]:
-    """A moving bar in a terminal that has `rich`, plain lines everywhere else."""
-    try:
-        from rich.progress import BarColumn, Progress, TextColumn
-    except ImportError:
-        rich = False
-    else:
-        rich = sys.stdout.isatty()
-    if not rich:
+def progress() -> Generator[Show]:
+    """A moving bar in a terminal when `rich` is installed, plain lines everywhere else."""
+    if not (sys.stdout.isatty() and find_spec("rich")):
         yield lambda step, loss: print(f"step {step:2}/{STEPS}  loss {loss:.3f}", flush=True)
         return
+    from rich.progress import BarColumn, Progress, TextColumn
+
     columns = (TextColumn("step {task.completed:2.0f}/{task.total}"), BarColumn(30))
     with Progress(*columns, TextColumn("loss {task.fields[loss]:.3f}")) as bar:
         task = bar.add_task("", total=STEPS, loss=float("nan"))

@@ -16,7 +16,7 @@ from tinkex.testing import API_KEY, FakeServer
 
 VOWELS = set(b"aeiou")
 PROMPTS = [list(b"sing: "), list(b"hum: "), list(b"call: ")]
-ROUNDS, GROUP, LENGTH = 12, 16, 24
+ROUNDS, GROUP, LENGTH = 16, 16, 24
 
 
 def reward(tokens: list[int]) -> float:
@@ -70,9 +70,7 @@ async def main() -> int:
                 await update
                 print(f"round {number + 1:2}/{ROUNDS}  reward {mean:.3f}")
     learned = means[-1] > 5 * max(means[0], 0.01)
-    print(
-        f"{'ok' if learned else 'NO'}: the share of vowels went {means[0]:.3f} -> {means[-1]:.3f}"
-    )
+    print(f"{'ok' if learned else 'NO'}: share of vowels {means[0]:.3f} -> {means[-1]:.3f}")
     return 0 if learned else 1
 
 

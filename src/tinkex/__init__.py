@@ -7,9 +7,11 @@ transformers or numpy.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from tinkex._version import __version__
+
+TYPE_CHECKING = (
+    False  # type checkers take it for true; importing typing for it costs more than all of this
+)
 
 __title__ = "tinkex"
 

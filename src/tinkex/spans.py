@@ -123,11 +123,24 @@ def span(name: str, /, **ids: Id) -> Span:
 
     Never pass keys, headers or prompts: ids are logged and leave the process.
     """
+    if not _listeners.all and _otel_trace() is None and not _log.isEnabledFor(logging.DEBUG):
+        return _UNHEARD
     return Span(name, ids)
 
 
+class _Unheard(Span):
+    """Stands for every span while nobody listens: a sample must not pay for what nobody reads."""
+
+    def note(self, **ids: Id) -> None: ...
+
+    def __enter__(self) -> Span:
+        return self
+
+    def __exit__(self, *outcome: object) -> None: ...
+
+
 def current_span() -> Span | None:
-    """The innermost span around the caller, or None."""
+    """The innermost span around the caller, or None; also None while nobody listens."""
     return _current.get()
 
 
@@ -226,3 +239,4 @@ def _tell(listener: Listener, ended: Span) -> None:
 
 _current: ContextVar[Span | None] = ContextVar("tinkex_span", default=None)
 _listeners = _Listeners()
+_UNHEARD = _Unheard("unheard", {})

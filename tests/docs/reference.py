@@ -8,13 +8,15 @@ rewrites them in place; `test_reference.py` fails when a page is behind.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tests.docs.blocks import ROOT
 from tinkex import errors
 from tinkex.cli.main import COMMANDS, Argument, Command
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
 
 
 def commands() -> str:

@@ -10,8 +10,7 @@ import importlib
 import inspect
 import pkgutil
 import re
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -23,6 +22,10 @@ from tinkex.clients.retry_config import RetryConfig
 from tinkex.futures.future import APIFuture, FutureStatus
 from tinkex.server.settings import Settings
 from tinkex.testing import faults, plugin
+from tinkex.wire.routes import ROUTES
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 DOCS = ROOT / "docs"
 
@@ -36,7 +39,8 @@ def _text(page: str) -> str:
 def _rows(page: str) -> dict[str, list[str]]:
     """The table rows of a page by the name in code marks in their first cell."""
     rows = [line.strip("| ").split(" | ") for line in _text(page).splitlines() if line[:1] == "|"]
-    return {row[0].strip("`"): row[1:] for row in rows if row[0].startswith("`")}
+    named = ((re.match("`([^`]+)`", row[0]), row[1:]) for row in rows)
+    return {name[1]: cells for name, cells in named if name is not None}
 
 
 @pytest.mark.parametrize("name", PRINTED)
@@ -140,9 +144,14 @@ def test_the_futures_page_names_every_method_and_status_field():
     methods = [name for name in vars(APIFuture) if not name.startswith("_")]
     fields = [field.name for field in dataclasses.fields(FutureStatus)]
     text = _text("futures.md")
-    assert not [
-        name for name in methods + fields if f"`{name}" not in text and f".{name}" not in text
-    ]
+    assert not [name for name in methods + fields if not re.search(rf"[`.]{name}\b", text)]
+
+
+@pytest.mark.req("S32")
+def test_the_docs_say_that_pictures_need_no_upload():
+    assert "travel inside the request" in _text("pictures.md")
+    assert "no multipart form" in _text("pictures.md")
+    assert not [route for route in ROUTES if "multipart" in route.request_encoding]
 
 
 # -- the pages themselves --------------------------------------------------------------------------

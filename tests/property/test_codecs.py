@@ -18,6 +18,7 @@ from msgspec.structs import fields as struct_fields
 from tinkex import types
 from tinkex.errors import InputError
 from tinkex.wire import bodies, json_codec
+from tinkex.wire import tinkex_pb2 as pb
 from tinkex.wire.compression import compress, decompress
 from tinkex.wire.json_requests import decode_request
 from tinkex.wire.proto_codec import (
@@ -272,6 +273,114 @@ def test_training_batches_survive_protobuf_and_compression(
     assert decoded.seq_id == seq_id
     assert decoded.loss_fn_config == config
     assert decoded.forward_only == forward_only
+
+
+# Lengths around those where one more byte is needed to write them.
+long_texts = st.sampled_from([31, 32, 33, 4095, 4096]).map(
+    lambda size: types.EncodedTextChunk(tokens=range(size))
+)
+odd_tensors = st.sampled_from(
+    [
+        types.TensorData([], "float32"),
+        types.TensorData([1, 2], "int64"),
+        types.TensorData([1, 2], "int64", [-1, 1]),
+        types.TensorData([], "int64", [0, 2**40]),
+        types.TensorData([], "float32", [3, 0, 1]),
+        types.TensorData(np.array(2.5, "f4"), "float32", []),
+        types.TensorData(np.zeros((40, 50), "f4"), "float32", [40, 50]),
+    ]
+)
+# Where one name begins with another, their order is a matter of protobuf's version.
+distinct_names = text.map(lambda name: f"{len(name)}{name}")
+odd_inputs = st.dictionaries(distinct_names, tensors() | odd_tensors, max_size=4) | st.builds(
+    lambda tensor: {"": tensor}, odd_tensors
+)
+
+
+@st.composite
+def odd_datums(draw: st.DrawFn) -> types.Datum:
+    """Also what a server would refuse: protobuf has bytes for it all the same."""
+    own = draw(span_lists)
+    return types.Datum(
+        types.ModelInput(chunks=draw(st.lists(chunks | long_texts, max_size=3))),
+        draw(odd_inputs),
+        own,
+        None if own is None else draw(st.lists(spans, max_size=3)),
+    )
+
+
+def as_message(datum: types.Datum) -> pb.Datum:
+    """The same datum by way of protobuf's own objects."""
+    message = pb.Datum()
+    for chunk in datum.model_input.chunks:
+        added = message.model_input.add()
+        if isinstance(chunk, types.EncodedTextChunk):
+            added.encoded_text.tokens = np.array(chunk.tokens, "<i4").tobytes()
+        elif isinstance(chunk, types.ImageChunk):
+            added.image.data = chunk.data
+            added.image.format = chunk.format
+            if chunk.expected_tokens is not None:
+                added.image.expected_tokens = chunk.expected_tokens
+        else:
+            added.dmel.dmel = chunk.dmel
+    for name, tensor in datum.loss_fn_inputs.items():
+        entry = message.loss_fn_inputs[name]
+        numbers = np.array(tensor.data, "<i8" if tensor.dtype == "int64" else "<f4").tobytes()
+        if tensor.sparse_crow_indices is None:
+            entry.dense = numbers
+        else:
+            entry.sparse_csr.values = numbers
+            entry.sparse_csr.crow_indices = np.array(tensor.sparse_crow_indices, "<i8").tobytes()
+            entry.sparse_csr.col_indices = np.array(tensor.sparse_col_indices, "<i8").tobytes()
+        entry.dtype = pb.DTYPE_INT64 if tensor.dtype == "int64" else pb.DTYPE_FLOAT32
+        entry.shape.extend(tensor.shape or ())
+    for field in ("model_input_spans", "loss_fn_input_spans"):
+        for span in getattr(datum, field) or ():
+            added = getattr(message, field).add()
+            kind = "prompt" if isinstance(span, types.PromptProvenanceSpan) else "sampled"
+            target = getattr(added, f"{kind}_tokens")
+            target.sequence_id, target.offset = span.sequence_id, span.offset
+            target.length = span.length
+    return message
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    data=st.lists(odd_datums(), max_size=3),
+    config=st.dictionaries(text, finite | text, max_size=3),
+    seq_id=st.none() | st.integers(0, 2**31 - 1),
+    names=st.tuples(text, text),
+    forward_only=st.booleans(),
+)
+def test_training_batches_are_byte_for_byte_what_protobuf_itself_writes(
+    data: list[types.Datum],
+    config: dict[str, float | str],
+    seq_id: int | None,
+    names: tuple[str, str],
+    forward_only: bool,
+):
+    message = pb.ForwardBackwardRequest(
+        model_id=names[0],
+        seq_id=seq_id,
+        data=map(as_message, data),
+        loss_fn=names[1],
+        forward_only=forward_only,
+    )
+    for key, value in config.items():
+        if isinstance(value, str):
+            message.loss_fn_config_v2[key].text = value
+        else:
+            message.loss_fn_config[key] = value
+            message.loss_fn_config_v2[key].number = value
+    encoded = encode_forward_backward(
+        model_id=names[0],
+        seq_id=seq_id,
+        data=data,
+        loss_fn=names[1],
+        loss_fn_config=config,
+        forward_only=forward_only,
+    )
+    assert encoded == message.SerializeToString(deterministic=True)
 
 
 @st.composite

@@ -74,6 +74,10 @@ class Connection:
     ) -> None:
         # Mutable state, touched on the loop only: the api and what hangs on it, made by the
         # first call that needs them.
+        if config.log_level is not None:
+            # Asked for by the user through TINKER_LOG; nothing is installed otherwise.
+            logging.basicConfig()
+            logging.getLogger("tinkex").setLevel(config.log_level)
         self.config = config
         self.clock: Clock = clock or SystemClock()
         self.portal: Portal = portal or LoopThread()
@@ -122,6 +126,8 @@ class Connection:
             )
         except NotFoundError:
             api.dynamic_config = ClientDynamicConfigResponse()
+        if api.client_config.pjwt_auth_enabled:
+            self.portal.spawn(api.auth.keep_fresh())
         self._api = api
         self._poller = Poller(
             api,
@@ -170,4 +176,4 @@ class Connection:
 def _http_transport(config: Config, clock: Clock) -> Transport:
     from tinkex.transport.http import HttpTransport
 
-    return HttpTransport(config.base_url, clock)
+    return HttpTransport(config.base_url, clock, connect_timeout_s=config.connect_timeout_s)

@@ -7,7 +7,6 @@ An operation is a coroutine that runs on the client's loop and ends one promise.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import contextvars
 import functools
 import logging
@@ -56,23 +55,13 @@ class Operations:
     ) -> APIFuture[T]:
         """Run `work` on the loop; its result or error comes out of the future."""
         promise: Promise[T] = self.promise(parts=parts)
-        context = contextvars.copy_context()
-        self.post(promise, lambda: self.carry(promise, work, context))
+        self.post(promise, functools.partial(self.carry, promise, work, contextvars.copy_context()))
         return promise.future
 
     def post(self, promise: Promise[Any], action: Callable[[], object]) -> None:
         """Run `action` on the loop unless the future has ended by then."""
-
-        def begin() -> None:
-            if promise.future.done():
-                return
-            try:
-                action()
-            except Exception as error:  # noqa: BLE001 - the future is where it ends
-                promise.fail(error)
-
         try:
-            self.portal.post(begin)
+            self.portal.post(functools.partial(_begin, promise, action))
         except ClosedError as error:
             promise.fail(error)
 
@@ -84,14 +73,10 @@ class Operations:
     ) -> asyncio.Task[None]:
         """On the loop: run `work` as a task that ends `promise`, and is cancelled with it."""
         task = self.portal.spawn(_end_with(promise, work, self.on_error), context)
-        promise.future.add_done_callback(
-            lambda done: self._stop(task) if done.cancelled() else None
-        )
+        promise.task = task
+        if promise.future.done():  # cancelled from another thread in this very moment
+            task.cancel()
         return task
-
-    def _stop(self, task: asyncio.Task[None]) -> None:
-        with contextlib.suppress(ClosedError):
-            self.portal.post(lambda: _cancel(task))
 
     async def run(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Await `work` from any loop; on the client's own loop it just runs."""
@@ -125,9 +110,13 @@ async def _end_with(
             on_error(error)
 
 
-def _cancel(task: asyncio.Task[None]) -> None:
-    if not task.done():
-        task.cancel()
+def _begin(promise: Promise[Any], action: Callable[[], object]) -> None:
+    if promise.future.done():
+        return
+    try:
+        action()
+    except Exception as error:  # noqa: BLE001 - the future is where it ends
+        promise.fail(error)
 
 
 class HasOperations(Protocol):

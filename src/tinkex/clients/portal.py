@@ -9,6 +9,7 @@ future ends with a typed error.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import threading
@@ -30,7 +31,7 @@ _log = logging.getLogger(__name__)
 class Portal(Protocol):
     """Where a client's work runs."""
 
-    def post(self, action: Callable[[], None]) -> None:
+    def post(self, action: Callable[[], object]) -> None:
         """Run `action` on the loop, first come first served, from any thread.
 
         Raises `ClosedError` (or `ForkedError`) at once when the loop is gone.
@@ -45,6 +46,10 @@ class Portal(Protocol):
 
     def adopt(self, promise: Promise[Any]) -> None:
         """See to it that `promise` ends, even if the loop does first."""
+        ...
+
+    def release(self, promise: Promise[Any], *, cancelled: bool) -> None:
+        """Told by the promise when it has ended; a cancelled one takes its task along."""
         ...
 
     def on_loop(self) -> bool:
@@ -77,7 +82,7 @@ class _Duties:
         # third, and a thousand samples start a thousand of them.
         self.tasks: set[asyncio.Task[Any]] = set()
         self.owed: set[Promise[Any]] = set()
-        self.mail: deque[Callable[[], None]] = deque()
+        self.mail: deque[Callable[[], object]] = deque()
         self.gone: ClosedError | None = None
 
     def spawn(
@@ -93,9 +98,11 @@ class _Duties:
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.error("background task failed", exc_info=error)
 
-    def adopt(self, promise: Promise[Any]) -> None:
-        self.owed.add(promise)
-        promise.future.add_done_callback(lambda _: self.owed.discard(promise))
+    def release(self, promise: Promise[Any]) -> asyncio.Task[None] | None:
+        """Forget an ended promise; returns the task that may still run for it."""
+        self.owed.discard(promise)
+        task, promise.task = promise.task, None
+        return task
 
     def run_mail(self) -> None:
         while self.mail:
@@ -143,7 +150,7 @@ class LoopThread:
         self._woken = False
         _live.add(self)
 
-    def post(self, action: Callable[[], None]) -> None:
+    def post(self, action: Callable[[], object]) -> None:
         if self._duties.gone is not None:
             raise self._duties.gone
         self._start()
@@ -163,10 +170,17 @@ class LoopThread:
         return self._duties.spawn(work, context)
 
     def adopt(self, promise: Promise[Any]) -> None:
-        promise.loop_thread = self._thread.ident if self._thread else None
-        self._duties.adopt(promise)
+        promise.standing.loop_thread = self._thread.ident if self._thread else None
+        promise.keeper = self
+        self._duties.owed.add(promise)
         if self._duties.gone is not None:
             self._duties.settle(self._duties.gone)
+
+    def release(self, promise: Promise[Any], *, cancelled: bool) -> None:
+        task = self._duties.release(promise)
+        if cancelled and task is not None:
+            with contextlib.suppress(ClosedError):
+                self.post(task.cancel)
 
     def on_loop(self) -> bool:
         return self._thread is not None and self._thread.ident == threading.get_ident()
@@ -231,7 +245,7 @@ class CurrentLoop:
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
 
-    def post(self, action: Callable[[], None]) -> None:
+    def post(self, action: Callable[[], object]) -> None:
         if self._duties.gone is not None:
             raise self._duties.gone
         if self._loop.is_closed():
@@ -250,8 +264,15 @@ class CurrentLoop:
         return self._duties.spawn(work, context)
 
     def adopt(self, promise: Promise[Any]) -> None:
-        promise.loop_thread = self._thread
-        self._duties.adopt(promise)
+        promise.standing.loop_thread = self._thread
+        promise.keeper = self
+        self._duties.owed.add(promise)
+
+    def release(self, promise: Promise[Any], *, cancelled: bool) -> None:
+        task = self._duties.release(promise)
+        if cancelled and task is not None:
+            with contextlib.suppress(ClosedError):
+                self.post(task.cancel)
 
     def on_loop(self) -> bool:
         return threading.get_ident() == self._thread

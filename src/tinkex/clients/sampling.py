@@ -14,7 +14,7 @@ from tinkex.clients.notices import QueueNotices
 from tinkex.clients.operations import blocking
 from tinkex.clients.retry_config import RetryConfig
 from tinkex.clients.sampling_checks import build_request, check_response
-from tinkex.errors import InputError, ServerSilentError, TinkerError
+from tinkex.errors import InputError, PromiseLostError, ServerSilentError, TinkerError
 from tinkex.futures.feed import CompletionFeed
 from tinkex.futures.poller import Ticket, charge
 from tinkex.spans import span
@@ -226,28 +226,28 @@ class SamplingClient:
     async def _sample(
         self, promise: Promise[SampleResponse], request: SampleRequest
     ) -> SampleResponse:
-        with span("sampling.sample", sampling_session_id=self._sampling_session_id):
-            return await self._sample_at_last(promise, request)
-
-    async def _sample_at_last(
-        self, promise: Promise[SampleResponse], request: SampleRequest
-    ) -> SampleResponse:
         """Send, wait, and send again as long as that can help."""
         session = self.holder
-        await session.opened()
-        life = _Life(session.clock.now())
+        if not session.is_open:
+            await session.opened()
+        life = _Life(session.clock.now(), session.config.total_deadline_s)
         attempt = 0
-        async with await self._slot():
-            while True:
-                promise.note(attempts=attempt + 1)
-                try:
-                    result = await self._attempt(promise, request, life)
-                    break
-                except TinkerError as error:
-                    delay_s = self._delay_s(error, attempt, life)
-                    promise.note(state="queued", request_id=None)
-                    attempt += 1
+        with span("sampling.sample", sampling_session_id=self._sampling_session_id):
+            async with self._slot():
+                while True:
+                    promise.note(attempts=attempt + 1)
+                    try:
+                        result = await self._attempt(promise, request, life)
+                        break
+                    except TinkerError as error:
+                        delay_s = self._delay_s(error, attempt, life)
+                        promise.note(state="queued", request_id=None)
+                        attempt += 1
                     await session.clock.sleep(delay_s)
+            return self._finished(result, request)
+
+    def _finished(self, result: Result, request: SampleRequest) -> SampleResponse:
+        """Charge and check what came back."""
         response: SampleResponse = result.value
         usage = charge(
             result,
@@ -259,7 +259,7 @@ class SamplingClient:
                 for sequence in response.sequences
             ),
         )
-        session.add_usage(usage)
+        self.holder.add_usage(usage)
         check_response(response, request)
         return response
 
@@ -272,7 +272,7 @@ class SamplingClient:
         body = json_codec.encode(numbered)
         estimate = input_bytes(request.prompt, per_token=_BYTES_PER_TOKEN)
         with span("sampling.submit", seq_id=numbered.seq_id):
-            accepted = await session.dispatcher.submit(body, estimate)
+            accepted = await session.dispatcher.submit(body, estimate, life.give_up_at)
         life.last = session.clock.now()
         promise.note(state="running", request_id=accepted.request_id)
         ids = accepted.sample_sequence_ids
@@ -309,6 +309,9 @@ class SamplingClient:
         size_bytes = await feed.finished(ticket.request_id)
         try:
             return await session.poller.wait(ticket, observe, known_size=size_bytes)
+        except PromiseLostError:
+            feed.lost()
+            raise
         finally:
             feed.retrieved(ticket.request_id)
 
@@ -331,7 +334,7 @@ class SamplingClient:
         )
         return joined.client_counter
 
-    async def _slot(self) -> asyncio.Semaphore | _NoLimit:
+    def _slot(self) -> asyncio.Semaphore | _NoLimit:
         """How many samples of this client may be under way: the server's limit."""
         flags = self.holder.api.client_config
         if flags.sample_use_retrieve_futures:
@@ -408,10 +411,13 @@ class SamplingClient:
 
 
 class _Life:
-    """When the server last showed that it knows about a sample."""
+    """When the server last showed that it knows about a sample, and when waiting must end."""
 
-    def __init__(self, last: float) -> None:
-        self.last = last
+    __slots__ = ("give_up_at", "last")
+
+    def __init__(self, now: float, total_s: float | None) -> None:
+        self.last = now
+        self.give_up_at = float("inf") if total_s is None else now + total_s
 
 
 class _NoLimit:

@@ -104,6 +104,11 @@ class Session(Connection):
         """What a user-facing client holds."""
         return Lease(self)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether `opened()` would return at once."""
+        return self._dispatcher is not None and not self.closed
+
     async def opened(self) -> Api:
         """A session exists and its heartbeat runs."""
         if self.closed:
@@ -260,6 +265,8 @@ class Session(Connection):
 
     def abandon(self) -> None:
         """Nobody can use this session any more: let go of its connections, from any thread."""
+        if self.closed or not self.portal.started():
+            return
         with contextlib.suppress(ClosedError):
             self.portal.post(self._let_go)
 

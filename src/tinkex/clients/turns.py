@@ -92,7 +92,7 @@ class Turns:
         place = self._queued
         self._queued += 1
         self._waiting.append(turn)
-        turn.promise.ahead = lambda: max(place - self._sent, 0)
+        turn.promise.standing.ahead = lambda: max(place - self._sent, 0)
         if not self._sending:
             self._sending = True
             self._operations.portal.spawn(self._send_all())

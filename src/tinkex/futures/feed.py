@@ -1,7 +1,8 @@
 """One long-poll for all pending samples of a sampler (`retrieve_futures`).
 
-The feed only says what has finished; the payload is fetched by the `Poller`. When the feed itself
-fails for good, nothing is lost: everybody who waits goes on by polling for themselves.
+The feed only says what has finished; the payload is fetched by the `Poller`. It does not say what
+was lost or how the queue stands, so whoever has waited long is sent ahead to poll for itself, one
+at a time. When the feed itself fails for good, everybody goes on that way.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ _log = logging.getLogger(__name__)
 _PAUSE_S = 1.0
 # A poll without news that comes back sooner than this was not held by the server.
 _HELD_S = 0.05
+# Longer than a long-poll: ordinary samples never need it.
+_SCOUT_AFTER_S = 45.0
 
 
 class CompletionFeed:
@@ -46,8 +49,9 @@ class CompletionFeed:
         *,
         silence_s: float,
     ) -> None:
-        # Mutable state: who waits for what, completions nobody has asked for yet, results to
-        # acknowledge, the server's cursor, and whether the loop runs or has given up.
+        # Mutable state: who waits for what since when, oldest first; who was sent ahead;
+        # completions nobody has asked for yet; results to acknowledge; the server's cursor; and
+        # whether the loop runs or has given up.
         self._api = api
         self._clock = clock
         self._spawn = spawn
@@ -55,7 +59,8 @@ class CompletionFeed:
         self._target = SamplingSessionFuturesTarget(
             sampling_session_id=sampling_session_id, cloned_sampler_id=cloned_sampler_id
         )
-        self._waiters: dict[str, asyncio.Future[int | None]] = {}
+        self._waiters: dict[str, tuple[float, asyncio.Future[int | None]]] = {}
+        self._scout: str | None = None
         self._unclaimed: dict[str, int | None] = {}
         self._retrieved: set[str] = set()
         self._cursor = 0
@@ -65,14 +70,15 @@ class CompletionFeed:
     async def finished(self, request_id: str) -> int | None:
         """Return when the request has ended, with its payload size where the server said it.
 
-        Also returns, with None, when the feed has given up: the caller then polls by itself.
+        Also returns, with None, when the caller is to poll by itself: it has waited long, others
+        turned out to be lost, or the feed has given up.
         """
         if self._gave_up:
             return None
         if request_id in self._unclaimed:
             return self._unclaimed.pop(request_id)
         waiter = asyncio.get_running_loop().create_future()
-        self._waiters[request_id] = waiter
+        self._waiters[request_id] = (self._clock.now(), waiter)
         self._wake()
         try:
             return await waiter
@@ -81,9 +87,16 @@ class CompletionFeed:
 
     def retrieved(self, request_id: str) -> None:
         """The result, or its error, has been fetched: the server may drop it."""
+        self._unclaimed.pop(request_id, None)
+        if self._scout == request_id:
+            self._scout = None
         if not self._gave_up:
             self._retrieved.add(request_id)
             self._wake()
+
+    def lost(self) -> None:
+        """The server has lost a request, so it may have lost the others: they look now."""
+        self._release(list(self._waiters))
 
     def _wake(self) -> None:
         if not self._running:
@@ -97,6 +110,7 @@ class CompletionFeed:
                 try:
                     await self._poll()
                     last_life, failures = self._clock.now(), 0
+                    self._send_scout()
                 except TinkerError as error:
                     decision = decide(
                         outcome_of(error),
@@ -132,14 +146,30 @@ class CompletionFeed:
                 if isinstance(completion, FutureFinished)
                 else None
             )
-            waiter = self._waiters.pop(completion.request_id, None)
-            if waiter is None:
+            _, waiter = self._waiters.pop(completion.request_id, (0.0, None))
+            if waiter is not None:
+                if not waiter.done():
+                    waiter.set_result(size)
+            elif completion.request_id != self._scout:
                 self._unclaimed[completion.request_id] = size
-            elif not waiter.done():
-                waiter.set_result(size)
         if not answer.completions and self._clock.now() - asked < _HELD_S:
             # Without a pause this would be a hot loop.
             await self._clock.sleep(_PAUSE_S)
+
+    def _send_scout(self) -> None:
+        oldest = next(iter(self._waiters), None)
+        if oldest is None or self._scout is not None:
+            return
+        since, _ = self._waiters[oldest]
+        if self._clock.now() - since >= _SCOUT_AFTER_S:
+            self._scout = oldest
+            self._release([oldest])
+
+    def _release(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            _, waiter = self._waiters.pop(request_id)
+            if not waiter.done():
+                waiter.set_result(None)
 
     def _give_up(self, error: TinkerError) -> None:
         _log.warning(
@@ -147,8 +177,6 @@ class CompletionFeed:
             error,
         )
         self._gave_up = True
-        for waiter in self._waiters.values():
-            if not waiter.done():
-                waiter.set_result(None)
+        self._release(list(self._waiters))
         self._unclaimed.clear()
         self._retrieved.clear()

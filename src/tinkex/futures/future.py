@@ -3,6 +3,7 @@
 It is a `concurrent.futures.Future`, so everything the standard library does with one works
 (`as_completed`, `wait`, `asyncio.wrap_future`, done callbacks), and it can be awaited from any
 event loop. Callers hold the future; the client's loop holds its `Promise`, the side that writes.
+A thousand of them are in flight at once, so neither leaves a reference cycle behind.
 """
 
 from __future__ import annotations
@@ -10,9 +11,12 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import functools
 import threading
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+import weakref
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 
 from tinkex.errors import ClosedError
 
@@ -45,6 +49,54 @@ class FutureStatus:
     attempts: int = 0
 
 
+class Standing:
+    """What a future and its promise share: the operation's state, and who must hear its end."""
+
+    __slots__ = (
+        "ahead",
+        "attempts",
+        "loop_thread",
+        "parts",
+        "promise",
+        "queue_state",
+        "queue_state_reason",
+        "request_id",
+        "since",
+        "state",
+    )
+
+    def __init__(self, parts: int, since: float) -> None:
+        self.state: State = "queued"
+        self.since = since
+        self.request_id: str | None = None
+        self.queue_state: str | None = None
+        self.queue_state_reason: str | None = None
+        self.attempts = 0
+        # How many calls go first; asked when somebody looks, since it changes with each of them.
+        self.ahead: Callable[[], int] | None = None
+        # One inner future for each part of a chunked call.
+        self.parts = [concurrent.futures.Future[Any]() for _ in range(parts)]
+        # The thread on which waiting would wait for itself.
+        self.loop_thread: int | None = None
+        # Cut when the operation ends, or every future would be a cycle.
+        self.promise: Promise[Any] | None = None
+
+    def end(self, *, cancelled: bool) -> None:
+        """Tell whoever looks after the operation, once."""
+        promise, self.promise = self.promise, None
+        self.ahead = None
+        if promise is not None and promise.keeper is not None:
+            promise.keeper.release(promise, cancelled=cancelled)
+
+
+class Keeper(Protocol):
+    """Whoever promised that an operation ends."""
+
+    def release(self, promise: Promise[Any], *, cancelled: bool) -> None:
+        """Called once, when the operation has ended, on whichever thread ended it."""
+        ...
+
+
 class APIFuture(concurrent.futures.Future[T], Generic[T]):
     """The result of an operation that has been handed to the client.
 
@@ -53,9 +105,9 @@ class APIFuture(concurrent.futures.Future[T], Generic[T]):
     training operation that was sent still runs there; cancelling only stops waiting for it.
     """
 
-    def __init__(self, promise: Promise[T] | None = None) -> None:
+    def __init__(self, standing: Standing | None = None) -> None:
         super().__init__()
-        self._promise: Promise[T] = promise or Promise(future=self)
+        self._standing = standing or Standing(0, 0.0)
 
     def result(self, timeout: float | None = None) -> T:
         """Wait for the result; `TimeoutError` after `timeout` seconds, the operation goes on."""
@@ -67,28 +119,58 @@ class APIFuture(concurrent.futures.Future[T], Generic[T]):
         self._refuse_deadlock()
         return super().exception(timeout)
 
+    def cancel(self) -> bool:
+        """Give up waiting; False when the operation has ended already."""
+        cancelled = super().cancel()
+        if cancelled:
+            self._standing.end(cancelled=True)
+        return cancelled
+
     async def result_async(self, timeout: float | None = None) -> T:
         """Await the result. A timeout, or cancelling the awaiting task, cancels the operation."""
-        if self.done():
-            return super().result(0)
-        wrapped = asyncio.wrap_future(self)
-        if timeout is None:
-            return await wrapped
-        return await asyncio.wait_for(wrapped, timeout)
+        if not self.done():
+            if timeout is None:
+                await self._ended()
+            else:
+                try:
+                    await asyncio.wait_for(self._ended(), timeout)
+                except TimeoutError:
+                    self.cancel()
+                    raise
+        if self.cancelled():
+            raise asyncio.CancelledError
+        return super().result(0)
+
+    async def _ended(self) -> None:
+        loop = asyncio.get_running_loop()
+        waiter = loop.create_future()
+        self.add_done_callback(functools.partial(_doorbell(loop).ring, waiter))
+        try:
+            await waiter
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
 
     def __await__(self) -> Generator[Any, None, T]:
         return self.result_async().__await__()
 
     def status(self) -> FutureStatus:
         """Where the operation stands now; never waits."""
-        if self.cancelled():
-            return replace(self._promise.status, state="cancelled")
+        now, ahead = self._standing, self._standing.ahead
+        state = now.state
         if self.done():
-            return replace(self._promise.status, state="failed" if super().exception(0) else "done")
-        status, ahead = self._promise.status, self._promise.ahead
-        if ahead is None or status.state != "queued":
-            return status
-        return replace(status, position=ahead())
+            state = (
+                "cancelled" if self.cancelled() else "failed" if super().exception(0) else "done"
+            )
+        return FutureStatus(
+            state=state,
+            since=now.since,
+            position=ahead() if ahead is not None and state == "queued" else None,
+            request_id=now.request_id,
+            queue_state=now.queue_state,
+            queue_state_reason=now.queue_state_reason,
+            attempts=now.attempts,
+        )
 
     @property
     def usage(self) -> Usage | None:
@@ -108,22 +190,22 @@ class APIFuture(concurrent.futures.Future[T], Generic[T]):
 
     async def __aiter__(self) -> AsyncIterator[Any]:
         """The parts of a chunked call in the order of the data, each as soon as it is there."""
-        if len(self._promise.parts) <= 1:
+        if len(self._standing.parts) <= 1:
             yield await self
             return
-        for part in self._promise.parts:
+        for part in self._standing.parts:
             # A part has no operation of its own to cancel, so the wait is shielded.
             yield await asyncio.shield(asyncio.wrap_future(part))
 
     def then(self, convert: Callable[[T], R]) -> APIFuture[R]:
         """A future of `convert(result)`, computed once; cancelling it cancels this one."""
-        promise: Promise[R] = Promise(loop_thread=self._promise.loop_thread)
+        promise: Promise[R] = Promise(standing=self._standing)
         self.add_done_callback(lambda done: promise.follow(done, convert))
         promise.future.add_done_callback(lambda new: self.cancel() if new.cancelled() else None)
         return promise.future
 
     def _refuse_deadlock(self) -> None:
-        if self._promise.loop_thread == threading.get_ident() and not self.done():
+        if self._standing.loop_thread == threading.get_ident() and not self.done():
             raise ClosedError(
                 "result() was called on the client's own loop thread, where it would wait for "
                 "itself; await the future, or call result() from another thread"
@@ -133,52 +215,64 @@ class APIFuture(concurrent.futures.Future[T], Generic[T]):
 class Promise(Generic[T]):
     """The writing side of an `APIFuture`; held by the client's loop, never by callers."""
 
+    __slots__ = ("_now", "future", "keep_alive", "keeper", "standing", "task")
+
     def __init__(
         self,
         *,
         parts: int = 0,
         now: Callable[[], float] | None = None,
-        loop_thread: int | None = None,
         keep_alive: object = None,
-        future: APIFuture[T] | None = None,
+        standing: Standing | None = None,
     ) -> None:
-        # Mutable state: the status (replaced, never edited) and the futures it finishes.
-        # `keep_alive` is whatever must outlive the operation, such as the client's connections.
-        self.parts = [concurrent.futures.Future[Any]() for _ in range(parts)]
-        self.status = FutureStatus(since=now() if now else 0.0)
-        self.loop_thread = loop_thread
-        self.keep_alive = keep_alive
-        # How many calls go first; asked when somebody looks, since it changes with each of them.
-        self.ahead: Callable[[], int] | None = None
+        # `keep_alive` is whatever must outlive the operation, such as the client's connections;
+        # `keeper` hears when it has ended; `task` is the work, to be cancelled with it. A
+        # given `standing` belongs to another promise, whose future this one follows.
         self._now = now
-        self.future: APIFuture[T] = future if future is not None else APIFuture(self)
+        self.keep_alive = keep_alive
+        self.keeper: Keeper | None = None
+        self.task: asyncio.Task[None] | None = None
+        self.standing = standing or Standing(parts, now() if now else 0.0)
+        if standing is None:
+            self.standing.promise = self
+        self.future: APIFuture[T] = APIFuture(self.standing)
 
-    def note(self, **changes: Any) -> None:
-        """Replace parts of the status; a new state restarts `since`."""
-        if self._now and changes.get("state", self.status.state) != self.status.state:
-            changes["since"] = self._now()
-        self.status = replace(self.status, **changes)
+    def note(self, *, state: State | None = None, **changes: Any) -> None:
+        """Change parts of the status; a new state restarts `since`."""
+        standing = self.standing
+        if state is not None and state != standing.state:
+            standing.state = state
+            if self._now is not None:
+                standing.since = self._now()
+        for name, value in changes.items():
+            setattr(standing, name, value)
 
     def finish(self, value: T) -> None:
         """Deliver the result, unless the future has ended already."""
         with contextlib.suppress(concurrent.futures.InvalidStateError):
             self.future.set_result(value)
+            self._end()
 
     def finish_part(self, index: int, value: Any) -> None:
         """Deliver one part of a chunked call."""
-        if self.parts:
+        if self.standing.parts:
             with contextlib.suppress(concurrent.futures.InvalidStateError):
-                self.parts[index].set_result(value)
+                self.standing.parts[index].set_result(value)
 
     def fail(self, error: BaseException) -> None:
         """End the future, and every part that has not arrived, with `error`."""
-        for future in (self.future, *self.parts):
+        for future in (self.future, *self.standing.parts):
             with contextlib.suppress(concurrent.futures.InvalidStateError):
                 future.set_exception(error)
+        self._end()
+
+    def _end(self) -> None:
+        if self.standing.promise is self:
+            self.standing.end(cancelled=False)
 
     def fail_after_fork(self, error: BaseException) -> None:
         """As `fail`, in a forked child, where a vanished thread may hold the futures' locks."""
-        for future in (self.future, *self.parts):
+        for future in (self.future, *self.standing.parts):
             vars(future)["_condition"] = threading.Condition()
         self.fail(error)
 
@@ -195,6 +289,47 @@ class Promise(Generic[T]):
             self.finish(convert(done.result()))
         except BaseException as problem:  # noqa: BLE001 - the future is where it ends
             self.fail(problem)
+
+
+class _Doorbell:
+    """Wakes what waits in one event loop: one ring for however many futures ended meanwhile."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        # Mutable state: waiters whose future has ended, and whether the loop knows. The loop is
+        # held weakly because the table of doorbells is keyed by it.
+        self._loop = weakref.ref(loop)
+        self._ended: deque[asyncio.Future[None]] = deque()
+        self._rung = False
+
+    def ring(self, waiter: asyncio.Future[None], _: object) -> None:
+        """From any thread: `waiter` may go on."""
+        self._ended.append(waiter)
+        loop = self._loop()
+        if not self._rung and loop is not None:
+            # Cleared before the waiters are looked at, so none is ever left behind.
+            self._rung = True
+            with contextlib.suppress(RuntimeError):  # the loop has closed, and so nobody waits
+                loop.call_soon_threadsafe(self._wake)
+
+    def _wake(self) -> None:
+        self._rung = False
+        while self._ended:
+            waiter = self._ended.popleft()
+            if not waiter.done():
+                waiter.set_result(None)
+
+
+# One doorbell for each event loop that awaits our futures, for as long as the loop lives.
+_doorbells: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Doorbell] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _doorbell(loop: asyncio.AbstractEventLoop) -> _Doorbell:
+    bell = _doorbells.get(loop)
+    if bell is None:
+        bell = _doorbells[loop] = _Doorbell(loop)
+    return bell
 
 
 # The official package has two names for what is one class here.

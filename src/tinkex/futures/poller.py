@@ -137,7 +137,8 @@ class Poller:
         """One poll, with the pause that must follow it; None when it brought nothing."""
         asked = self._clock.now()
         try:
-            reply = await self._send(wait)
+            body, headers = _question(wait)
+            reply = await self._api.send(routes.RETRIEVE_FUTURE, body, headers=headers)
             if reply.status == 408:
                 return await self._pending(wait, decode_pending(reply.body), asked)
             self._api.raise_for(reply, routes.RETRIEVE_FUTURE)
@@ -154,23 +155,6 @@ class Poller:
         if isinstance(answer, Ready):
             return _result(answer.value, reply.headers.get("x-tinkex-usage"))
         return answer
-
-    async def _send(self, wait: _Wait) -> Reply:
-        ticket = wait.ticket
-        headers = {
-            "Accept": accept_for(ticket.request_type),
-            "X-Tinker-Request-Type": ticket.request_type,
-            "X-Tinker-Request-Iteration": str(wait.iteration),
-        }
-        if wait.iteration == 0 and ticket.round_trip_s is not None:
-            headers["X-Tinker-Create-Promise-Roundtrip-Time"] = f"{ticket.round_trip_s:.6f}"
-        wait.iteration += 1
-        body = json_codec.encode(
-            FutureRetrieveRequest(
-                request_id=ticket.request_id, allow_metadata_only=wait.allow_metadata_only
-            )
-        )
-        return await self._api.send(routes.RETRIEVE_FUTURE, body, headers=headers)
 
     async def _pending(self, wait: _Wait, pending: Pending, asked: float) -> None:
         now = self._clock.now()
@@ -219,13 +203,30 @@ class Poller:
             ) from cause
 
 
+def _question(wait: _Wait) -> tuple[bytes, dict[str, str]]:
+    """The body and headers of the next poll."""
+    ticket = wait.ticket
+    headers = {
+        "Accept": accept_for(ticket.request_type),
+        "X-Tinker-Request-Type": ticket.request_type,
+        "X-Tinker-Request-Iteration": str(wait.iteration),
+    }
+    if wait.iteration == 0 and ticket.round_trip_s is not None:
+        headers["X-Tinker-Create-Promise-Roundtrip-Time"] = f"{ticket.round_trip_s:.6f}"
+    wait.iteration += 1
+    request = FutureRetrieveRequest(
+        request_id=ticket.request_id, allow_metadata_only=wait.allow_metadata_only
+    )
+    return json_codec.encode(request), headers
+
+
 def _read(ticket: Ticket, reply: Reply) -> Pending | MetadataOnly | Failed | Ready:
     media_type = reply.headers.get("content-type", "")
     try:
         with span("futures.decode", request_id=ticket.request_id, size_bytes=len(reply.body)):
             return decode_result(ticket.request_type, media_type, reply.body, ticket.sequence_ids)
     except InputError as error:
-        response = ResponseInfo(reply.status, dict(reply.headers))
+        response = ResponseInfo(reply.status, {"content-type": media_type})
         raise APIResponseValidationError(
             response, None, f"{ticket.request_type} {ticket.request_id}: {error}"
         ) from error

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import random
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import msgspec
 
@@ -17,8 +18,6 @@ from tinkex.errors import (
     APIConnectionError,
     APIError,
     APIResponseValidationError,
-    APIStatusError,
-    APITimeoutError,
     InputError,
     InputTypeError,
     RequestInfo,
@@ -30,7 +29,7 @@ from tinkex.transport.auth import Credentials
 from tinkex.transport.base import Reply, Request
 from tinkex.transport.headers import API_KEY, IDEMPOTENCY_KEY, RETRY_COUNT, StandardHeaders
 from tinkex.transport.notices import Notices
-from tinkex.transport.retry import Decision, Limits, Outcome, Progress, decide
+from tinkex.transport.retry import Decision, Limits, Progress, decide, outcome_of
 from tinkex.types import ClientConfigResponse, ClientDynamicConfigResponse
 from tinkex.wire import json_codec, routes
 from tinkex.wire.bodies import AuthTokenRequest
@@ -124,10 +123,11 @@ class Api:
         0 means one attempt. Raises what the last attempt raised.
         """
         prepared = self._prepare(route, self._encode(route, request, body), params, query, headers)
+        own_key = API_KEY in prepared.headers
         patience = _Patience(self.config, self._client_config, self.clock, deadline_s)
         while True:
             try:
-                reply = await self._attempt(route, prepared, patience.retries, patience.left_s)
+                reply = await self._send(route, patience.fit(prepared), own_key)
                 self.raise_for(reply, route, prepared)
                 return self._decode(route, prepared, reply)
             except APIError as error:
@@ -152,9 +152,8 @@ class Api:
         timeout_s: float | None = None,
     ) -> Reply:
         """One attempt; any status is a reply. Raises connection and credential errors only."""
-        return await self._attempt(
-            route, self._prepare(route, body, params, query, headers, timeout_s), 0, None
-        )
+        prepared = self._prepare(route, body, params, query, headers, timeout_s)
+        return await self._send(route, prepared, API_KEY in prepared.headers)
 
     @asynccontextmanager
     async def stream(
@@ -169,7 +168,9 @@ class Api:
     ) -> AsyncGenerator[StreamedReply]:
         """One attempt whose body is read as it comes; any status is a reply."""
         prepared = self._prepare(route, body, params, query, headers, timeout_s)
-        async with self.transport.stream(await self._authorise(route, prepared, 0)) as reply:
+        headers = cast("dict[str, str]", prepared.headers)
+        headers[API_KEY] = await self.auth.header_value(raw=route.name in _RAW)
+        async with self.transport.stream(prepared) as reply:
             yield reply
 
     def raise_for(
@@ -216,11 +217,11 @@ class Api:
         timeout_s: float | None = None,
     ) -> Request:
         """What stays the same over all attempts of one call."""
-        merged = self._headers.of(route)
+        merged = dict(self._headers.of(route))
         if route.method != "GET" and route.retry != "poll":
-            merged = {**merged, IDEMPOTENCY_KEY: self._headers.idempotency_key()}
+            merged[IDEMPOTENCY_KEY] = self._headers.idempotency_key()
         if headers:
-            merged = {**merged, **headers}
+            merged.update(headers)
         return Request(
             method=route.method,
             path=route.url(**(params or {})) if params or "{" in route.path else route.path,
@@ -232,29 +233,14 @@ class Api:
             follow_redirects=route.follow_redirects,
         )
 
-    async def _authorise(
-        self, route: Route[Any, Any], request: Request, retries: int, left_s: float | None = None
-    ) -> Request:
-        headers = dict(request.headers)
+    async def _send(self, route: Route[Any, Any], request: Request, own_key: bool) -> Reply:
+        """One attempt. The request was prepared for this call alone, so its headers are ours."""
+        headers = cast("dict[str, str]", request.headers)
         # A call that reads another account's weights brings that account's credential along.
-        if API_KEY not in headers:
+        if not own_key:
             headers[API_KEY] = await self.auth.header_value(raw=route.name in _RAW)
-        if retries:
-            headers[RETRY_COUNT] = str(retries)
-        timeout_s = request.timeout_s
-        if left_s is not None:
-            timeout_s = min(timeout_s, max(left_s, 1.0))
-        return Request(
-            request.method, request.path, request.pool, timeout_s, request.query, headers,
-            request.body, request.follow_redirects,
-        )  # fmt: skip
-
-    async def _attempt(
-        self, route: Route[Any, Any], request: Request, retries: int, left_s: float | None
-    ) -> Reply:
-        authorised = await self._authorise(route, request, retries, left_s)
         try:
-            reply = await self.transport.send(authorised)
+            reply = await self.transport.send(request)
         except APIConnectionError as error:
             self._notices.unreachable(route.name, error)
             raise
@@ -306,12 +292,17 @@ class _Patience:
         self._billing_s = 0.0
         self.retries = 0
 
-    @property
-    def left_s(self) -> float | None:
-        """What an attempt may take; None leaves it to the route, as does a deadline of zero."""
-        if not self._deadline_s:
-            return None
-        return self._deadline_s - (self._clock.now() - self._started)
+    def fit(self, request: Request) -> Request:
+        """The request of the next attempt, which may take no longer than what is left."""
+        if not self.retries and not self._deadline_s:
+            return request
+        headers, timeout_s = dict(request.headers), request.timeout_s
+        if self.retries:
+            headers[RETRY_COUNT] = str(self.retries)
+        if self._deadline_s:
+            left_s = self._deadline_s - (self._clock.now() - self._started)
+            timeout_s = min(timeout_s, max(left_s, 1.0))
+        return replace(request, headers=headers, timeout_s=timeout_s)
 
     def judge(
         self, error: APIError, route: Route[Any, Any], jitter: Callable[[], float]
@@ -339,19 +330,6 @@ class _Patience:
         if decision.billing:
             self._billing_s += wait_s
         self.retries += 1
-
-
-def outcome_of(error: APIError) -> Outcome:
-    """An error as a row of the retry table."""
-    match error:
-        case APITimeoutError():
-            return Outcome("timeout")
-        case APIConnectionError():
-            return Outcome("connection")
-        case APIStatusError():
-            return Outcome("status", error.status_code, error.response.headers)
-        case _:
-            return Outcome("bad_response")
 
 
 def _from_the_edge(reply: Reply) -> bool:

@@ -26,7 +26,8 @@ class Request:
     pool: Pool
     timeout_s: float
     query: str = ""
-    headers: Mapping[str, str] = field(default_factory=dict[str, str])
+    # Not in the repr: one of them is the credential.
+    headers: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
     body: bytes | None = None
     follow_redirects: bool = False
 

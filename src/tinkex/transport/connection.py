@@ -39,7 +39,9 @@ class Connection(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self.reusable = True
         self.idle_since = 0.0
-        self._timer: asyncio.TimerHandle | None = None
+        self._alarm: asyncio.TimerHandle | None = None
+        self._timeout_s = 0.0
+        self._started = 0.0
         self._reset(None)
 
     def _reset(self, done: asyncio.Future[None] | None) -> None:
@@ -62,17 +64,25 @@ class Connection(asyncio.Protocol):
     ) -> tuple[int, dict[str, str], bytes]:
         """Status, headers (lower-case names) and the body as it was sent."""
         done = self._begin(head, body)
-        now = self._loop.time()
-        self._timer = self._loop.call_later(timeout_s, self._check, done, timeout_s, now)
+        self._watch(timeout_s)
         try:
             await done
         except BaseException:
             self.abort()
             raise
-        finally:
-            self._timer.cancel()
         parts = self._body
         return self._status, self._headers, parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _watch(self, timeout_s: float) -> None:
+        """Have `_check` called in time. An alarm outlives its exchange: the next one uses it."""
+        self._timeout_s = timeout_s
+        self._started = self._loop.time()
+        due = self._started + timeout_s
+        if self._alarm is not None:
+            if self._alarm.when() <= due:
+                return
+            self._alarm.cancel()
+        self._alarm = self._loop.call_at(due, self._check)
 
     async def stream(
         self, head: bytes, body: bytes | None, timeout_s: float
@@ -108,22 +118,24 @@ class Connection(asyncio.Protocol):
             transport.write(body)
         return done
 
-    def _check(self, done: asyncio.Future[None], timeout_s: float, started: float) -> None:
-        """Time out unless something moved; called when the time would be up."""
-        if done.done():
-            return
+    def _check(self) -> None:
+        """Time out unless something moved; called when the time could be up."""
+        self._alarm, done = None, self._done
+        if done is None or done.done() or self._sink is not None:
+            return  # nothing under way, or a stream, whose reader watches the time
         now = self._loop.time()
         unsent = self._transport.get_write_buffer_size() if self._transport else 0
         if unsent < self._unsent or (unsent and not self._unsent):
             self._last_progress = now
         self._unsent = unsent
-        left_s = min(
-            self._last_progress + timeout_s - now, started + timeout_s * _TOTAL_FACTOR - now
+        due = min(
+            self._last_progress + self._timeout_s,
+            self._started + self._timeout_s * _TOTAL_FACTOR,
         )
-        if left_s > 0:
-            self._timer = self._loop.call_later(left_s, self._check, done, timeout_s, started)
+        if due > now:
+            self._alarm = self._loop.call_at(due, self._check)
         else:
-            done.set_exception(TimeoutError(f"no complete reply within {timeout_s:g} s"))
+            done.set_exception(TimeoutError(f"no complete reply within {self._timeout_s:g} s"))
 
     def abort(self) -> None:
         """Close now, without saying goodbye; whatever is under way has failed."""
@@ -168,6 +180,9 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.reusable = False
         self._transport = None
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
         if self._done is None or self._done.done():
             return
         if self._ends_with_connection() and exc is None:

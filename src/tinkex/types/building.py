@@ -199,33 +199,39 @@ def _tensor(kind: type, obj: Any) -> Any:
 
 def _place(cls: type[Value], cause: InputError, message: str) -> InputError:
     """An error of a field's own check, with the place where it happened."""
-    _, path = _split(cls, message)
+    _, path, _ = _split(cls, message)
     if path == cls.__name__:
         return cause
     return rebase(cause, path) if cause.path else type(cause)(cause.reason, path)
 
 
-_MESSAGE = re.compile(r"(?P<text>.*?)(?: - at (?:`key` in )?`(?P<path>.*)`)?", re.DOTALL)
+# A bad key of a map is reported as: Expected `str`, got `int` - at `key` in `$.path`
+_MESSAGE = re.compile(r"(?P<text>.*?)(?: - at (?P<key>`key` in )?`(?P<path>.*)`)?", re.DOTALL)
 _GOT = re.compile(r"Expected `(?P<wanted>.*)`, got `(?P<got>.*)`")
 _BOUND = re.compile(r"Expected `.*` (?P<bound>of .*|[<>]=? .*)")
 _MISSING = re.compile(r"Object missing required field `(?P<name>.*)`")
 
 
-def _split(cls: type[Value], message: str) -> tuple[str, str]:
+def _split(cls: type[Value], message: str) -> tuple[str, str, bool]:
+    """What is wrong, where, and whether it is a key of the map there."""
     match = _MESSAGE.fullmatch(message)
-    text, path = (match["text"], match["path"]) if match else (message, None)
-    return text, (path or "$").replace("$", cls.__name__, 1)
+    if match is None:
+        return message, cls.__name__, False
+    path = (match["path"] or "$").replace("$", cls.__name__, 1)
+    return match["text"], path, match["key"] is not None
 
 
 def _explain(cls: type[Value], fields: dict[str, Any], message: str) -> InputError:
     """Our error for a message of msgspec's."""
-    text, path = _split(cls, message)
+    text, path, is_key = _split(cls, message)
     field = re.fullmatch(r"\w+\.(\w+)", path)
     hint = _hints(cls).get(field[1]) if field else None
     value = _at(fields, path)
     if missing := _MISSING.fullmatch(text):
         return InputTypeError("is required", f"{path}.{missing['name']}")
     if got := _GOT.fullmatch(text):
+        if is_key:
+            return InputTypeError(f"keys must be {got['wanted']}, got {got['got']}", path)
         wanted = got["wanted"].replace("null", "None").replace("array", "list")
         wanted = describe(hint) if hint is not None else wanted.replace(" | ", " or ")
         found = got["got"].replace("null", "None")

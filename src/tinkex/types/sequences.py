@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import InitVar, dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, cast, get_args
+from typing import TYPE_CHECKING, Any, Self, cast, get_args
 
 from tinkex.errors import InputError, InputTypeError
 from tinkex.types.arrays import same_array, to_array
@@ -77,6 +77,25 @@ class SampledSequence:
                 f"{len(self.logprobs_np)} log-probabilities for {len(self.tokens_np)} tokens",
                 f"{kind}.logprobs",
             )
+
+    @classmethod
+    def _make(
+        cls,
+        stop_reason: StopReason,
+        sequence_id: str,
+        tokens_np: Array,
+        logprobs_np: Array | None,
+        topk_logprobs_np: TopkLogprobs | None,
+    ) -> Self:
+        """Put together what a decoder has already checked."""
+        self = cls.__new__(cls)
+        state = self.__dict__
+        state["stop_reason"] = stop_reason
+        state["sequence_id"] = sequence_id
+        state["tokens_np"] = tokens_np
+        state["logprobs_np"] = logprobs_np
+        state["topk_logprobs_np"] = topk_logprobs_np
+        return self
 
     @cached_property
     def tokens(self) -> list[int]:
@@ -177,6 +196,28 @@ class SampleResponse:
             value = getattr(self, name)
             if value is not None and not isinstance(value, wanted):
                 raise InputTypeError(f"expected {wanted.__name__} or None", f"{kind}.{name}")
+
+    @classmethod
+    def _make(
+        cls,
+        sequences: list[SampledSequence],
+        prompt_logprobs_np: Array | None,
+        topk_prompt_logprobs_np: TopkLogprobs | None,
+        target_prompt_logprobs: TensorData | None,
+        prompt_cache_hit_tokens: int,
+        prompt_alt_tokens: PromptAltTokens | None,
+    ) -> Self:
+        """Put together what a decoder has already checked."""
+        self = cls.__new__(cls)
+        state = self.__dict__
+        state["sequences"] = sequences
+        state["prompt_logprobs_np"] = prompt_logprobs_np
+        state["topk_prompt_logprobs_np"] = topk_prompt_logprobs_np
+        state["target_prompt_logprobs"] = target_prompt_logprobs
+        state["prompt_cache_hit_tokens"] = prompt_cache_hit_tokens
+        state["prompt_alt_tokens"] = prompt_alt_tokens
+        state["usage"] = None
+        return self
 
     @cached_property
     def prompt_logprobs(self) -> list[float | None] | None:

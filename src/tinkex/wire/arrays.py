@@ -64,7 +64,7 @@ def unpack(data: bytes, dtype: str, path: str) -> AnyArray:
     if len(data) % _WIDTHS[dtype]:
         raise InputError(f"{len(data)} bytes are no whole number of {dtype} values", path)
     # A bytearray makes the array writable: torch warns about sharing one that is not.
-    array = np.frombuffer(bytearray(data), dtype=dtype)
+    array = np.frombuffer(bytearray(data), dtype)
     return array if _NATIVE else array.astype(array.dtype.newbyteorder("="))
 
 

@@ -107,10 +107,10 @@ def _struct_writer(kind: type[msgspec.Struct]) -> _Writer:
     tag = {} if config.tag_field is None else {config.tag_field: config.tag}
     members = [(field.name, _member_writer(field.type)) for field in fields]
     writers = tuple((name, write) for name, write in members if write is not _as_it_is)
-    kept = EXPLICIT_NULLS.get(kind, frozenset())
-    nullable = tuple(f.name for f in fields if f.name not in kept and _can_be_none(f.type))
     # What a result cost is ours alone; the protocol has no place for it.
     hidden = tuple(field.name for field in fields if field.name == "usage")
+    kept = EXPLICIT_NULLS.get(kind, frozenset()).union(hidden)
+    nullable = tuple(f.name for f in fields if f.name not in kept and _can_be_none(f.type))
     if not (writers or nullable or hidden or config.dict):
         # The encoder itself would write nothing else.
         return _as_it_is
@@ -120,7 +120,7 @@ def _struct_writer(kind: type[msgspec.Struct]) -> _Writer:
         for name in hidden:
             del body[name]
         for name in nullable:
-            if name in body and body[name] is None:
+            if body[name] is None:
                 del body[name]
         for name, write_member in writers:
             if name in body:

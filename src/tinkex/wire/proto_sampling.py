@@ -56,7 +56,7 @@ def decode_sample_response(data: bytes, sequence_ids: Sequence[str]) -> SampleRe
     if message.prompt_cache_hit_tokens < 0:
         raise InputError("must not be negative", "prompt_cache_hit_tokens")
     logprobs = message.prompt_logprobs
-    return SampleResponse(
+    return SampleResponse._make(  # pyright: ignore[reportPrivateUsage]  # for this
         sequences=[
             _read_sequence(sequence, sequence_id, index)
             for index, (sequence, sequence_id) in enumerate(
@@ -95,10 +95,11 @@ def _fill_sequence(message: pb.SampledSequence, sequence: SampledSequence) -> No
 
 def _read_sequence(message: pb.SampledSequence, sequence_id: str, index: int) -> SampledSequence:
     path = f"sequences[{index}]"
-    if message.stop_reason not in (0, 1):
-        raise InputError(f"unknown stop reason number {message.stop_reason}", path)
+    stop_reason, packed = message.stop_reason, message.logprobs
+    if stop_reason not in (0, 1):
+        raise InputError(f"unknown stop reason number {stop_reason}", path)
     tokens = unpack(message.tokens, "<i4", f"{path}.tokens")
-    logprobs = unpack(message.logprobs, "<f4", f"{path}.logprobs") if message.logprobs else None
+    logprobs = unpack(packed, "<f4", f"{path}.logprobs") if packed else None
     if logprobs is not None and logprobs.size != tokens.size:
         raise InputError(f"{logprobs.size} values for {tokens.size} tokens", f"{path}.logprobs")
     topk = (
@@ -106,8 +107,8 @@ def _read_sequence(message: pb.SampledSequence, sequence_id: str, index: int) ->
         if message.HasField("topk_sampled_logprobs")
         else None
     )
-    return SampledSequence(
-        stop_reason=_STOP_REASONS[message.stop_reason],
+    return SampledSequence._make(  # pyright: ignore[reportPrivateUsage]  # for this
+        stop_reason=_STOP_REASONS[stop_reason],
         sequence_id=sequence_id,
         tokens_np=tokens,
         logprobs_np=logprobs,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import itertools
 import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
-
 from tests.unit.clients.world import MODEL, World, datum
+
 from tinkex import AdamParams, BadRequestError, InternalServerError, ServiceClient
 from tinkex.testing import API_KEY, Delays, FakeServer, faults
 
@@ -158,7 +159,7 @@ def test_chunks_go_out_with_the_first_one_last_or_one_by_one(parallel: bool):
         assert times[0] == times[1] == times[2]
     else:
         assert ids == [1, 2, 3, 4, 5]
-        assert all(b - a >= 1.0 for a, b in zip(times, times[1:], strict=False))
+        assert all(b - a >= 1.0 for a, b in itertools.pairwise(times))
 
 
 # -- turns are always given back --------------------------------------------------------------
@@ -237,9 +238,7 @@ def test_a_call_cancelled_while_its_request_is_retried_frees_the_queue():
         async with world.service() as service:
             training = await service.create_lora_training_client_async(MODEL, rank=2)
             stuck = faults.reply(503)
-            world.server.faults.on(
-                "optim_step", stuck, times=None, when=lambda s: seq_id(s) == 1
-            )
+            world.server.faults.on("optim_step", stuck, times=None, when=lambda s: seq_id(s) == 1)
             first = training.optim_step(tagged(1))
             second = training.optim_step(tagged(2))
             await world.clock.sleep(10.0)

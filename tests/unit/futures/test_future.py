@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import gc
 import threading
 
 import pytest
@@ -31,11 +32,12 @@ def test_a_future_is_a_standard_future_with_status_cancel_and_callbacks():
 def test_status_says_where_it_stands_and_since_when():
     times = iter([1.0, 7.0, 9.0])
     promise: Promise[int] = Promise(now=lambda: next(times))
-    promise.note(position=2)
-    assert promise.future.status().since == 1.0
-    promise.note(state="running", position=None, request_id="r1")
+    promise.standing.ahead = lambda: 2
+    assert (promise.future.status().since, promise.future.status().position) == (1.0, 2)
+    promise.note(state="running", request_id="r1")
     status = promise.future.status()
     assert (status.state, status.since, status.request_id) == ("running", 7.0, "r1")
+    assert status.position is None
     promise.fail(InputError("bad"))
     assert promise.future.status().state == "failed"
 
@@ -142,8 +144,28 @@ def test_then_computes_once_and_passes_errors_and_cancellation_on():
 
 
 def test_waiting_on_the_loop_thread_is_refused_instead_of_hanging():
-    promise: Promise[int] = Promise(loop_thread=threading.get_ident())
+    promise: Promise[int] = Promise()
+    promise.standing.loop_thread = threading.get_ident()
     with pytest.raises(ClosedError, match="own loop thread"):
         promise.future.result()
     promise.finish(1)
     assert promise.future.result() == 1
+
+
+def test_an_ended_future_leaves_no_cycle_behind():
+    async def use() -> None:
+        promise: Promise[int] = Promise()
+        waiting = asyncio.ensure_future(_await(promise.future))
+        await asyncio.sleep(0)
+        promise.finish(1)
+        assert await waiting == 1
+
+    asyncio.run(use())  # what the first run leaves behind is asyncio's own
+    gc.collect()
+    gc.disable()
+    try:
+        asyncio.run(use())
+        left = [item for item in gc.get_objects() if isinstance(item, APIFuture | Promise)]
+    finally:
+        gc.enable()
+    assert left == []

@@ -55,6 +55,27 @@ def test_bad_data_is_refused_with_its_place_and_the_fix(
 
 
 @pytest.mark.req("B14")
+@pytest.mark.parametrize(
+    ("tensor", "passes"),
+    [
+        (np.array(1.5, "f4"), True),
+        (np.array(np.nan, "f4"), False),
+        (np.zeros((0, 2), "f4"), True),
+        (np.array([[1, 2], [3, np.inf]], "f4"), False),
+    ],
+)
+def test_every_shape_is_looked_through_for_numbers_that_are_not_finite(
+    tensor: np.ndarray, passes: bool
+) -> None:
+    one = datum(clip_low_threshold=TensorData(tensor, "float32", list(tensor.shape)))
+    if passes:
+        check_datum(one, 0, "custom")
+    else:
+        with pytest.raises(InputError, match="finite"):
+            check_datum(one, 0, "custom")
+
+
+@pytest.mark.req("B14")
 def test_input_ids_are_compared_with_the_vocabulary() -> None:
     with pytest.raises(InputError, match="another model's tokenizer") as caught:
         check_datum(datum(target_tokens=[0, 0, 0]), 0, "cross_entropy", vocab_size=3)

@@ -494,3 +494,10 @@ def test_chunks_work_in_run_time_type_expressions() -> None:
     assert int | types.ModelInputChunk
     assert list[types.ModelInputChunk]
     assert types.EncodedTextChunk | None
+
+
+@pytest.mark.req("S7")
+def test_a_bad_key_of_a_map_is_refused_at_the_maps_own_path() -> None:
+    with pytest.raises(InputTypeError, match="keys must be str, got int") as caught:
+        types.OptimStepResponse(metrics={5: 1.0})  # pyright: ignore[reportArgumentType]
+    assert caught.value.path == "OptimStepResponse.metrics"

@@ -351,6 +351,21 @@ def test_a_value_without_a_json_form_is_an_error_that_names_its_path(value: dict
     assert caught.value.path == path
 
 
+@pytest.mark.req("S12")
+def test_the_path_is_also_found_in_a_body_without_optional_members():
+    event = types.GenericEvent(
+        event_id="e",
+        event_name="n",
+        event_session_index=0,
+        severity="INFO",
+        timestamp=datetime(2026, 1, 1, tzinfo=UTC),
+        event_data={"a": [object()]},
+    )
+    with pytest.raises(InputError) as caught:
+        encode([event])
+    assert caught.value.path == "[0].event_data.a[0]"
+
+
 def test_a_map_that_contains_itself_is_an_input_error():
     loop: dict[str, object] = {}
     loop["again"] = loop

@@ -63,6 +63,41 @@ def test_a_picture_pointer_cannot_be_trained_on_and_the_error_names_it():
     assert caught.value.path == "data[1].model_input.chunks[1]"
 
 
+def test_a_token_count_that_does_not_fit_is_an_error_that_names_it():
+    picture = types.ImageChunk(data=b"p", format="png", expected_tokens=2**31)
+    with pytest.raises(InputError) as caught:
+        request(types.Datum(types.ModelInput(chunks=[picture])))
+    assert caught.value.path == "data[0].model_input.chunks[0].expected_tokens"
+
+
+@pytest.mark.parametrize(
+    ("datum", "options"),
+    [
+        (types.Datum(types.ModelInput.from_ints([1]), {"\ud800": [1]}), {}),
+        (
+            types.Datum(
+                types.ModelInput.from_ints([1]),
+                {},
+                [types.PromptProvenanceSpan(sequence_id="\ud800", length=1)],
+                [],
+            ),
+            {},
+        ),
+        (types.Datum(types.ModelInput.from_ints([1])), {"loss_fn_config": {"\ud800": 1.0}}),
+        (types.Datum(types.ModelInput.from_ints([1])), {"model_id": "\ud800"}),
+    ],
+)
+def test_text_that_no_encoding_has_is_an_input_error(datum: types.Datum, options: dict):
+    with pytest.raises(InputError, match="not valid Unicode"):
+        request(datum, **options)
+
+
+def test_equal_batches_have_equal_bytes_whatever_the_order_of_their_names():
+    one, other = {"b": [1], "a": [2]}, {"a": [2], "b": [1]}
+    tokens = types.ModelInput.from_ints([1])
+    assert request(types.Datum(tokens, one)) == request(types.Datum(tokens, other))
+
+
 def test_both_lists_of_spans_travel():
     datum = types.Datum(
         types.ModelInput.from_ints([1, 2]),

@@ -1,0 +1,174 @@
+"""The queue's state reaches the user: log line, callback, status, telemetry; once per change."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.unit.clients.world import MODEL, World, datum
+
+from tinkex import ModelInput, SamplingParams, TrainingClient
+from tinkex.testing import Delays, faults
+
+if TYPE_CHECKING:
+    from tinkex import ServiceClient
+    from tinkex.futures.future import FutureStatus
+
+pytestmark = pytest.mark.req("S17")
+
+PROMPT = ModelInput.from_ints([1, 2, 3])
+PARAMS = SamplingParams(max_tokens=3, seed=1)
+SCRIPT = [
+    ("paused_rate_limit", "too many tokens a minute"),
+    ("paused_rate_limit", "too many tokens a minute"),
+    ("paused_capacity", None),
+    ("active", None),
+]
+
+
+def script(world: World, status: int) -> None:
+    """The next polls are answered by the script, ten seconds apart."""
+
+    def after_ten_seconds(effect: Any) -> Any:
+        async def delayed(exchange: Any) -> None:
+            await exchange.clock.sleep(10.0)
+            await effect(exchange)
+
+        return delayed
+
+    for position, (state, reason) in enumerate(SCRIPT):
+        effect = after_ten_seconds(faults.try_again(state, reason, status))
+        world.server.faults.on("retrieve_future", effect, nth=position)
+
+
+async def client(service: ServiceClient, kind: str) -> tuple[Any, Any]:
+    """A client, and how to call it."""
+    if kind == "training":
+        training = await service.create_lora_training_client_async(MODEL, rank=2)
+        return training, lambda: training.forward_backward([datum()], "cross_entropy")
+    sampler = await service.create_sampling_client_async(base_model=MODEL)
+    return sampler, lambda: sampler.sample(PROMPT, 1, PARAMS)
+
+
+def changes(world: World) -> list[dict[str, Any]]:
+    events = [event for seen in world.server.seen("telemetry") for event in seen.json["events"]]
+    return [e["event_data"] for e in events if e.get("event_name") == "queue_state_changed"]
+
+
+@pytest.mark.parametrize("kind", ["training", "sampling"])
+@pytest.mark.parametrize("status", [200, 408])
+def test_every_change_reaches_log_callback_status_and_telemetry(
+    kind: str, status: int, caplog: pytest.LogCaptureFixture
+):
+    caplog.set_level(logging.INFO, logger="tinkex")
+    heard: list[tuple[str, str | None]] = []
+    statuses: list[FutureStatus] = []
+
+    async def scenario(world: World) -> None:
+        async with world.service() as service:
+            subject, call = await client(service, kind)
+            subject.on_queue_state_change = lambda state, reason: heard.append((state, reason))
+            script(world, status)
+            future = call()
+            while not future.done():
+                await world.clock.sleep(5.0)
+                statuses.append(future.status())
+            await future
+
+    world = World()
+    world.run(scenario)
+    assert [state for state, _ in heard] == ["paused_rate_limit", "paused_capacity", "active"]
+    assert heard[0][1] == "too many tokens a minute"
+    warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert len(warnings) == 2
+    assert "too many tokens a minute" in warnings[0]
+    assert "paused_capacity" in warnings[1]
+    assert "capacity" in warnings[1].split(":")[-1]
+    assert any("moves again" in r.getMessage() for r in caplog.records)
+    seen = [s.queue_state for s in statuses if s.state == "running"]
+    assert list(dict.fromkeys(seen)) == [None, "paused_rate_limit", "paused_capacity", "active"]
+    assert [data["queue_state"] for data in changes(world)] == [
+        "paused_rate_limit",
+        "paused_capacity",
+        "active",
+    ]
+
+
+def test_a_long_pause_is_logged_once_a_minute_and_waited_for(caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.WARNING, logger="tinkex")
+
+    async def scenario(world: World) -> None:
+        async with world.service() as service:
+            _, call = await client(service, "training")
+            paused = faults.try_again("paused_capacity", "full")
+            # Answered at once, so the client paces itself: at most one poll a second.
+            world.server.faults.on("retrieve_future", paused, times=600)
+            started = world.clock.now()
+            await call()
+            assert world.clock.now() - started > 300.0
+
+    World().run(scenario)
+    lines = [r for r in caplog.records if "paused_capacity" in r.getMessage()]
+    assert 8 <= len(lines) <= 12
+
+
+def test_the_hook_may_be_overridden_in_a_subclass_or_replaced_on_the_class(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    heard: list[str] = []
+    monkeypatch.setattr(
+        TrainingClient, "on_queue_state_change", lambda self, state, reason: heard.append(state)
+    )
+
+    async def scenario(world: World) -> None:
+        async with world.service() as service:
+            _, call = await client(service, "training")
+            world.server.faults.on("retrieve_future", faults.try_again("paused_capacity"))
+            await call()
+
+    World().run(scenario)
+    assert heard == ["paused_capacity"]
+
+
+@pytest.mark.req("B10")
+def test_status_tells_queued_running_and_done_with_times_and_places():
+    async def scenario(world: World) -> None:
+        world.server.engine.delays = Delays(train_s=30.0)
+        async with world.service() as service:
+            _, call = await client(service, "training")
+            world.server.faults.on("forward_backward", faults.slow(10.0))
+            first, second = call(), call()
+            await world.clock.sleep(5.0)
+            assert (first.status().state, first.status().position) == ("queued", 0)
+            assert (second.status().state, second.status().position) == ("queued", 1)
+            await world.clock.sleep(10.0)
+            running = first.status()
+            assert (running.state, running.position) == ("running", None)
+            assert running.since == pytest.approx(10.0)
+            assert running.request_id is not None
+            await asyncio.gather(first, second)
+            assert first.status().state == second.status().state == "done"
+            world.server.faults.on("forward_backward", faults.reply(400))
+            failed = call()
+            with pytest.raises(Exception, match="400"):
+                await failed
+            assert failed.status().state == "failed"
+
+    World().run(scenario)
+
+
+def test_in_feed_mode_a_long_pause_is_still_reported(caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.WARNING, logger="tinkex")
+
+    async def scenario(world: World) -> None:
+        world.server.engine.delays = Delays(sample_s=200.0)
+        async with world.service() as service:
+            _, call = await client(service, "sampling")
+            paused = faults.try_again("paused_capacity", "full")
+            world.server.faults.on("retrieve_future", paused)
+            await asyncio.gather(call(), call())
+
+    World({"sample_use_retrieve_futures": True}).run(scenario)
+    assert "full" in caplog.text

@@ -349,6 +349,8 @@ class SamplingClient:
         flags = session.api.client_config
         if flags.sample_no_retries or not config.enable_retry_logic:
             raise error
+        if isinstance(error, ServerSilentError) or session.clock.now() >= life.give_up_at:
+            raise error  # waited for long enough already
         patience_s = session.config.silence_deadline_s
         if config.enable_stuck_detection and flags.sample_enable_stuck_detection:
             patience_s = min(patience_s, config.progress_timeout)

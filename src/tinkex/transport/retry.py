@@ -140,7 +140,8 @@ _TABLE: dict[str, dict[RetryClass, Rule]] = {
     "408": _row(_BACKOFF, sample=_SAMPLE_BACKOFF, poll=Rule("at once")),
     # Usually a fact ("already published"), sometimes a race: a short second look is enough.
     "409": _row(Rule("backoff", tries=3), sample=Rule("backoff", tries=3, cap_s=10.0)),
-    "410": _row(_RAISE, sample=Rule("again", cap_s=10.0)),
+    # Lost to a restart, so it is sent again; a server that keeps losing samples is broken.
+    "410": _row(_RAISE, sample=Rule("again", tries=10, cap_s=10.0)),
     "429": _row(Rule("hint"), sample=Rule("hint", cap_s=10.0), poll=Rule("hint")),
     "5xx": _row(Rule("hint"), sample=Rule("hint", cap_s=10.0), poll=Rule("hint")),
     "4xx": _row(_RAISE),

@@ -87,7 +87,7 @@ def test_every_change_reaches_log_callback_status_and_telemetry(
     assert "paused_capacity" in warnings[1]
     assert "capacity" in warnings[1].split(":")[-1]
     assert any("moves again" in r.getMessage() for r in caplog.records)
-    seen = [s.queue_state for s in statuses if s.state == "running"]
+    seen = [status.queue_state for status in statuses]
     assert list(dict.fromkeys(seen)) == [None, "paused_rate_limit", "paused_capacity", "active"]
     assert [data["queue_state"] for data in changes(world)] == [
         "paused_rate_limit",

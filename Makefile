@@ -3,8 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-OFFICIAL := .venvs/official-0.36.0/.ready
-COOKBOOK := .venvs/cookbook/.ready
+PEERS := .venvs/conformance.stamp
 PYTEST := $(BIN)/python -m pytest
 
 .PHONY: all demo test unit conformance check fix types bench docs clean
@@ -19,22 +18,20 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-$(OFFICIAL): tests/conformance/venvs.py
-	$(PYTHON) tests/conformance/venvs.py official
-
-$(COOKBOOK): tests/conformance/venvs.py
-	$(PYTHON) tests/conformance/venvs.py cookbook
+# The official client and its cookbook, each in an environment of its own, to compare with.
+$(PEERS): pyproject.toml tests/conformance/make_venvs.py
+	$(PYTHON) tests/conformance/make_venvs.py
 
 demo: $(READY)
 	$(BIN)/python examples/quickstart.py
 
-test: $(READY) $(OFFICIAL) $(COOKBOOK)
+test: $(READY) $(PEERS)
 	$(PYTEST) -n 2 --dist worksteal tests
 
 unit: $(READY)
 	$(PYTEST) -n 2 --dist worksteal tests/unit tests/contracts tests/property
 
-conformance: $(READY) $(OFFICIAL) $(COOKBOOK)
+conformance: $(READY) $(PEERS)
 	$(PYTEST) tests/conformance
 
 check: $(READY)

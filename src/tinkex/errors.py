@@ -18,12 +18,14 @@
     │       └── APITimeoutError
     ├── RequestFailedError              message, request_id, category
     ├── InputError          (ValueError)    a bad argument, named by its path
-    │   └── InputTypeError  (TypeError)     ... of the wrong type
+    │   ├── InputTypeError  (TypeError)     ... of the wrong type
+    │   └── NothingToTrain  (AssertionError)  every train_* flag is off
     ├── CredentialError                     no usable key
     ├── MissingPackageError (ImportError)   an optional package is not installed
     ├── ServerSilentError   (TimeoutError)  no sign of life from the server for too long
     ├── ClosedError         (RuntimeError)  the client was closed, or its loop ended
     │   └── ForkedError                     the client belongs to the parent process
+    ├── TokenizerError      (RuntimeError)  the model's tokenizer cannot be had here
     └── ResultError         (RuntimeError)  the server's answer breaks the protocol
 
 All of them pickle, and none ever holds a credential: `request` and `response` are small
@@ -226,6 +228,12 @@ class InputTypeError(InputError, TypeError):
     code = "bad_input_type"
 
 
+class NothingToTrain(InputError, AssertionError):
+    """All three train flags are off; an AssertionError too, as in the official client."""
+
+    code = "nothing_to_train"
+
+
 class CredentialError(TinkerError):
     """There is no usable credential; the message says where one can come from."""
 
@@ -259,6 +267,12 @@ class ForkedError(ClosedError):
     """The client was made in the parent process and cannot be used after a fork."""
 
     code = "forked"
+
+
+class TokenizerError(TinkerError, RuntimeError):
+    """The tokenizer cannot be had here; the message says what to install or fetch."""
+
+    code = "tokenizer"
 
 
 class ResultError(TinkerError, RuntimeError):

@@ -12,5 +12,6 @@ from interpreters import REPOSITORY, Interpreters
 def interpreters() -> Interpreters:
     root = REPOSITORY / ".venvs"
     if not (root / "conformance.stamp").exists():
-        pytest.skip(f"run {sys.executable} tests/conformance/make_venvs.py first")
+        # A failure, not a skip: `make` builds them, and a skipped comparison shows nothing.
+        pytest.fail(f"run {sys.executable} tests/conformance/make_venvs.py first")
     return Interpreters(root)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from datetime import UTC, date, datetime, timedelta
 from typing import TYPE_CHECKING, Literal, get_args
 
+from tinkex.clients.arguments import given_text, one_of
 from tinkex.clients.operations import submitting
-from tinkex.clients.resource import ResourceClient, given_text
+from tinkex.clients.resource import ResourceClient
 from tinkex.errors import InputError, InputTypeError
 from tinkex.wire import routes
 
@@ -31,9 +32,7 @@ class AdminClient(ResourceClient):
         self, event_type: AuditEventType = "all", day: date | None = None
     ) -> AuditLogResponse:
         """Who did what, of one kind or all, on one UTC day or lately."""
-        if event_type not in get_args(AuditEventType):
-            kinds = ", ".join(get_args(AuditEventType))
-            raise InputError(f"must be one of {kinds}, not {event_type!r}", "event_type")
+        one_of(event_type, get_args(AuditEventType), "event_type")
         if day is not None and (isinstance(day, datetime) or not isinstance(day, date)):  # pyright: ignore[reportUnnecessaryIsInstance] - a caller's value
             raise InputTypeError(f"must be a datetime.date, not {type(day).__name__}", "day")
         return await self._call(

@@ -41,6 +41,8 @@ class TrainingCalls:
         self._session = session
         self._operations = operations
         self._model_id = model_id
+        # Known once the tokenizer has been loaded.
+        self.vocab_size: int | None = None
         notices = QueueNotices(
             f"training run {model_id}", session.clock, on_queue_state_change, session.telemetry
         )
@@ -63,7 +65,7 @@ class TrainingCalls:
         """A forward or forward-backward pass over `data`, in as many requests as it takes."""
         try:
             loss_name(loss_fn, "loss_fn")
-            batch = checked(data, loss_fn)
+            batch = checked(data, loss_fn, self.vocab_size)
             config = loss_config(loss_fn_config, "loss_fn_config")
             requests = self._pass_requests(batch, loss_fn, config, forward_only)
         except TinkerError as error:
@@ -140,7 +142,7 @@ class TrainingCalls:
         return self._turns.take([request], fold)
 
 
-def checked(data: object, loss_fn: LossFnType) -> list[Datum]:
+def checked(data: object, loss_fn: LossFnType, vocab_size: int | None = None) -> list[Datum]:
     """`data` as a list of sound datums, or an error that names the first bad one."""
     if not isinstance(data, (list, tuple)):
         raise InputTypeError(f"must be a list of Datum, not {type(data).__name__}", "data")
@@ -148,11 +150,20 @@ def checked(data: object, loss_fn: LossFnType) -> list[Datum]:
     for index, datum in enumerate(cast("Sequence[object]", data)):
         if not isinstance(datum, Datum):
             raise InputTypeError(f"must be a Datum, not {type(datum).__name__}", f"data[{index}]")
-        check_datum(datum, index, loss_fn)
+        check_datum(datum, index, loss_fn, vocab_size)
         batch.append(datum)
     if not batch:
         raise InputError("No data provided; give at least one Datum", "data")
     return batch
+
+
+def vocabulary(tokenizer: object) -> int | None:
+    """How many ids a tokenizer knows, added tokens included; None when it does not say."""
+    try:
+        return len(tokenizer)  # pyright: ignore[reportArgumentType] - not all of them can
+    except TypeError:
+        size = getattr(tokenizer, "vocab_size", None)
+        return size if isinstance(size, int) else None
 
 
 def given(value: T | None, field: str, answer: str) -> T:

@@ -15,7 +15,7 @@ from tinkex.clients.operations import Operations
 from tinkex.clients.portal import LoopThread
 from tinkex.clients.telemetry import Telemetry
 from tinkex.clock import SystemClock
-from tinkex.errors import APIError, ClosedError, NotFoundError
+from tinkex.errors import APIError, ClosedError, CredentialError, NotFoundError
 from tinkex.futures.budget import ByteBudget
 from tinkex.futures.poller import Poller
 from tinkex.types import ClientConfigRequest, ClientDynamicConfigResponse
@@ -111,6 +111,12 @@ class Connection:
         """Server flags fetched, credentials resolved."""
         if self.closed:
             raise ClosedError("ServiceClient is closed")
+        if self.config.embedded:
+            raise CredentialError(
+                "no server is configured, and this version cannot start one by itself: set "
+                "TINKER_API_KEY for hosted Tinker, or TINKER_BASE_URL and a key for a server of "
+                "your own; tinkex.testing.FakeServer serves tests"
+            )
         return await self._connected.get()
 
     async def _connect(self) -> Api:

@@ -222,8 +222,7 @@ def _check_loss_type(loss_type_input: str | None) -> None:
     if loss_type_input is None:
         return
     warnings.warn("loss_type_input is deprecated; leave it out", DeprecationWarning, stacklevel=4)
-    if loss_type_input != "logprobs":
-        raise InputError(f'must be "logprobs", not {loss_type_input!r}', "loss_type_input")
+    one_of(loss_type_input, ("logprobs",), "loss_type_input")
 
 
 def _check_handle(client: TrainingClient, handle: LossHandle, data: list[Datum]) -> None:

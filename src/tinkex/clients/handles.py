@@ -79,7 +79,9 @@ def _join(handle: _Handle, api_key: str | None) -> Lease:
 
     config = Config.load(base_url=handle.base_url, api_key=api_key, headers=handle.headers)
     lease = Session(config, session_id=handle.session_id).lease()
-    _leases.keep(handle, lease)
+    if api_key is None:
+        # A key given for this copy alone must not serve the next one.
+        _leases.keep(handle, lease)
     return lease
 
 

@@ -10,9 +10,10 @@ import weakref
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from tinkex._version import __version__
+from tinkex.clients.arguments import given_text, one_of, whole_number
 from tinkex.clients.connection import Connection
 from tinkex.clients.operations import Operations
-from tinkex.errors import ClosedError, InputError, InputTypeError
+from tinkex.errors import ClosedError, InputError
 from tinkex.types import ParsedCheckpointTinkerPath
 
 if TYPE_CHECKING:
@@ -207,15 +208,6 @@ def checkpoint_of(tinker_path: str, name: str = "tinker_path") -> dict[str, str]
     return {"run": parsed.training_run_id, "ckpt": parsed.checkpoint_id}
 
 
-def given_text(value: str, name: str) -> str:
-    """`value`, which must be a string that says something."""
-    if not isinstance(value, str):  # pyright: ignore[reportUnnecessaryIsInstance] - a caller's value
-        raise InputTypeError(f"must be a string, not {type(value).__name__}", name)
-    if not value:
-        raise InputError("must not be empty", name)
-    return value
-
-
 def page(limit: int, offset: int) -> dict[str, int]:
     """The query of a page."""
     for name, value in (("limit", limit), ("offset", offset)):
@@ -225,14 +217,6 @@ def page(limit: int, offset: int) -> dict[str, int]:
     return {"limit": limit, "offset": offset}
 
 
-def whole_number(value: object, name: str) -> None:
-    """Refuse what is no int; a bool is none."""
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise InputTypeError(f"must be an int, not {type(value).__name__}", name)
-
-
 def scope(access_scope: AccessScope) -> dict[str, str]:
     """The query of an access scope."""
-    if access_scope not in ("owned", "accessible"):
-        raise InputError(f'must be "owned" or "accessible", not {access_scope!r}', "access_scope")
-    return {"access_scope": access_scope}
+    return {"access_scope": one_of(access_scope, ("owned", "accessible"), "access_scope")}

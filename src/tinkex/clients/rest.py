@@ -6,8 +6,9 @@ import warnings
 from typing import TYPE_CHECKING
 
 from tinkex.clients.admin import AdminClient, AuditEventType
+from tinkex.clients.arguments import given_text
 from tinkex.clients.operations import submitting
-from tinkex.clients.resource import AccessScope, checkpoint_of, given_text, page, scope
+from tinkex.clients.resource import AccessScope, checkpoint_of, page, scope
 from tinkex.clients.rest_checkpoints import CheckpointCalls
 from tinkex.errors import (
     ExperimentalWarning,

@@ -5,14 +5,9 @@ from __future__ import annotations
 import uuid
 from typing import TYPE_CHECKING
 
+from tinkex.clients.arguments import given_text, header_text, whole_number
 from tinkex.clients.operations import submitting
-from tinkex.clients.resource import (
-    ResourceClient,
-    checkpoint_of,
-    given_text,
-    page,
-    whole_number,
-)
+from tinkex.clients.resource import ResourceClient, checkpoint_of, page
 from tinkex.errors import InputError
 from tinkex.types import CopyWeightsRequest
 from tinkex.wire import bodies, routes
@@ -125,13 +120,15 @@ class CheckpointCalls(ResourceClient):
     ) -> str:
         """Copy a checkpoint into a project (by default TINKER_PROJECT_ID); returns its path."""
         checkpoint_of(path, "path")
-        project = destination_project_id or self._connection.config.project_id
+        project = self._connection.config.project_id
+        if destination_project_id is not None:
+            project = given_text(destination_project_id, "destination_project_id")
         if project is None:
             raise InputError("give a project, or set TINKER_PROJECT_ID", "destination_project_id")
         # One key however often the request is sent: a copy must not be made twice.
         headers = {"X-Idempotency-Key": str(uuid.uuid4())}
         if weights_access_token is not None:
-            headers["X-Tinker-Weights-Access-Token"] = given_text(
+            headers["X-Tinker-Weights-Access-Token"] = header_text(
                 weights_access_token, "weights_access_token"
             )
         copied = await self._call(
@@ -139,7 +136,7 @@ class CheckpointCalls(ResourceClient):
             routes.COPY_WEIGHTS,
             CopyWeightsRequest(
                 source_path=path,
-                destination_project_id=given_text(project, "destination_project_id"),
+                destination_project_id=project,
                 ttl_seconds=_lifetime(ttl_seconds),
             ),
             headers=headers,

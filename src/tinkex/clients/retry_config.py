@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from tinkex.errors import APIConnectionError, InputError, PromiseLostError
+from tinkex.clients.arguments import switch, whole_number
+from tinkex.errors import APIConnectionError, InputError, InputTypeError, PromiseLostError
 
 
 @dataclass(unsafe_hash=True)
@@ -29,11 +31,32 @@ class RetryConfig:
     )
 
     def __post_init__(self) -> None:
-        if self.max_connections is not None and self.max_connections <= 0:
+        if (
+            self.max_connections is not None
+            and whole_number(self.max_connections, "max_connections") <= 0
+        ):
             raise InputError("must be positive, or None for no limit", "max_connections")
+        for name in ("progress_timeout", "retry_delay_base", "retry_delay_max", "jitter_factor"):
+            _check_amount(getattr(self, name), name)
+        switch(self.enable_retry_logic, "enable_retry_logic")
+        switch(self.enable_stuck_detection, "enable_stuck_detection")
+        kinds: object = self.retryable_exceptions
+        if not isinstance(kinds, tuple) or not all(map(_is_exception, kinds)):
+            raise InputTypeError("must be a tuple of exception classes", "retryable_exceptions")
 
     def delay_s(self, attempt: int, draw: float) -> float:
         """The wait before retry number `attempt` (from 0); `draw` is uniform in [0, 1)."""
         delay = min(self.retry_delay_base * 2.0 ** min(attempt, 30), self.retry_delay_max)
         jitter = delay * self.jitter_factor * (2.0 * draw - 1.0)
         return min(max(delay + jitter, 0.0), self.retry_delay_max)
+
+
+def _check_amount(value: object, name: str) -> None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise InputTypeError(f"must be a number, not {type(value).__name__}", name)
+    if not (value >= 0 and math.isfinite(value)):
+        raise InputError("must be finite and not negative", name)
+
+
+def _is_exception(kind: object) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Exception)

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from tinkex.clients.arguments import given_text
 from tinkex.clients.chunking import input_bytes, text_tokens
 from tinkex.clients.notices import QueueNotices
 from tinkex.clients.operations import blocking
 from tinkex.clients.retry_config import RetryConfig
-from tinkex.clients.sampling_checks import build_request, check_response
+from tinkex.clients.sampling_checks import build_request, check_options, check_response
 from tinkex.errors import InputError, PromiseLostError, ServerSilentError, TinkerError
 from tinkex.futures.feed import CompletionFeed
 from tinkex.futures.poller import Ticket, charge
@@ -27,6 +28,8 @@ from tinkex.types import (
 from tinkex.wire import json_codec, routes
 
 if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
     from tinkex.clients.operations import Operations
     from tinkex.clients.session import Lease, Session
     from tinkex.clients.telemetry import Telemetry
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
 # Copies of a sampler number their requests from blocks of their own.
 CLONE_BLOCK = 1_000_000_000
 _BYTES_PER_TOKEN = 10
+_SCHEME = "tinker://"
 
 
 class SamplingClient:
@@ -87,10 +91,13 @@ class SamplingClient:
         record_stability_info: bool = False,
     ) -> SamplingClient:
         """Open a sampler on the server."""
+        check_options(retry_config, record_stability_info)
         if model_path is None and base_model is None:
             raise InputError("give model_path or base_model", "model_path")
-        if model_path is not None and not model_path.startswith("tinker://"):
-            raise InputError(f"must start with tinker://, not {model_path!r}", "model_path")
+        if base_model is not None:
+            given_text(base_model, "base_model")
+        if model_path is not None and not given_text(model_path, "model_path").startswith(_SCHEME):
+            raise InputError(f"must start with {_SCHEME}, not {model_path!r}", "model_path")
         session = lease.session
 
         async def create() -> str:
@@ -380,8 +387,12 @@ class SamplingClient:
 
     get_base_model = blocking(get_base_model_async)
 
-    async def get_tokenizer_async(self) -> Tokenizer:
+    # Not a coroutine function, for the reason given in TrainingClient.
+    def get_tokenizer_async(self) -> Coroutine[Any, Any, Tokenizer]:
         """The model's tokenizer; from `transformers` where installed, else `tokenizers`."""
+        return self._load_tokenizer()
+
+    async def _load_tokenizer(self) -> Tokenizer:
         from tinkex.clients.tokenizers import load_tokenizer_async
 
         return await load_tokenizer_async(await self.get_base_model_async(), None)

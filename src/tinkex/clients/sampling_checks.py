@@ -4,11 +4,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tinkex.clients.arguments import switch
+from tinkex.clients.retry_config import RetryConfig
 from tinkex.errors import InputError, InputTypeError, ResultError
 from tinkex.types import ModelInput, SampleRequest, SamplingParams, TensorData
 
 if TYPE_CHECKING:
     from tinkex.types import SampleResponse
+
+
+def check_options(retry_config: object, record_stability_info: object) -> None:
+    """The settings of a sampling client, before it is made."""
+    if not (retry_config is None or isinstance(retry_config, RetryConfig)):
+        kind = type(retry_config).__name__
+        raise InputTypeError(f"must be a RetryConfig, not {kind}", "retry_config")
+    switch(record_stability_info, "record_stability_info")
 
 
 def build_request(

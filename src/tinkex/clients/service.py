@@ -12,7 +12,7 @@ from tinkex.clients.sampling import SamplingClient
 from tinkex.clients.session import Session
 from tinkex.clients.training import TrainingClient
 from tinkex.config import Config
-from tinkex.errors import ClosedError, InputError
+from tinkex.errors import ClosedError, InputError, NothingToTrain
 from tinkex.futures.poller import Ticket
 from tinkex.types import (
     AdamOptimizerConfig,
@@ -52,7 +52,7 @@ class ServiceClient:
 
     def __init__(
         self,
-        user_metadata: dict[str, str] | None = None,
+        user_metadata: dict[str, str] | Literal["embedded"] | None = None,
         project_id: str | None = None,
         *,
         display_name: str | None = None,
@@ -64,6 +64,8 @@ class ServiceClient:
         if kwargs:
             names = ", ".join(sorted(kwargs))
             warnings.warn(f"ServiceClient ignores unknown arguments: {names}", FutureWarning, 2)
+        if user_metadata == "embedded":
+            user_metadata, base_url = None, "embedded"
         config = Config.load(
             base_url=base_url,
             api_key=api_key,
@@ -408,12 +410,6 @@ class ServiceClient:
             "a ServiceClient belongs to its process and cannot be pickled; send a SamplingClient, "
             "or make a new ServiceClient there"
         )
-
-
-class NothingToTrain(InputError, AssertionError):
-    """All three train flags are off; an AssertionError too, as in the official client."""
-
-    code = "nothing_to_train"
 
 
 def _status_of(kind: type[BaseException] | None) -> CloseStatus:

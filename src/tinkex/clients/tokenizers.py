@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
-from tinkex.errors import InputError, TinkerError
+from tinkex.errors import InputError, TokenizerError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -49,12 +49,6 @@ class Tokenizer(Protocol):
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str: ...
 
 
-class TokenizerError(TinkerError, RuntimeError):
-    """The tokenizer cannot be had here; the message says what to install or fetch."""
-
-    code = "tokenizer"
-
-
 @dataclass(frozen=True, slots=True)
 class Source:
     """What to load: a folder, or a repository at a revision.
@@ -87,6 +81,11 @@ def plan(model_name: str, tokenizer_id: str | None = None) -> Source:
         if folder is not None:
             return folder
     name = tokenizer_id or _by_model_name(model_name.split(":")[0])
+    if name.startswith("tinkex/"):
+        # Asking the hub for a name of ours would take a minute and fail.
+        raise TokenizerError(
+            f"{name} is a toy model without a tokenizer; use token ids as they are"
+        )
     name = _ALIASES.get(name, name)
     return Source(name, _PINNED.get(name))
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import logging
 import warnings
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from tinkex.clients.calls import TrainingCalls, given
+from tinkex.clients.arguments import given_text
+from tinkex.clients.calls import TrainingCalls, given, vocabulary
 from tinkex.clients.console import training_run_url
 from tinkex.clients.operations import blocking, hint_async
 from tinkex.clients.sampling import SamplingClient
+from tinkex.clients.sampling_checks import check_options
 from tinkex.errors import InputError, InputTypeError, TinkerError
 from tinkex.types import (
     AdamParams,
@@ -25,6 +27,7 @@ from tinkex.types import (
     OptimParamsBase,
     OptimStepRequest,
     OptimStepResponse,
+    ParsedCheckpointTinkerPath,
     SaveWeightsExternalRequest,
     SaveWeightsExternalResponse,
     SaveWeightsForSamplerRequest,
@@ -35,7 +38,7 @@ from tinkex.types import (
 from tinkex.wire import routes
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Coroutine, Mapping, Sequence
 
     from tinkex.clients.custom_loss import CustomLossFnV1, LossHandle
     from tinkex.clients.operations import Operations
@@ -260,6 +263,10 @@ class TrainingClient:
         self, path: str, *, optimizer: bool, weights_access_token: str | None = None
     ) -> APIFuture[LoadWeightsResponse]:
         """Load a checkpoint into this run in its turn."""
+        try:
+            ParsedCheckpointTinkerPath.from_tinker_path(given_text(path, "path"))
+        except TinkerError as error:
+            return self._calls.refuse(error)
         return self._calls.json_turn(
             routes.LOAD_WEIGHTS,
             lambda seq_id: LoadWeightsRequest(
@@ -281,6 +288,7 @@ class TrainingClient:
         record_stability_info: bool = False,
     ) -> SamplingClient:
         """Publish the weights as they are now and return a client that samples from them."""
+        check_options(retry_config, record_stability_info)
         if name is not None:
             warnings.warn("name is ignored: the weights are not kept", DeprecationWarning, 2)
         # One number for all attempts; the turn is taken now, so that the snapshot has its place
@@ -368,13 +376,21 @@ class TrainingClient:
 
     get_info = blocking(get_info_async)
 
-    async def get_tokenizer_async(self) -> Tokenizer:
+    # Not a coroutine function: programs that wrap those of the official client, which has no
+    # such method, would not know what to do with one more.
+    def get_tokenizer_async(self) -> Coroutine[Any, Any, Tokenizer]:
         """The model's tokenizer; from `transformers` where installed, else `tokenizers`."""
+        return self._load_tokenizer()
+
+    async def _load_tokenizer(self) -> Tokenizer:
         from tinkex.clients.tokenizers import load_tokenizer_async
 
         data = (await self.get_info_async()).model_data
         name = given(data.model_name, "model_data.model_name", "get_info")
-        return await load_tokenizer_async(name, data.tokenizer_id)
+        tokenizer = await load_tokenizer_async(name, data.tokenizer_id)
+        # From now on ids that the model cannot know are refused before they are sent.
+        self._calls.vocab_size = vocabulary(tokenizer)
+        return tokenizer
 
     get_tokenizer = blocking(get_tokenizer_async)
 
@@ -388,6 +404,12 @@ class TrainingClient:
 
     def on_queue_state_change(self, queue_state: str, queue_state_reason: str | None) -> None:
         """Called whenever the server's queue pauses or moves again; override or replace it."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise TypeError(
+            "a TrainingClient belongs to its process and cannot be pickled; save its state and "
+            "create a client from it there, or send a SamplingClient"
+        )
 
 
 def _one_of(optim_params: object, adam_params: object) -> OptimParams:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from tests.unit.clients.world import MODEL, World, datum
 
+from tests.unit.clients.world import MODEL, World, datum
 from tinkex import Datum, ModelInput, ServiceClient
 from tinkex.clients.custom_loss import LossHandle
 from tinkex.clients.local_loss import LocalLoss

@@ -7,8 +7,8 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.unit.clients.world import MODEL, World, datum
 
+from tests.unit.clients.world import MODEL, World, datum
 from tinkex import ModelInput, SamplingParams, TrainingClient
 from tinkex.testing import Delays, faults
 

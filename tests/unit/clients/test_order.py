@@ -9,8 +9,8 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.unit.clients.world import MODEL, World, datum
 
+from tests.unit.clients.world import MODEL, World, datum
 from tinkex import AdamParams, BadRequestError, InternalServerError, ServiceClient
 from tinkex.testing import API_KEY, Delays, FakeServer, faults
 

@@ -10,8 +10,8 @@ import pickle
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.unit.clients.world import MODEL, World
 
+from tests.unit.clients.world import MODEL, World
 from tinkex import (
     Config,
     CredentialError,

@@ -7,8 +7,8 @@ import itertools
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.unit.clients.world import MODEL, World
 
+from tests.unit.clients.world import MODEL, World
 from tinkex import (
     APIConnectionError,
     BadRequestError,

@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.unit.clients.world import MODEL, World, datum
 
+from tests.unit.clients.world import MODEL, World, datum
 from tinkex import AdamParams, ModelInput, SamplingParams
 from tinkex.errors import BadRequestError, TinkerError
 from tinkex.spans import Span, span, subscribe

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from tests.unit.clients.world import MODEL, World, datum
 
+from tests.unit.clients.world import MODEL, World, datum
 from tinkex import AdamParams, ModelInput, SamplingParams
 from tinkex.testing import Delays, faults
 

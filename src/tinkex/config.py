@@ -9,17 +9,18 @@ from __future__ import annotations
 import logging
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from tinkex.errors import InputError
+from tinkex.errors import InputError, InputTypeError
 from tinkex.transport import urls
 from tinkex.transport.credentials import credentials_path, read_store
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
 DEFAULT_BASE_URL = "https://tinker.thinkingmachines.dev/services/tinker-prod"
 EMBEDDED = "embedded"
@@ -100,10 +101,12 @@ class Config:
         marked `embedded`. Raises InputError naming the setting that is malformed.
         """
         env = os.environ if env is None else env
+        for name, value in (("base_url", base_url), ("project_id", project_id)):
+            _check_text(value, name)
         by_name = base_url == EMBEDDED
         url = "" if by_name else base_url or env.get("TINKER_BASE_URL") or ""
         setting = "base_url" if base_url else "TINKER_BASE_URL"
-        key = api_key or env.get("TINKER_API_KEY") or None
+        key = _key(api_key, "api_key") or _key(env.get("TINKER_API_KEY"), "TINKER_API_KEY")
         command = env.get("TINKER_CREDENTIAL_CMD") or None
         stored = None
         if not (key or command or by_name):
@@ -114,7 +117,7 @@ class Config:
             api_key=key,
             credential_cmd=command,
             stored_key=stored,
-            headers={**_cloudflare(env), **(headers or {})},
+            headers={**_cloudflare(env), **_headers({} if headers is None else headers)},
             project_id=project_id or env.get("TINKER_PROJECT_ID") or None,
             tags=_distinct(env.get("TINKER_TAGS", "").split(",")),
             telemetry=env.get("TINKER_TELEMETRY", "1").strip().lower() in _ON,
@@ -136,10 +139,29 @@ def _cloudflare(env: Mapping[str, str]) -> dict[str, str]:
     return {header: env[name] for header, name in names.items() if env.get(name)}
 
 
+def _check_text(value: object, setting: str) -> None:
+    if not (value is None or isinstance(value, str)):
+        raise InputTypeError(f"must be a string, not {type(value).__name__}", setting)
+
+
+def _key(value: object, setting: str) -> str | None:
+    """A key that can travel in a header; the error never repeats it."""
+    _check_text(value, setting)
+    key = str(value or "")
+    if not (key.isascii() and key.isprintable()):
+        raise InputError("must be one line of ASCII text", setting)
+    return key or None
+
+
 def _headers(headers: Mapping[str, str]) -> dict[str, str]:
     """One value per name, whatever its case: the last one given."""
+    given: object = headers
+    if not isinstance(given, Mapping):
+        raise InputTypeError(f"must be a mapping, not {type(given).__name__}", "headers")
     by_name: dict[str, tuple[str, str]] = {}
     for name, value in headers.items():
+        _check_text(name, "headers")
+        _check_text(value, f"headers[{name!r}]")
         text = name + value
         if not name or not text.isascii() or any(char in text for char in "\r\n\0"):
             raise InputError("must be one line of ASCII text", f"headers[{name!r}]")

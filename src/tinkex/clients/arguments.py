@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, cast
 
 from tinkex.errors import InputError, InputTypeError
 
@@ -24,6 +25,13 @@ def given_text(value: object, name: str) -> str:
         except UnicodeEncodeError:
             raise InputError("holds half of a surrogate pair, which is no text", name) from None
     return value
+
+
+def optional_text(value: object, name: str) -> str | None:
+    """As `given_text`; None and an empty string stand for nothing."""
+    return (
+        None if value is None or (isinstance(value, str) and not value) else given_text(value, name)
+    )
 
 
 def header_text(value: object, name: str) -> str:
@@ -48,6 +56,16 @@ def switch(value: object, name: str) -> bool:
     if not isinstance(value, bool):
         raise InputTypeError(f"must be a bool, not {type(value).__name__}", name)
     return value
+
+
+def named_values(value: object, name: str) -> dict[str, Any]:
+    """`value` as a dict with names for keys; None is an empty one."""
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise InputTypeError(f"must be a dict, not {type(value).__name__}", name)
+    items = cast("Mapping[object, Any]", value).items()
+    return {given_text(key, f"{name}[{key!r}]"): item for key, item in items}
 
 
 def one_of(value: object, choices: Sequence[str], name: str) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Concatenate, TypeVar
 
+from tinkex.clients.arguments import one_of
 from tinkex.clients.calls import given
 from tinkex.clients.local_loss import LocalLoss, datums_of, numbers
 from tinkex.clients.loss_graph import load_torch, trace

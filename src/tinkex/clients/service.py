@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING, Any, Literal, Self
 
+from tinkex.clients.arguments import given_text, header_text, named_values, optional_text
 from tinkex.clients.calls import given
 from tinkex.clients.console import session_url
 from tinkex.clients.operations import blocking
@@ -64,7 +65,7 @@ class ServiceClient:
         if kwargs:
             names = ", ".join(sorted(kwargs))
             warnings.warn(f"ServiceClient ignores unknown arguments: {names}", FutureWarning, 2)
-        if user_metadata == "embedded":
+        if isinstance(user_metadata, str) and user_metadata == "embedded":
             user_metadata, base_url = None, "embedded"
         config = Config.load(
             base_url=base_url,
@@ -75,8 +76,8 @@ class ServiceClient:
         self._begin(
             Session(
                 config,
-                user_metadata=user_metadata,
-                display_name=display_name,
+                user_metadata=named_values(user_metadata, "user_metadata"),
+                display_name=optional_text(display_name, "display_name"),
                 project_id=config.project_id,
             )
         )
@@ -129,10 +130,6 @@ class ServiceClient:
         optimizer: OptimizerConfig | None = None,
     ) -> TrainingClient:
         """Start a training run with a fresh LoRA adapter."""
-        if not (train_mlp or train_attn or train_unembed):
-            raise NothingToTrain(
-                "at least one of train_mlp, train_attn, train_unembed must be true"
-            )
         lora = LoraConfig(
             rank=rank,
             seed=seed,
@@ -140,6 +137,10 @@ class ServiceClient:
             train_attn=train_attn,
             train_unembed=train_unembed,
         )
+        if not (train_mlp or train_attn or train_unembed):
+            raise NothingToTrain(
+                "at least one of train_mlp, train_attn, train_unembed must be true"
+            )
         return await self._operations.run(
             lambda: self._create_model(base_model, lora, user_metadata, optimizer)
         )
@@ -153,17 +154,20 @@ class ServiceClient:
         user_metadata: dict[str, str] | None,
         optimizer: OptimizerConfig | None,
     ) -> TrainingClient:
+        # Made before anything is sent, so that bad arguments never are.
+        draft = CreateModelRequest(
+            session_id="",
+            model_seq_id=0,
+            base_model=given_text(base_model, "base_model"),
+            user_metadata=user_metadata,
+            lora_config=lora,
+            optimizer_config=AdamOptimizerConfig() if optimizer is None else optimizer,
+        )
         session = self.holder
         await session.opened()
         number = session.next_model_seq_id()
-        request = CreateModelRequest(
-            session_id=given(session.session_id, "session_id", "create_session"),
-            model_seq_id=number,
-            base_model=base_model,
-            user_metadata=user_metadata,
-            lora_config=lora,
-            optimizer_config=optimizer or AdamOptimizerConfig(),
-        )
+        session_id = given(session.session_id, "session_id", "create_session")
+        request = draft.model_copy(update={"session_id": session_id, "model_seq_id": number})
         created = await self._submit(routes.CREATE_MODEL, request)
         return TrainingClient(self._lease, number, created.model_id)
 
@@ -209,12 +213,23 @@ class ServiceClient:
         optimizer: OptimizerConfig | None,
         with_optimizer: bool,
     ) -> TrainingClient:
-        ParsedCheckpointTinkerPath.from_tinker_path(path)
+        ParsedCheckpointTinkerPath.from_tinker_path(given_text(path, "path"))
+        if token is not None:
+            header_text(token, "weights_access_token")
+        # Made before anything is sent, so that bad arguments never are.
+        draft = LoadWeightsRequest(
+            session_id="",
+            model_seq_id=0,
+            base_model=base_model,
+            user_metadata=user_metadata,
+            path=path,
+            optimizer=with_optimizer,
+            optimizer_config=None if with_optimizer else optimizer,
+            weights_access_token=token,
+        )
         api = await self.holder.opened()
         if api.client_config.create_model_via_load_weights:
-            return await self._create_by_loading(
-                path, base_model, user_metadata, token, optimizer, with_optimizer
-            )
+            return await self._create_by_loading(draft)
         info = await self._weights_info(path, token)
         if not info.is_lora or info.lora_rank is None:
             raise InputError("is not a LoRA checkpoint, so no LoRA run can start from it", "path")
@@ -233,28 +248,11 @@ class ServiceClient:
         await client.load(path, optimizer=with_optimizer, weights_access_token=token)
         return client
 
-    async def _create_by_loading(
-        self,
-        path: str,
-        base_model: str | None,
-        user_metadata: dict[str, str] | None,
-        token: str | None,
-        optimizer: OptimizerConfig | None,
-        with_optimizer: bool,
-    ) -> TrainingClient:
+    async def _create_by_loading(self, draft: LoadWeightsRequest) -> TrainingClient:
         session = self.holder
         session_id = given(session.session_id, "session_id", "create_session")
         number = session.next_model_seq_id()
-        request = LoadWeightsRequest(
-            session_id=session_id,
-            model_seq_id=number,
-            base_model=base_model,
-            user_metadata=user_metadata,
-            path=path,
-            optimizer=with_optimizer,
-            optimizer_config=None if with_optimizer else optimizer,
-            weights_access_token=token,
-        )
+        request = draft.model_copy(update={"session_id": session_id, "model_seq_id": number})
         loaded = await self._submit(routes.LOAD_WEIGHTS, request)
         # The protocol fixes the id of a run that is created this way.
         return TrainingClient(

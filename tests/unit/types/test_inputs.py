@@ -64,7 +64,7 @@ def test_every_kind_of_integer_sequence_makes_the_same_input(tokens: object) -> 
         (torch.tensor([[1]]), "tokens"),
         (torch.tensor([float("nan")]), "tokens"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 def test_bad_tokens_are_refused_and_named(tokens: object, path: str) -> None:
     with pytest.raises(InputError) as caught:

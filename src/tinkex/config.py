@@ -155,9 +155,8 @@ def _key(value: object, setting: str) -> str | None:
 
 def _headers(headers: Mapping[str, str]) -> dict[str, str]:
     """One value per name, whatever its case: the last one given."""
-    given: object = headers
-    if not isinstance(given, Mapping):
-        raise InputTypeError(f"must be a mapping, not {type(given).__name__}", "headers")
+    if not isinstance(headers, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance] - a caller's value
+        raise InputTypeError(f"must be a mapping, not {type(headers).__name__}", "headers")
     by_name: dict[str, tuple[str, str]] = {}
     for name, value in headers.items():
         _check_text(name, "headers")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import cast
 
 from tinkex.clients.arguments import switch, whole_number
 from tinkex.errors import APIConnectionError, InputError, InputTypeError, PromiseLostError
@@ -40,8 +41,7 @@ class RetryConfig:
             _check_amount(getattr(self, name), name)
         switch(self.enable_retry_logic, "enable_retry_logic")
         switch(self.enable_stuck_detection, "enable_stuck_detection")
-        kinds: object = self.retryable_exceptions
-        if not isinstance(kinds, tuple) or not all(map(_is_exception, kinds)):
+        if not _are_exceptions(self.retryable_exceptions):
             raise InputTypeError("must be a tuple of exception classes", "retryable_exceptions")
 
     def delay_s(self, attempt: int, draw: float) -> float:
@@ -58,5 +58,8 @@ def _check_amount(value: object, name: str) -> None:
         raise InputError("must be finite and not negative", name)
 
 
-def _is_exception(kind: object) -> bool:
-    return isinstance(kind, type) and issubclass(kind, Exception)
+def _are_exceptions(kinds: object) -> bool:
+    return isinstance(kinds, tuple) and all(
+        isinstance(kind, type) and issubclass(kind, Exception)
+        for kind in cast("tuple[object, ...]", kinds)
+    )

@@ -80,44 +80,6 @@ class SamplingClient:
         )
         self.retry_config = retry_config or RetryConfig()
 
-    @classmethod
-    async def open(
-        cls,
-        lease: Lease,
-        *,
-        model_path: str | None = None,
-        base_model: str | None = None,
-        retry_config: RetryConfig | None = None,
-        record_stability_info: bool = False,
-    ) -> SamplingClient:
-        """Open a sampler on the server."""
-        check_options(retry_config, record_stability_info)
-        if model_path is None and base_model is None:
-            raise InputError("give model_path or base_model", "model_path")
-        if base_model is not None:
-            given_text(base_model, "base_model")
-        if model_path is not None and not given_text(model_path, "model_path").startswith(_SCHEME):
-            raise InputError(f"must start with {_SCHEME}, not {model_path!r}", "model_path")
-        session = lease.session
-
-        async def create() -> str:
-            api = await session.opened()
-            assert session.session_id is not None
-            request = CreateSamplingSessionRequest(
-                session_id=session.session_id,
-                sampling_session_seq_id=session.next_sampling_session_seq_id(),
-                base_model=base_model,
-                model_path=model_path,
-            )
-            return (await api.call(routes.CREATE_SAMPLING_SESSION, request)).sampling_session_id
-
-        return cls(
-            lease,
-            await lease.operations().run(create),
-            retry_config=retry_config,
-            record_stability_info=record_stability_info,
-        )
-
     @property
     def operations(self) -> Operations:
         """Where this client's work runs; for the twins of its methods."""
@@ -421,6 +383,43 @@ class SamplingClient:
 
     def on_queue_state_change(self, queue_state: str, queue_state_reason: str | None) -> None:
         """Called whenever the server's queue pauses or moves again; override or replace it."""
+
+
+async def open_sampler(
+    lease: Lease,
+    *,
+    model_path: str | None = None,
+    base_model: str | None = None,
+    retry_config: RetryConfig | None = None,
+    record_stability_info: bool = False,
+) -> SamplingClient:
+    """Open a sampler on the server."""
+    check_options(retry_config, record_stability_info)
+    if model_path is None and base_model is None:
+        raise InputError("give model_path or base_model", "model_path")
+    if base_model is not None:
+        given_text(base_model, "base_model")
+    if model_path is not None and not given_text(model_path, "model_path").startswith(_SCHEME):
+        raise InputError(f"must start with {_SCHEME}, not {model_path!r}", "model_path")
+    session = lease.session
+
+    async def create() -> str:
+        api = await session.opened()
+        assert session.session_id is not None
+        request = CreateSamplingSessionRequest(
+            session_id=session.session_id,
+            sampling_session_seq_id=session.next_sampling_session_seq_id(),
+            base_model=base_model,
+            model_path=model_path,
+        )
+        return (await api.call(routes.CREATE_SAMPLING_SESSION, request)).sampling_session_id
+
+    return SamplingClient(
+        lease,
+        await lease.operations().run(create),
+        retry_config=retry_config,
+        record_stability_info=record_stability_info,
+    )
 
 
 class _Life:

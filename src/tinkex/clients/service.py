@@ -9,7 +9,7 @@ from tinkex.clients.arguments import given_text, header_text, named_values, opti
 from tinkex.clients.calls import given
 from tinkex.clients.console import session_url
 from tinkex.clients.operations import blocking
-from tinkex.clients.sampling import SamplingClient
+from tinkex.clients.sampling import SamplingClient, open_sampler
 from tinkex.clients.session import Session
 from tinkex.clients.training import TrainingClient
 from tinkex.config import Config
@@ -220,7 +220,7 @@ class ServiceClient:
         draft = LoadWeightsRequest(
             session_id="",
             model_seq_id=0,
-            base_model=base_model,
+            base_model=optional_text(base_model, "base_model"),
             user_metadata=user_metadata,
             path=path,
             optimizer=with_optimizer,
@@ -282,7 +282,7 @@ class ServiceClient:
         record_stability_info: bool = False,
     ) -> SamplingClient:
         """A client that samples from a base model or from saved weights."""
-        return await SamplingClient.open(
+        return await open_sampler(
             self._lease,
             model_path=model_path,
             base_model=base_model,

@@ -14,7 +14,7 @@ from tinkex.clients.arguments import given_text
 from tinkex.clients.calls import TrainingCalls, given, vocabulary
 from tinkex.clients.console import training_run_url
 from tinkex.clients.operations import blocking, hint_async
-from tinkex.clients.sampling import SamplingClient
+from tinkex.clients.sampling import SamplingClient, open_sampler
 from tinkex.clients.sampling_checks import check_options
 from tinkex.errors import InputError, InputTypeError, TinkerError
 from tinkex.types import (
@@ -319,7 +319,7 @@ class TrainingClient:
         record_stability_info: bool = False,
     ) -> SamplingClient:
         """A client that samples from saved weights."""
-        return await SamplingClient.open(
+        return await open_sampler(
             self._lease,
             model_path=model_path,
             retry_config=retry_config,

@@ -3,6 +3,7 @@
 The batches are plain dataclasses because they travel as protobuf, not as JSON.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
@@ -79,20 +80,34 @@ def loss_config(config: Any, path: str) -> dict[str, float | str] | None:
     for name, value in config.items():
         if not isinstance(name, str):
             raise InputTypeError(f"names are strings, got {name!r}", path)
-        checked[name] = _setting(value, f'{path}["{name}"]')
+        where = f'{path}["{name}"]'
+        _check_text(name, where)
+        checked[name] = _setting(value, where)
     return checked
+
+
+def _check_text(text: str, path: str) -> None:
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise InputError("holds half of a surrogate pair, which is no text", path) from None
 
 
 def _setting(value: Any, path: str) -> float | str:
     value = plain_number(value)
     if isinstance(value, str):
+        _check_text(value, path)
         return value
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise InputTypeError(f"expected a number or text, got {type(value).__name__}", path)
     try:
-        return float(value)
+        number = float(value)
     except OverflowError:
         raise InputError("too large for a float", path) from None
+    if not math.isfinite(number):
+        raise InputError(f"must be a finite number, got {number}", path)
+    return number
 
 
 @dataclass(frozen=True, slots=True)

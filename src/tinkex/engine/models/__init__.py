@@ -1,0 +1,1 @@
+"""Base models: configuration, weights, forward pass, tokenizer."""

@@ -26,6 +26,7 @@
     ├── ClosedError         (RuntimeError)  the client was closed, or its loop ended
     │   └── ForkedError                     the client belongs to the parent process
     ├── TokenizerError      (RuntimeError)  the model's tokenizer cannot be had here
+    ├── ModelError          (RuntimeError)  a base model's files cannot be used
     └── ResultError         (RuntimeError)  the server's answer breaks the protocol
 
 All of them pickle, and none ever holds a credential: `request` and `response` are small
@@ -273,6 +274,12 @@ class TokenizerError(TinkerError, RuntimeError):
     """The tokenizer cannot be had here; the message says what to install or fetch."""
 
     code = "tokenizer"
+
+
+class ModelError(TinkerError, RuntimeError):
+    """A base model's files cannot be used; the message names the file and the tensor."""
+
+    code = "model"
 
 
 class ResultError(TinkerError, RuntimeError):

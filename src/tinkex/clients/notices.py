@@ -44,6 +44,7 @@ class QueueNotices:
         promise.note(
             queue_state=pending.queue_state,
             queue_state_reason=pending.reason,
+            position=pending.position,
         )
         # A server that says nothing about its queue is not paused.
         state = "active" if pending.queue_state == "unknown" else pending.queue_state

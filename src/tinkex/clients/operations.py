@@ -139,7 +139,7 @@ def blocking(
         hint_async(call.__name__)
         return self.operations.block(lambda: method(self, *args, **kwargs))
 
-    return _named(call, method.__name__)
+    return _renamed(call, method.__name__, method.__name__.removesuffix("_async"))
 
 
 def submitting(
@@ -151,13 +151,39 @@ def submitting(
     def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> APIFuture[T]:
         return self.operations.start(lambda _: method(self, *args, **kwargs))
 
-    return _named(call, method.__name__)
+    return _renamed(call, method.__name__, method.__name__.removesuffix("_async"))
 
 
-def _named(call: Callable[P, T], async_name: str) -> Callable[P, T]:
-    name = async_name.removesuffix("_async")
-    call.__qualname__ = call.__qualname__.removesuffix(async_name) + name
-    call.__name__ = name
+def deferred(
+    method: Callable[Concatenate[S, P], APIFuture[T]],
+) -> Callable[Concatenate[S, P], Coroutine[Any, Any, APIFuture[T]]]:
+    """The async twin of a method that submits: awaiting it gives the future."""
+    name = method.__name__
+
+    @functools.wraps(method)
+    async def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> APIFuture[T]:
+        # Looked up at the call: programs replace the method and expect both colours to follow.
+        return getattr(self, name)(*args, **kwargs)
+
+    return _renamed(call, name, f"{name}_async")
+
+
+def awaited(
+    method: Callable[Concatenate[S, P], APIFuture[T]],
+) -> Callable[Concatenate[S, P], Coroutine[Any, Any, T]]:
+    """The async twin of a method that submits: awaiting it gives the result itself."""
+    name = method.__name__
+
+    @functools.wraps(method)
+    async def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await getattr(self, name)(*args, **kwargs)
+
+    return _renamed(call, name, f"{name}_async")
+
+
+def _renamed(call: Callable[P, T], old: str, new: str) -> Callable[P, T]:
+    call.__qualname__ = call.__qualname__.removesuffix(old) + new
+    call.__name__ = new
     return call
 
 

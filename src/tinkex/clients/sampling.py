@@ -12,7 +12,7 @@ import msgspec
 from tinkex.clients.arguments import given_text
 from tinkex.clients.chunking import input_bytes, text_tokens
 from tinkex.clients.notices import QueueNotices
-from tinkex.clients.operations import blocking
+from tinkex.clients.operations import awaited, blocking
 from tinkex.clients.retry_config import RetryConfig
 from tinkex.clients.sampling_checks import build_request, check_options, check_response
 from tinkex.errors import InputError, PromiseLostError, ServerSilentError, TinkerError
@@ -146,30 +146,7 @@ class SamplingClient:
             return promise.future
         return self._operations.start(lambda promise: self._sample(promise, request))
 
-    async def sample_async(
-        self,
-        prompt: ModelInput,
-        num_samples: int,
-        sampling_params: SamplingParams,
-        include_prompt_logprobs: bool = False,
-        topk_prompt_logprobs: int = 0,
-        topk_sample_logprobs: int = 0,
-        target_prompt_logprobs: TensorData | None = None,
-        prompt_alt_tokens_k: int = 0,
-        prompt_logprobs_last_n: int | None = None,
-    ) -> SampleResponse:
-        """As `sample`, awaiting the answer; cancelling the task cancels the sample."""
-        return await self.sample(
-            prompt,
-            num_samples,
-            sampling_params,
-            include_prompt_logprobs,
-            topk_prompt_logprobs,
-            topk_sample_logprobs,
-            target_prompt_logprobs,
-            prompt_alt_tokens_k,
-            prompt_logprobs_last_n,
-        )
+    sample_async = awaited(sample)
 
     def compute_logprobs(
         self, prompt: ModelInput, prompt_logprobs_last_n: int | None = None
@@ -184,11 +161,7 @@ class SamplingClient:
         )
         return scored.then(_prompt_logprobs)
 
-    async def compute_logprobs_async(
-        self, prompt: ModelInput, prompt_logprobs_last_n: int | None = None
-    ) -> list[float | None]:
-        """As `compute_logprobs`, awaiting the answer."""
-        return await self.compute_logprobs(prompt, prompt_logprobs_last_n)
+    compute_logprobs_async = awaited(compute_logprobs)
 
     # -- on the loop --------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from tinkex.clients.arguments import given_text, header_text, named_values, optional_text
 from tinkex.clients.calls import given
 from tinkex.clients.console import session_url
-from tinkex.clients.operations import blocking
+from tinkex.clients.operations import awaited, blocking
 from tinkex.clients.sampling import SamplingClient, open_sampler
 from tinkex.clients.session import Session
 from tinkex.clients.training import TrainingClient
@@ -48,6 +48,7 @@ CloseStatus = Literal["success", "errored", "interrupted"]
 class ServiceClient:
     """A connection to a Tinker server; does nothing until it is used.
 
+    `config` replaces the settings that would be taken from the arguments and the environment.
     Use it as a context manager, blocking or async, or call `close()`: both finish the session.
     """
 
@@ -60,6 +61,7 @@ class ServiceClient:
         base_url: str | None = None,
         api_key: str | None = None,
         default_headers_overrides: Mapping[str, str] | None = None,
+        config: Config | None = None,
         **kwargs: Any,
     ) -> None:
         if kwargs:
@@ -67,12 +69,15 @@ class ServiceClient:
             warnings.warn(f"ServiceClient ignores unknown arguments: {names}", FutureWarning, 2)
         if isinstance(user_metadata, str) and user_metadata == "embedded":
             user_metadata, base_url = None, "embedded"
-        config = Config.load(
-            base_url=base_url,
-            api_key=api_key,
-            project_id=project_id,
-            headers=default_headers_overrides,
-        )
+        if config is None:
+            config = Config.load(
+                base_url=base_url,
+                api_key=api_key,
+                project_id=project_id,
+                headers=default_headers_overrides,
+            )
+        elif any((base_url, api_key, project_id, default_headers_overrides)):
+            raise InputError("says all of it already; put the other settings into it", "config")
         self._begin(
             Session(
                 config,
@@ -302,23 +307,7 @@ class ServiceClient:
 
         return create_custom_loss(self.holder, self._operations, fn, input_ranks)
 
-    async def create_custom_loss_async(
-        self, fn: PerDatumLossFn, input_ranks: Mapping[str, CustomLossInputRank]
-    ) -> LossHandle:
-        """As `create_custom_loss`, awaiting the handle."""
-        return await self.create_custom_loss(fn, input_ranks)
-
-    async def copy_weights_async(
-        self,
-        path: str,
-        *,
-        ttl_seconds: int | None = None,
-        weights_access_token: str | None = None,
-    ) -> str:
-        """Copy a checkpoint into this client's project; returns the path of the copy."""
-        return await self.copy_weights(
-            path, ttl_seconds=ttl_seconds, weights_access_token=weights_access_token
-        )
+    create_custom_loss_async = awaited(create_custom_loss)
 
     def copy_weights(
         self,
@@ -334,6 +323,8 @@ class ServiceClient:
             ttl_seconds=ttl_seconds,
             weights_access_token=weights_access_token,
         )
+
+    copy_weights_async = awaited(copy_weights)
 
     def create_rest_client(self) -> RestClient:
         """Deprecated: `RestClient()` needs no session."""
@@ -375,9 +366,7 @@ class ServiceClient:
                 )
         return self._closing
 
-    async def close_async(self, status: CloseStatus = "success", detail: str | None = None) -> None:
-        """As `close`, awaiting the end."""
-        await self.close(status, detail)
+    close_async = awaited(close)
 
     def __enter__(self) -> ServiceClient:
         if self._closing is not None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from tinkex.clients.arguments import given_text
 from tinkex.clients.calls import TrainingCalls, given, vocabulary
 from tinkex.clients.console import training_run_url
-from tinkex.clients.operations import blocking, hint_async
+from tinkex.clients.operations import blocking, deferred, hint_async
 from tinkex.clients.sampling import SamplingClient, open_sampler
 from tinkex.clients.sampling_checks import check_options
 from tinkex.errors import InputError, InputTypeError, TinkerError
@@ -89,14 +89,7 @@ class TrainingClient:
         """Compute the loss without gradients."""
         return self._calls.run_pass(data, loss_fn, loss_fn_config, forward_only=True)
 
-    async def forward_async(
-        self,
-        data: Sequence[Datum],
-        loss_fn: LossFnType,
-        loss_fn_config: Mapping[str, float | str] | None = None,
-    ) -> APIFuture[ForwardBackwardOutput]:
-        """As `forward`; awaiting it gives the future."""
-        return self.forward(data, loss_fn, loss_fn_config)
+    forward_async = deferred(forward)
 
     def forward_backward(
         self,
@@ -107,14 +100,7 @@ class TrainingClient:
         """Compute the loss and add its gradients to those already accumulated."""
         return self._calls.run_pass(data, loss_fn, loss_fn_config, forward_only=False)
 
-    async def forward_backward_async(
-        self,
-        data: Sequence[Datum],
-        loss_fn: LossFnType,
-        loss_fn_config: Mapping[str, float | str] | None = None,
-    ) -> APIFuture[ForwardBackwardOutput]:
-        """As `forward_backward`; awaiting it gives the future."""
-        return self.forward_backward(data, loss_fn, loss_fn_config)
+    forward_backward_async = deferred(forward_backward)
 
     def optim_step(
         self, optim_params: OptimParams | None = None, *, adam_params: AdamParams | None = None
@@ -132,11 +118,7 @@ class TrainingClient:
             lambda value: value,
         )
 
-    async def optim_step_async(
-        self, optim_params: OptimParams | None = None, *, adam_params: AdamParams | None = None
-    ) -> APIFuture[OptimStepResponse]:
-        """As `optim_step`; awaiting it gives the future."""
-        return self.optim_step(optim_params, adam_params=adam_params)
+    optim_step_async = deferred(optim_step)
 
     # -- weights ------------------------------------------------------------------------------
 
@@ -161,15 +143,7 @@ class TrainingClient:
             lambda value: value,
         )
 
-    async def save_state_async(
-        self,
-        name: str,
-        ttl_seconds: int | None = None,
-        overwrite: bool = False,
-        user_metadata: dict[str, str] | None = None,
-    ) -> APIFuture[SaveWeightsResponse]:
-        """As `save_state`; awaiting it gives the future."""
-        return self.save_state(name, ttl_seconds, overwrite, user_metadata)
+    save_state_async = deferred(save_state)
 
     def save_weights_for_sampler(
         self,
@@ -193,14 +167,7 @@ class TrainingClient:
             ),
         )
 
-    async def save_weights_for_sampler_async(
-        self,
-        name: str,
-        ttl_seconds: int | None = None,
-        user_metadata: dict[str, str] | None = None,
-    ) -> APIFuture[SaveWeightsForSamplerResponse]:
-        """As `save_weights_for_sampler`; awaiting it gives the future."""
-        return self.save_weights_for_sampler(name, ttl_seconds, user_metadata)
+    save_weights_for_sampler_async = deferred(save_weights_for_sampler)
 
     def save_weights_external(
         self,
@@ -224,14 +191,7 @@ class TrainingClient:
             ),
         )
 
-    async def save_weights_external_async(
-        self,
-        name: str,
-        ttl_seconds: int | None = None,
-        age_encryption_recipients: list[str] | None = None,
-    ) -> APIFuture[SaveWeightsExternalResponse]:
-        """As `save_weights_external`; awaiting it gives the future."""
-        return self.save_weights_external(name, ttl_seconds, age_encryption_recipients)
+    save_weights_external_async = deferred(save_weights_external)
 
     def load_state(
         self, path: str, weights_access_token: str | None = None
@@ -240,11 +200,7 @@ class TrainingClient:
         _deprecated("load_state", "create_training_client_from_state")
         return self.load(path, optimizer=False, weights_access_token=weights_access_token)
 
-    async def load_state_async(
-        self, path: str, weights_access_token: str | None = None
-    ) -> APIFuture[LoadWeightsResponse]:
-        """As `load_state`; awaiting it gives the future."""
-        return self.load_state(path, weights_access_token)
+    load_state_async = deferred(load_state)
 
     def load_state_with_optimizer(
         self, path: str, weights_access_token: str | None = None
@@ -253,11 +209,7 @@ class TrainingClient:
         _deprecated("load_state_with_optimizer", "create_training_client_from_state_with_optimizer")
         return self.load(path, optimizer=True, weights_access_token=weights_access_token)
 
-    async def load_state_with_optimizer_async(
-        self, path: str, weights_access_token: str | None = None
-    ) -> APIFuture[LoadWeightsResponse]:
-        """As `load_state_with_optimizer`; awaiting it gives the future."""
-        return self.load_state_with_optimizer(path, weights_access_token)
+    load_state_with_optimizer_async = deferred(load_state_with_optimizer)
 
     def load(
         self, path: str, *, optimizer: bool, weights_access_token: str | None = None

@@ -124,8 +124,14 @@ class Turns:
                 request_id = turn.tickets[0].request_id
                 step.note(request_id=request_id)
                 promise.note(state="running", request_id=request_id)
-                with span("training.wait"):
-                    return await self._collect(turn)
+                try:
+                    with span("training.wait"):
+                        return await self._collect(turn)
+                except asyncio.CancelledError:
+                    # Withdrawn if it has not started; what runs already runs to its end.
+                    for ticket in turn.tickets:
+                        self._session.cancel_on_server(ticket.request_id)
+                    raise
 
         task = self._operations.carry(turn.promise, work, turn.context)
         task.add_done_callback(lambda _: done.set())

@@ -36,7 +36,8 @@ class FutureStatus:
     """Where an operation stands.
 
     `queued`: not yet accepted by the server (`position` calls of this client are ahead of it).
-    `running`: accepted; `queue_state` is what the server last said of its queue.
+    `running`: accepted; `queue_state` and `position` are what the server last said of its queue,
+    where it says so.
     `since` is the client clock's time of the last change of state.
     """
 
@@ -57,6 +58,7 @@ class Standing:
         "attempts",
         "loop_thread",
         "parts",
+        "position",
         "promise",
         "queue_state",
         "queue_state_reason",
@@ -72,8 +74,10 @@ class Standing:
         self.queue_state: str | None = None
         self.queue_state_reason: str | None = None
         self.attempts = 0
-        # How many calls go first; asked when somebody looks, since it changes with each of them.
+        # How many calls go first. Of this client's, asked when somebody looks, since it changes
+        # with each of them; later of the server's, as it last said.
         self.ahead: Callable[[], int] | None = None
+        self.position: int | None = None
         # One inner future for each part of a chunked call.
         self.parts = [concurrent.futures.Future[Any]() for _ in range(parts)]
         # The thread on which waiting would wait for itself.
@@ -101,8 +105,9 @@ class APIFuture(concurrent.futures.Future[T], Generic[T]):
     """The result of an operation that has been handed to the client.
 
     `await` it, or call `.result(timeout)`. Cancelling a call that has not been sent withdraws
-    it. A sample that was sent is also cancelled on the server, where the server allows it. A
-    training operation that was sent still runs there; cancelling only stops waiting for it.
+    it. A sample that was sent is also cancelled on the server, and a training operation that has
+    not started there is withdrawn, where the server can. A training operation that has started
+    cannot be cancelled: it runs to its end, and cancelling only stops waiting for it.
     """
 
     def __init__(self, standing: Standing | None = None) -> None:
@@ -165,7 +170,7 @@ class APIFuture(concurrent.futures.Future[T], Generic[T]):
         return FutureStatus(
             state=state,
             since=now.since,
-            position=ahead() if ahead is not None and state == "queued" else None,
+            position=ahead() if ahead is not None and state == "queued" else now.position,
             request_id=now.request_id,
             queue_state=now.queue_state,
             queue_state_reason=now.queue_state_reason,

@@ -138,7 +138,9 @@ class Poller:
         asked = self._clock.now()
         try:
             body, headers = _question(wait)
-            reply = await self._api.send(routes.RETRIEVE_FUTURE, body, headers=headers)
+            reply = await self._api.send(
+                routes.RETRIEVE_FUTURE, body, headers=headers, timeout_s=self._timeout_s(wait)
+            )
             if reply.status == 408:
                 return await self._pending(wait, decode_pending(reply.body), asked)
             self._api.raise_for(reply, routes.RETRIEVE_FUTURE)
@@ -192,6 +194,13 @@ class Poller:
         wait.failures += 1
         wait.billing_s += decision.wait_s if decision.billing else 0.0
         await self._clock.sleep(decision.wait_s)
+
+    def _timeout_s(self, wait: _Wait) -> float | None:
+        """A poll that is held by the server must not outlast the total deadline."""
+        if self._total_s is None:
+            return None
+        left_s = wait.started + self._total_s - self._clock.now()
+        return min(routes.RETRIEVE_FUTURE.timeout_s, max(left_s, 0.001))
 
     def _check_total(self, wait: _Wait, pause_s: float, cause: TinkerError | None) -> None:
         if self._total_s is None:

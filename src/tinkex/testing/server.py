@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
     import uvicorn
 
+    from tinkex.clients.service import ServiceClient
     from tinkex.clock import Clock
     from tinkex.server.api.call import Parts
     from tinkex.testing.engine import Delays
@@ -130,6 +131,25 @@ class FakeServer:
         server was entered with `async with`; closing the transport ends it.
         """
         return InProcessTransport(self, base_url)
+
+    def service(self, **settings: Any) -> ServiceClient:
+        """A client in the running loop and on this server's clock, without threads or sockets.
+
+        Only its async calls work there. `settings` are fields of `Config`, such as deadlines.
+        """
+        from tinkex.clients.portal import CurrentLoop
+        from tinkex.clients.service import ServiceClient
+        from tinkex.clients.session import Session
+        from tinkex.config import Config
+
+        config = Config(base_url="http://fake.invalid", api_key=API_KEY, **settings)
+        session = Session(
+            config,
+            clock=self.clock,
+            portal=CurrentLoop(),
+            transport=lambda config, clock: self.transport(),
+        )
+        return ServiceClient.over(session)
 
     @contextmanager
     def serve(self) -> Generator[FakeServer]:

@@ -48,10 +48,14 @@ _CATEGORIES: dict[str, ErrorCategory] = {"unknown": "unknown", "server": "server
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """Not done yet. Without a word from the server the state is `unknown`."""
+    """Not done yet. Without a word from the server the state is `unknown`.
+
+    `position` is how many operations go first, where the server says so.
+    """
 
     queue_state: QueueState = "unknown"
     reason: str | None = None
+    position: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,9 +171,12 @@ def _answer(outcome: Pending | MetadataOnly | Failed, request_id: str) -> dict[s
 
 def _pending(answer: dict[str, Any]) -> Pending:
     state, reason = answer.get("queue_state"), answer.get("queue_state_reason")
+    progress = answer.get("progress")
+    place = cast("dict[str, Any]", progress).get("position") if isinstance(progress, dict) else None
     return Pending(
         _QUEUE_STATES.get(state, "unknown") if isinstance(state, str) else "unknown",
         reason if isinstance(reason, str) and reason else None,
+        place if type(place) is int and place >= 0 else None,
     )
 
 

@@ -40,7 +40,7 @@ def world(**flags: Any) -> World:
     made.config = Config(
         base_url="http://fake.invalid",
         api_key=KEY,
-        headers={"X-Extra": HEADER},
+        headers={"CF-Access-Client-Secret": HEADER},
         bootstrap_deadline_s=5.0,
         submit_deadline_s=5.0,
         silence_deadline_s=10.0,

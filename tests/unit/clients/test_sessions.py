@@ -18,6 +18,7 @@ from tinkex import (
     ModelInput,
     SamplingParams,
     ServerSilentError,
+    ServiceClient,
     TinkerError,
 )
 from tinkex.clients.portal import CurrentLoop
@@ -61,7 +62,7 @@ def test_what_was_said_about_the_session_reaches_the_server_and_its_words_the_lo
         await service.close_async("errored", "my own reason")
 
     world = World(tags=("a", "b"))
-    words = {"info_message": "hello", "warning_message": "mind the gap", "error_message": "oh no"}
+    words = {"info": "hello", "warning": "mind the gap", "error": "oh no"}
     world.server = FakeServer(
         clock=world.clock, settings=replace(world.server.settings, session_messages=words)
     )
@@ -81,15 +82,14 @@ def test_what_was_said_about_the_session_reaches_the_server_and_its_words_the_lo
 
 @pytest.mark.req("S28")
 @pytest.mark.parametrize("feed", [True, False])
-def test_heartbeats_do_not_drift_while_two_thousand_samples_are_under_way(feed: bool):
+def test_heartbeats_do_not_drift_while_samples_are_under_way(feed: bool):
     async def scenario(world: World) -> None:
         world.server.engine.delays = Delays(sample_s=95.0)
         async with world.service() as service:
             sampler = await service.create_sampling_client_async(base_model=MODEL)
-            await asyncio.gather(*(sampler.sample(PROMPT, 1, PARAMS) for _ in range(2000)))
+            await asyncio.gather(*(sampler.sample(PROMPT, 1, PARAMS) for _ in range(100)))
 
     world = World({"sample_use_retrieve_futures": feed})
-    world.server.record = True
     world.run(scenario)
     beats = [seen.at for seen in world.server.seen("session_heartbeat")]
     assert len(beats) >= 9
@@ -162,8 +162,6 @@ def test_two_clients_with_other_servers_keys_and_headers_do_not_mix():
                     portal=CurrentLoop(),
                     transport=lambda config, clock: server.transport(config.base_url),
                 )
-                from tinkex import ServiceClient
-
                 return ServiceClient.over(session)
 
             async with (
@@ -189,8 +187,6 @@ def test_two_clients_with_other_servers_keys_and_headers_do_not_mix():
 
 @pytest.mark.req("S30")
 def test_the_environment_is_read_once_when_the_client_is_made(monkeypatch: pytest.MonkeyPatch):
-    from tinkex import ServiceClient
-
     monkeypatch.setenv("TINKER_BASE_URL", "http://127.0.0.1:9/prefix/")
     monkeypatch.setenv("TINKER_API_KEY", "tml-first")
     monkeypatch.setenv("TINKER_TELEMETRY", "0")
@@ -244,7 +240,7 @@ def test_a_total_deadline_ends_even_an_honest_queue():
             started = world.clock.now()
             with pytest.raises(ServerSilentError, match="total deadline"):
                 await training.forward_backward([datum()], "cross_entropy")
-            assert 60.0 <= world.clock.now() - started <= 100.0
+            assert world.clock.now() - started == pytest.approx(100.0, abs=0.1)
 
     World(total_deadline_s=100.0).run(scenario)
 

@@ -114,8 +114,7 @@ def base_projections(decoder: Decoder) -> Project:
 
     def project(layer: int, names: tuple[Projection, ...], x_TI: Tensor) -> tuple[Tensor, ...]:
         return tuple(
-            F.linear(x_TI, decoder.weight(layer, name), decoder.bias(layer, name))
-            for name in names
+            F.linear(x_TI, decoder.weight(layer, name), decoder.bias(layer, name)) for name in names
         )
 
     return project

@@ -1,0 +1,46 @@
+"""The Llama family: Llama 2 and 3, SmolLM2 and others of `LlamaForCausalLM`.
+
+Shapes: T tokens, D hidden, H heads, G key/value heads, d head size, X = H*d, Y = G*d,
+M intermediate.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch.nn import functional as F
+
+from tinkex.engine.models.layers import rms_norm, rotation, swiglu
+from tinkex.engine.models.weights import StoredDecoder
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from tinkex.engine.models.base import Attend, Project
+
+
+class Llama(StoredDecoder):
+    """Pre-norm blocks of rotary attention with grouped heads, and a gated MLP."""
+
+    def hidden(
+        self, tokens_T: Tensor, positions_T: Tensor, attend: Attend, project: Project
+    ) -> Tensor:
+        """Return h_TD after the final norm."""
+        head_dim, eps = self.config.head_dim, self.config.rms_eps
+        rotate = rotation(positions_T, self.frequencies_F)
+        h_TD = F.embedding(tokens_T, self.stored.embed_VD)
+
+        for layer, block in enumerate(self.stored.layers):
+            x_TD = rms_norm(h_TD, block.input_norm_D, eps)
+            q_TX, k_TY, v_TY = project(layer, ("q_proj", "k_proj", "v_proj"), x_TD)
+            q_THd = rotate(q_TX.unflatten(-1, (-1, head_dim)))
+            k_TGd = rotate(k_TY.unflatten(-1, (-1, head_dim)))
+            v_TGd = v_TY.unflatten(-1, (-1, head_dim))
+            o_TX = attend(layer, q_THd, k_TGd, v_TGd)
+            h_TD = h_TD + project(layer, ("o_proj",), o_TX)[0]
+
+            x_TD = rms_norm(h_TD, block.post_attention_norm_D, eps)
+            gate_TM, up_TM = project(layer, ("gate_proj", "up_proj"), x_TD)
+            h_TD = h_TD + project(layer, ("down_proj",), swiglu(gate_TM, up_TM))[0]
+
+        return rms_norm(h_TD, self.stored.final_norm_D, eps)

@@ -1,0 +1,207 @@
+"""The frozen tensors of a decoder, and filling them from a file of any format.
+
+Projections that share an input lie next to each other in memory: the rows of q, k and v
+are one tensor, and so are those of gate and up. Names of tensors are Hugging Face's.
+
+Shapes: T tokens, D hidden, d head size, V vocabulary, I inputs and O outputs of a projection.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar, Protocol
+
+import torch
+
+from tinkex.engine.models.base import PROJECTIONS, Projection
+from tinkex.engine.models.layers import rope_frequencies
+from tinkex.errors import ModelError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+    from tinkex.engine.models.base import DecoderConfig
+
+ATTENTION: tuple[Projection, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
+_SHARED_INPUT: tuple[tuple[Projection, ...], ...] = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("o_proj",),
+    ("gate_proj", "up_proj"),
+    ("down_proj",),
+)
+
+
+class TensorSource(Protocol):
+    """Tensors in files, by Hugging Face name."""
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """Return the tensor's shape, or None when there is no such tensor."""
+        ...
+
+    def read(self, name: str) -> Tensor:
+        """Return the tensor on the CPU, in whatever float type the file has."""
+        ...
+
+    def where(self, name: str) -> str:
+        """Name the file that holds the tensor, or should."""
+        ...
+
+    def names(self) -> frozenset[str]:
+        """Every tensor there is."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One transformer block."""
+
+    input_norm_D: Tensor
+    post_attention_norm_D: Tensor
+    q_norm_d: Tensor | None
+    k_norm_d: Tensor | None
+    weights: dict[Projection, Tensor] = field(default_factory=dict[Projection, "Tensor"])
+    biases: dict[Projection, Tensor] = field(default_factory=dict[Projection, "Tensor"])
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderWeights:
+    """Everything a decoder multiplies with."""
+
+    embed_VD: Tensor
+    final_norm_D: Tensor
+    unembed_VD: Tensor
+    layers: tuple[LayerWeights, ...]
+
+    def named(self) -> Iterator[tuple[str, Tensor]]:
+        """Each tensor once, under its Hugging Face name."""
+        yield "model.embed_tokens.weight", self.embed_VD
+        for number, layer in enumerate(self.layers):
+            for name, tensor in _named_in_layer(layer):
+                yield f"model.layers.{number}.{name}", tensor
+        yield "model.norm.weight", self.final_norm_D
+        if self.unembed_VD is not self.embed_VD:
+            yield "lm_head.weight", self.unembed_VD
+
+
+def _named_in_layer(layer: LayerWeights) -> Iterator[tuple[str, Tensor]]:
+    yield "input_layernorm.weight", layer.input_norm_D
+    for name in PROJECTIONS:
+        group = "self_attn" if name in ATTENTION else "mlp"
+        yield f"{group}.{name}.weight", layer.weights[name]
+        if name in layer.biases:
+            yield f"{group}.{name}.bias", layer.biases[name]
+    if layer.q_norm_d is not None and layer.k_norm_d is not None:
+        yield "self_attn.q_norm.weight", layer.q_norm_d
+        yield "self_attn.k_norm.weight", layer.k_norm_d
+    yield "post_attention_layernorm.weight", layer.post_attention_norm_D
+
+
+class StoredDecoder:
+    """A decoder's weights and frequencies; a family adds the order of operations."""
+
+    biased: ClassVar[tuple[Projection, ...]] = ATTENTION
+    """The projections that have a bias when the configuration asks for one."""
+
+    def __init__(self, config: DecoderConfig, *, dtype: torch.dtype, device: torch.device) -> None:
+        self.config = config
+        self.stored = allocate(config, self.biased, dtype=dtype, device=device)
+        self.unembed_VD = self.stored.unembed_VD
+        self.frequencies_F = rope_frequencies(config).to(device)
+
+    def weight(self, layer: int, name: Projection) -> Tensor:
+        """The base weight W_OI of one projection."""
+        return self.stored.layers[layer].weights[name]
+
+    def bias(self, layer: int, name: Projection) -> Tensor | None:
+        """The base bias b_O of one projection, if it has one."""
+        return self.stored.layers[layer].biases.get(name)
+
+
+def projection_shape(config: DecoderConfig, name: Projection) -> tuple[int, int]:
+    """Outputs and inputs of a projection."""
+    heads = config.num_heads * config.head_dim
+    kv_heads = config.num_kv_heads * config.head_dim
+    hidden, middle = config.hidden_size, config.intermediate_size
+    shapes: dict[Projection, tuple[int, int]] = {
+        "q_proj": (heads, hidden),
+        "k_proj": (kv_heads, hidden),
+        "v_proj": (kv_heads, hidden),
+        "o_proj": (hidden, heads),
+        "gate_proj": (middle, hidden),
+        "up_proj": (middle, hidden),
+        "down_proj": (hidden, middle),
+    }
+    return shapes[name]
+
+
+def allocate(
+    config: DecoderConfig,
+    biased: tuple[Projection, ...],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> DecoderWeights:
+    """Room for a decoder's weights, not yet filled."""
+
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    def layer() -> LayerWeights:
+        norm_size = config.head_dim if config.qk_norm else None
+        made = LayerWeights(
+            input_norm_D=empty(config.hidden_size),
+            post_attention_norm_D=empty(config.hidden_size),
+            q_norm_d=None if norm_size is None else empty(norm_size),
+            k_norm_d=None if norm_size is None else empty(norm_size),
+        )
+        for group in _SHARED_INPUT:
+            shapes = [projection_shape(config, name) for name in group]
+            rows = [outputs for outputs, _ in shapes]
+            joined_OI = empty(sum(rows), shapes[0][1])
+            made.weights.update(zip(group, joined_OI.split(rows), strict=True))
+            if config.attention_bias and group[0] in biased:
+                made.biases.update(zip(group, empty(sum(rows)).split(rows), strict=True))
+        return made
+
+    embed_VD = empty(config.vocab_size, config.hidden_size)
+    return DecoderWeights(
+        embed_VD=embed_VD,
+        final_norm_D=empty(config.hidden_size),
+        unembed_VD=embed_VD if config.tied_embeddings else empty(*embed_VD.shape),
+        layers=tuple(layer() for _ in range(config.num_layers)),
+    )
+
+
+def check_tensors(decoder: StoredDecoder, source: TensorSource) -> None:
+    """Refuse a source that lacks a tensor, has one of another shape, or has one too many."""
+    expected: set[str] = set()
+    for name, slot in decoder.stored.named():
+        expected.add(name)
+        shape = source.shape(name)
+        if shape is None:
+            raise ModelError(f"{source.where(name)}: the tensor {name!r} is missing")
+        if shape != tuple(slot.shape):
+            raise ModelError(
+                f"{source.where(name)}: the tensor {name!r} has the shape {list(shape)}; "
+                f"the configuration asks for {list(slot.shape)}"
+            )
+    for name in sorted(source.names() - expected):
+        if not _harmless(name):
+            raise ModelError(
+                f"{source.where(name)}: the tensor {name!r} has no place in "
+                f"{decoder.config.arch} with this configuration"
+            )
+
+
+def _harmless(name: str) -> bool:
+    # Some files repeat a tied head, and old ones hold frequencies that are computed anyway.
+    return name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq")
+
+
+def fill(decoder: StoredDecoder, source: TensorSource) -> None:
+    """Copy every tensor from the source, one at a time, converting as it goes."""
+    check_tensors(decoder, source)
+    for name, slot in decoder.stored.named():
+        slot.copy_(source.read(name))

@@ -1,0 +1,207 @@
+"""Which sequences run next, and how many of their tokens.
+
+Each pass takes the sequences that decode first, so that running streams never wait for a
+long prompt, and fills the rest of its token budget with prompts, in pieces where needed.
+When blocks run out, the sequence whose turn is last gives its own up and is computed again
+later; the one whose turn is first always moves, hence everything ends. No tensors.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tinkex.engine.sampler.blocks import BlockPool
+    from tinkex.engine.sampler.sequence import TokenSequence
+
+_turn = attrgetter("turn")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Piece:
+    """Tokens `start` to `stop` of one sequence, for one pass."""
+
+    sequence: TokenSequence
+    start: int
+    stop: int
+
+    @property
+    def reaches_end(self) -> bool:
+        """Whether the last row of the piece predicts the next token."""
+        return self.stop == len(self.sequence.tokens)
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+class Batcher:
+    """Continuous batching over one pool of blocks."""
+
+    def __init__(self, pool: BlockPool, *, max_tokens: int, max_sequences: int) -> None:
+        if not 1 <= max_sequences <= max_tokens:
+            # Otherwise the decoding sequences could use up every pass and no prompt would move.
+            raise ValueError(
+                f"a pass of {max_tokens} tokens cannot hold {max_sequences} sequences"
+            )
+        self.pool = pool
+        self.max_tokens = max_tokens
+        self.max_sequences = max_sequences
+        self.preemptions = 0
+        # All mutable state: both lists by turn, and who is filling which block right now.
+        self._running: list[TokenSequence] = []
+        self._waiting: list[TokenSequence] = []
+        self._filling: dict[bytes, TokenSequence] = {}
+
+    def __len__(self) -> int:
+        return len(self._running) + len(self._waiting)
+
+    def __iter__(self) -> Iterator[TokenSequence]:
+        yield from self._running
+        yield from self._waiting
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that hold blocks."""
+        return len(self._running)
+
+    def add(self, sequence: TokenSequence) -> None:
+        """Take a sequence in; the caller has made sure that it fits into the empty pool."""
+        insort(self._waiting, sequence, key=_turn)
+
+    def plan(self) -> list[Piece]:
+        """Choose the next pass and give its sequences the blocks they need.
+
+        Report each piece with `done` afterwards, or drop its sequence with `remove`.
+        """
+        pieces: dict[TokenSequence, Piece] = {}
+        budget = self.max_tokens
+        before = self.preemptions
+        decoding = [s for s in self._running if s.pending == 1]
+        prefilling = [s for s in self._running if s.pending > 1]
+        for sequence in decoding + prefilling:
+            # A preempted sequence has left its blocks, and a pass is a whole number of tokens.
+            if sequence not in self._running or budget == 0:
+                continue
+            count = min(sequence.pending, budget)
+            budget += self._make_room(sequence, sequence.computed + count, pieces)
+            if sequence in self._running:
+                pieces[sequence] = Piece(sequence, sequence.computed, sequence.computed + count)
+                budget -= count
+        if self.preemptions == before:
+            self._admit(pieces, budget)
+        return list(pieces.values())
+
+    def done(self, piece: Piece) -> None:
+        """Note that a piece's keys and values are in the cache; full blocks become shareable."""
+        sequence = piece.sequence
+        size = self.pool.block_size
+        keys = sequence.keys(size)
+        for i in range(sequence.computed // size, piece.stop // size):
+            self.pool.name(sequence.blocks[i], keys[i])
+            if self._filling.get(keys[i]) is sequence:
+                del self._filling[keys[i]]
+        sequence.computed = piece.stop
+
+    def remove(self, sequence: TokenSequence) -> None:
+        """Let go of a sequence, finished or cancelled, and of its blocks at once."""
+        if sequence in self._running:
+            self._running.remove(sequence)
+            self._give_up_blocks(sequence)
+        elif sequence in self._waiting:
+            self._waiting.remove(sequence)
+
+    def check(self) -> None:
+        """Raise `AssertionError` when the books do not balance."""
+        self.pool.check(sequence.blocks for sequence in self._running)
+        assert all(not s.blocks and s.computed == 0 for s in self._waiting)
+        assert sorted(self._running, key=_turn) == self._running
+        assert sorted(self._waiting, key=_turn) == self._waiting
+        assert all(owner in self._running for owner in self._filling.values())
+
+    def _make_room(
+        self, sequence: TokenSequence, tokens: int, pieces: dict[TokenSequence, Piece]
+    ) -> int:
+        """Give `sequence` blocks for its first `tokens`; return the budget won back.
+
+        Takes them from the sequences whose turn comes last, if need be from itself.
+        """
+        won_back = 0
+        missing = self.pool.blocks_for(tokens) - len(sequence.blocks)
+        while missing > self.pool.available:
+            victim = self._running[-1]
+            if dropped := pieces.pop(victim, None):
+                won_back += len(dropped)
+            self._preempt(victim)
+            if victim is sequence:
+                return won_back
+        sequence.blocks += self.pool.take(missing)
+        return won_back
+
+    def _preempt(self, sequence: TokenSequence) -> None:
+        self.preemptions += 1
+        self._running.remove(sequence)
+        self._give_up_blocks(sequence)
+        insort(self._waiting, sequence, key=_turn)
+
+    def _give_up_blocks(self, sequence: TokenSequence) -> None:
+        for key in sequence.keys(self.pool.block_size):
+            if self._filling.get(key) is sequence:
+                del self._filling[key]
+        self.pool.release(sequence.blocks)
+        sequence.blocks = []
+        sequence.computed = 0
+
+    def _admit(self, pieces: dict[TokenSequence, Piece], budget: int) -> None:
+        """Start waiting sequences in turn, until one does not fit."""
+        for sequence in list(self._waiting):
+            if budget == 0 or len(self._running) >= self.max_sequences:
+                return
+            if sequence.waits_for in self._filling:
+                continue
+            found = self._shared_prefix(sequence)
+            if sequence.waits_for is not None:
+                continue
+            if not self._fits(sequence, found):
+                return
+            self._start(sequence, found)
+            count = min(sequence.pending, budget)
+            stop = sequence.computed + count
+            sequence.blocks += self.pool.take(self.pool.blocks_for(stop) - len(sequence.blocks))
+            pieces[sequence] = Piece(sequence, sequence.computed, stop)
+            budget -= count
+
+    def _shared_prefix(self, sequence: TokenSequence) -> list[int]:
+        """Cached blocks to begin with; sets `waits_for` when the next one is on its way."""
+        # At least one token is left to compute: its row predicts the next.
+        most = min(sequence.reusable, len(sequence.tokens) - 1) // self.pool.block_size
+        keys = sequence.keys(self.pool.block_size)[:most]
+        found = self.pool.find(keys)
+        following = keys[len(found)] if len(found) < most else None
+        sequence.waits_for = following if following in self._filling else None
+        return found
+
+    def _fits(self, sequence: TokenSequence, found: list[int]) -> bool:
+        """Whether all tokens so far, and one more, fit beside what runs already."""
+        pool = self.pool
+        promised = sum(
+            max(pool.blocks_for(len(s.tokens)) - len(s.blocks), 0) for s in self._running
+        )
+        tokens = min(len(sequence.tokens) + 1, sequence.cache_length)
+        wanted = pool.blocks_for(tokens) - len(found) + pool.idle_among(found)
+        return wanted + promised <= pool.available
+
+    def _start(self, sequence: TokenSequence, found: list[int]) -> None:
+        self._waiting.remove(sequence)
+        insort(self._running, sequence, key=_turn)
+        self.pool.share(found)
+        sequence.blocks = list(found)
+        sequence.computed = len(found) * self.pool.block_size
+        if sequence.cached is None:
+            sequence.cached = min(sequence.computed, sequence.prompt_length)
+        for key in sequence.keys(self.pool.block_size)[len(found) :]:
+            self._filling.setdefault(key, sequence)

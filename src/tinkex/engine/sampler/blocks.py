@@ -1,0 +1,140 @@
+"""Which blocks of the key/value cache are free, in use, or kept for the next prompt.
+
+A block holds the keys and values of `block_size` consecutive tokens. A full block may be
+named by a key that covers the weights and every token up to its end; a named block is
+shared by all sequences that begin alike, and stays findable after its last user until the
+space is needed, least recently used first. Only full blocks are named, so a shared block is
+never written again and nothing is ever copied. No tensors here.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+_KEY_BYTES = 16
+
+
+def root_key(version: str) -> bytes:
+    """Where the chain of keys of one version of the weights starts."""
+    return blake2b(version.encode(), digest_size=_KEY_BYTES).digest()
+
+
+def block_key(parent: bytes, tokens: Sequence[int]) -> bytes:
+    """The name of a full block, given the name of the one before it.
+
+    A digest rather than Python's `hash`: a collision would hand one tenant another's text.
+    """
+    return blake2b(parent + array("q", tokens).tobytes(), digest_size=_KEY_BYTES).digest()
+
+
+class BlockPool:
+    """Reference counts over a fixed number of blocks."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        if num_blocks < 1 or block_size < 1:
+            raise ValueError(f"no room in {num_blocks} blocks of {block_size} tokens")
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        # All mutable state. Every block is in exactly one place: unnamed and unused in
+        # `_free`, named and unused in `_idle` (oldest first), or used with `_users` > 0.
+        self._users = [0] * num_blocks
+        self._keys: list[bytes | None] = [None] * num_blocks
+        self._by_key: dict[bytes, int] = {}
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._idle: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def available(self) -> int:
+        """How many blocks `take` could hand out now."""
+        return len(self._free) + len(self._idle)
+
+    def blocks_for(self, tokens: int) -> int:
+        """How many blocks so many tokens fill."""
+        return -(-tokens // self.block_size)
+
+    def find(self, keys: Iterable[bytes]) -> list[int]:
+        """The blocks of the longest known prefix of `keys`; changes nothing."""
+        found: list[int] = []
+        for key in keys:
+            block = self._by_key.get(key)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def idle_among(self, blocks: Iterable[int]) -> int:
+        """How many of these `share` would withdraw from `available`."""
+        return sum(1 for block in blocks if self._users[block] == 0)
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """Become one more user of blocks that `find` returned."""
+        for block in blocks:
+            if self._users[block] == 0:
+                del self._idle[block]
+            self._users[block] += 1
+
+    def take(self, count: int) -> list[int]:
+        """Become the only user of `count` unnamed blocks, forgetting idle ones if need be."""
+        if count > self.available:
+            raise ValueError(f"{count} blocks were asked for, {self.available} are available")
+        taken = [self._free.pop() if self._free else self._evict() for _ in range(count)]
+        for block in taken:
+            self._users[block] = 1
+        return taken
+
+    def name(self, block: int, key: bytes) -> None:
+        """Make a full block findable; of two blocks with equal content the first keeps the name."""
+        if self._users[block] == 0:
+            raise ValueError(f"block {block} is not in use")
+        if self._keys[block] is None and key not in self._by_key:
+            self._keys[block] = key
+            self._by_key[key] = block
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Stop using blocks, given in token order."""
+        # The end of a prefix goes first, so that it is also forgotten first.
+        for block in reversed(blocks):
+            if self._users[block] == 0:
+                raise ValueError(f"block {block} was released twice")
+            self._users[block] -= 1
+            if self._users[block] == 0:
+                if self._keys[block] is None:
+                    self._free.append(block)
+                else:
+                    self._idle[block] = None
+
+    def forget(self) -> None:
+        """Drop every idle block's name."""
+        while self._idle:
+            self._free.append(self._evict())
+
+    def _evict(self) -> int:
+        block, _ = self._idle.popitem(last=False)
+        key = self._keys[block]
+        assert key is not None
+        del self._by_key[key]
+        self._keys[block] = None
+        return block
+
+    def check(self, held: Iterable[Sequence[int]]) -> None:
+        """Raise `AssertionError` unless `held` lists exactly the users of every block."""
+        users = [0] * self.num_blocks
+        for blocks in held:
+            for block in blocks:
+                users[block] += 1
+        assert users == self._users, "reference counts differ from the actual users"
+        free, idle = set(self._free), set(self._idle)
+        used = {block for block, count in enumerate(users) if count}
+        assert len(free) == len(self._free), "a block is free twice"
+        assert not (free & idle or free & used or idle & used), "a block is in two places"
+        assert len(free) + len(idle) + len(used) == self.num_blocks, "a block leaked"
+        named = {block: key for block, key in enumerate(self._keys) if key is not None}
+        assert {key: block for block, key in named.items()} == self._by_key, "names disagree"
+        assert idle <= named.keys(), "an idle block has no name"
+        assert not free & named.keys(), "a free block still has a name"

@@ -1,0 +1,65 @@
+"""One sequence while it is sampled: its tokens and how far the cache has them.
+
+The batcher moves `computed` and `blocks`, the sampler appends tokens; nothing else writes
+here. No tensors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from tinkex.engine.sampler.blocks import block_key, root_key
+
+if TYPE_CHECKING:
+    from tinkex.types import StopReason
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class TokenSequence:
+    """Prompt and generated tokens of one sample.
+
+    `turn` orders sequences, smallest first. `max_length` counts prompt and generated tokens.
+    `reusable` is how many leading tokens may come out of the prefix cache: a position whose
+    log-probabilities are still wanted must be computed.
+    """
+
+    turn: tuple[int, int]
+    sample: int
+    version: str
+    prompt_length: int
+    max_length: int
+    tokens: list[int]
+    reusable: int
+    logprobs: list[float] = field(default_factory=list[float])
+    blocks: list[int] = field(default_factory=list[int])
+    computed: int = 0
+    cached: int | None = None
+    """Prompt tokens found in the prefix cache when the sequence first ran."""
+    waits_for: bytes | None = None
+    """The block that another sequence is computing and this one will share."""
+    stop_reason: StopReason | None = None
+    _keys: list[bytes] = field(default_factory=list[bytes])
+
+    @property
+    def pending(self) -> int:
+        """Tokens that the cache lacks; at 1 the sequence decodes, above it prefills."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def generated(self) -> list[int]:
+        """The tokens after the prompt."""
+        return self.tokens[self.prompt_length :]
+
+    @property
+    def cache_length(self) -> int:
+        """The most tokens the cache will ever hold: the last one drawn is never fed back."""
+        return max(self.max_length - 1, self.prompt_length)
+
+    def keys(self, block_size: int) -> list[bytes]:
+        """The names of all full blocks of the tokens so far."""
+        keys = self._keys
+        while (end := (len(keys) + 1) * block_size) <= len(self.tokens):
+            parent = keys[-1] if keys else root_key(self.version)
+            keys.append(block_key(parent, self.tokens[end - block_size : end]))
+        return keys

@@ -1,0 +1,151 @@
+"""Real sockets under load: heartbeats on time, connections apart, no blocking call on a loop."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from blockbuster import blockbuster_ctx
+
+from tests.e2e.workers import MODEL, PARAMS, PROMPT, datum
+from tinkex import AdamParams, RestClient, SamplingParams, ServiceClient
+from tinkex.clients.session import Session
+from tinkex.clock import SystemClock
+from tinkex.config import Config
+from tinkex.testing import API_KEY, Delays, FakeServer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    with FakeServer().serve() as server:
+        yield server
+
+
+class Hurried(SystemClock):
+    """The machine's clock, on which the heartbeat's ten seconds take one."""
+
+    async def sleep(self, seconds: float) -> None:
+        await super().sleep(seconds / 10.0 if 5.0 < seconds <= 10.0 else seconds)
+
+    def now(self) -> float:
+        return super().now()
+
+
+@pytest.mark.req("S28")
+@pytest.mark.req("S27")
+@pytest.mark.parametrize("feed", [True, False])
+def test_heartbeats_go_out_on_time_with_two_thousand_samples_in_flight(feed: bool):
+    from tinkex.server.settings import Settings
+    from tinkex.types import ClientConfigResponse
+
+    flags = ClientConfigResponse(sample_use_retrieve_futures=feed)
+    fake = FakeServer(settings=Settings(client_config=flags), delays=Delays(sample_s=4.0))
+    with fake.serve() as server:
+        config = Config(base_url=server.url, api_key=API_KEY)
+        service = ServiceClient.over(Session(config, clock=Hurried()))
+        sampler = service.create_sampling_client(base_model=MODEL)
+        begun = server.clock.now()
+        futures = [sampler.sample(PROMPT, 1, SamplingParams(max_tokens=1)) for _ in range(2000)]
+        for future in futures:
+            assert len(future.result(30).sequences) == 1
+        ended = server.clock.now()
+        service.close().result(10)
+        beats = [begun, *(s.at for s in server.seen("session_heartbeat") if s.at < ended)]
+    assert len(beats) - 1 >= math.floor(ended - begun) - 2
+    # A second each; the rest is two busy cores.
+    assert max(b - a for a, b in itertools.pairwise(beats)) < 3.0
+
+
+@pytest.mark.req("B5")
+@pytest.mark.req("B11")
+def test_no_async_method_blocks_the_callers_loop(server: FakeServer):
+    async def main() -> None:
+        async with ServiceClient(base_url=server.url, api_key=API_KEY) as service:
+            await service.get_server_capabilities_async()
+            training = await service.create_lora_training_client_async(MODEL, rank=2)
+            step = await training.forward_backward_async([datum()], "cross_entropy")
+            await (await training.optim_step_async(AdamParams()))
+            assert (await step).metrics
+            saved = await (await training.save_state_async("a"))
+            await (await training.save_weights_for_sampler_async("b"))
+            await training.get_info_async()
+            await service.create_training_client_from_state_async(saved.path)
+            sampler = await training.save_weights_and_get_sampling_client_async()
+            await asyncio.gather(*(sampler.sample_async(PROMPT, 1, PARAMS) for _ in range(50)))
+            await sampler.compute_logprobs_async(PROMPT)
+            assert await sampler.get_base_model_async() == MODEL
+            async with RestClient(base_url=server.url, api_key=API_KEY) as rest:
+                await rest.list_training_runs_async()
+                await rest.list_user_checkpoints_async()
+
+    async def guarded() -> None:
+        # Entered inside the loop, so that starting the loop itself is not counted.
+        with blockbuster_ctx():
+            await main()
+
+    asyncio.run(guarded())
+
+
+@pytest.mark.req("B5")
+def test_the_first_call_does_not_hold_up_other_tasks_of_the_callers_loop(server: FakeServer):
+    async def main() -> float:
+        longest, running = 0.0, True
+        clock = SystemClock()
+
+        async def tick() -> None:
+            nonlocal longest
+            last = clock.now()
+            while running:
+                await clock.sleep(0.001)
+                longest, last = max(longest, clock.now() - last), clock.now()
+
+        ticking = asyncio.create_task(tick())
+        await clock.sleep(0.01)
+        service = ServiceClient(base_url=server.url, api_key=API_KEY)
+        training = await service.create_lora_training_client_async(MODEL, rank=2)
+        await (await training.forward_backward_async([datum()], "cross_entropy"))
+        running = False
+        await ticking
+        await service.close_async()
+        return longest
+
+    # The official client stops the loop for one to two seconds here.
+    assert asyncio.run(main()) < 0.5
+
+
+@pytest.mark.req("S28")
+def test_a_training_connection_carries_one_request_at_a_time_and_no_other_traffic(
+    server: FakeServer,
+):
+    pools: dict[Any, set[str]] = {}
+    inner = server.app
+
+    class Watched:
+        """Notes which connection carries which route."""
+
+        async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+            if scope["type"] == "http":
+                name = scope["path"].rsplit("/", 1)[-1]
+                pools.setdefault(scope["client"], set()).add(name)
+            await inner(scope, receive, send)
+
+    # The listening server looks its app up once, so this one listens anew.
+    fake = FakeServer()
+    inner = fake.app
+    fake.app = Watched()  # pyright: ignore[reportAttributeAccessIssue]
+    with fake.serve() as watched, ServiceClient(base_url=watched.url, api_key=API_KEY) as service:
+        training = service.create_lora_training_client(MODEL, rank=2)
+        sampler = service.create_sampling_client(base_model=MODEL)
+        calls: list[Any] = [sampler.sample(PROMPT, 1, PARAMS) for _ in range(20)]
+        calls += [training.forward_backward([datum()], "cross_entropy") for _ in range(5)]
+        for call in calls:
+            call.result(20)
+    for names in pools.values():
+        assert not ({"asample"} <= names and names & {"forward_backward", "session_heartbeat"})
+        assert not ({"forward_backward"} <= names and names & {"retrieve_future", "telemetry"})

@@ -63,8 +63,6 @@ def comparable(request: Request) -> Request:
     body = request["body"]
     if "body_hex" in request:
         body = canonical_training_body(bytes.fromhex(request["body_hex"]))
-    elif isinstance(body, dict) and "sdk_version" in body:
-        body = {**body, "sdk_version": "*"}
     elif path == "/api/v1/retrieve_future":
         body = {"request_id": body["request_id"]}
     elif path == "/api/v1/retrieve_futures":

@@ -10,7 +10,7 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from tinkex._version import __version__
+from tinkex._version import PROTOCOL_VERSION
 from tinkex.clients.operations import Operations
 from tinkex.clients.portal import LoopThread
 from tinkex.clients.telemetry import Telemetry
@@ -123,7 +123,7 @@ class Connection:
         from tinkex.transport.api import connect
 
         api = connect(self.config, self._make_transport(self.config, self.clock), self.clock)
-        request = ClientConfigRequest(sdk_version=__version__)
+        request = ClientConfigRequest(sdk_version=PROTOCOL_VERSION)
         bootstrap_s = self.config.bootstrap_deadline_s
         api.client_config = await api.call(routes.CLIENT_CONFIG, request, deadline_s=bootstrap_s)
         try:
@@ -165,7 +165,7 @@ class Connection:
             try:
                 api.dynamic_config = await api.call(
                     routes.CLIENT_DYNAMIC_CONFIG,
-                    ClientConfigRequest(sdk_version=__version__),
+                    ClientConfigRequest(sdk_version=PROTOCOL_VERSION),
                     deadline_s=0.0,
                 )
             except APIError as error:

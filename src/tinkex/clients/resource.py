@@ -9,7 +9,6 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
-from tinkex._version import __version__
 from tinkex.clients.arguments import given_text, one_of, whole_number
 from tinkex.clients.connection import Connection
 from tinkex.clients.operations import Operations
@@ -87,7 +86,7 @@ class ResourceClient:
                 request,
                 params=params,
                 query=query,
-                headers={"x-sdk-version": __version__, "x-sdk-method": method, **(headers or {})},
+                headers={"x-sdk-method": method, **(headers or {})},
             )
 
         return await self._operations.run(send)

@@ -14,7 +14,7 @@ import logging
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from tinkex._version import __version__
+from tinkex._version import PROTOCOL_VERSION
 from tinkex.clients.connection import Connection, Once
 from tinkex.clients.dispatch import Dispatcher
 from tinkex.clients.operations import Operations
@@ -143,7 +143,7 @@ class Session(Connection):
             CreateSessionRequest(
                 tags=list(self.config.tags),
                 user_metadata=self.user_metadata,
-                sdk_version=__version__,
+                sdk_version=PROTOCOL_VERSION,
                 project_id=self.project_id,
                 display_name=self.display_name,
             ),
@@ -258,7 +258,7 @@ class Session(Connection):
                 routes.FINISH_SESSION,
                 bodies.FinishSessionRequest(reason=_REASONS[reason], detail=detail),
                 params={"session": self.session_id},
-                deadline_s=_FINISH_S,
+                deadline_s=min(_FINISH_S, self.config.submit_deadline_s),
             )
         except TinkerError as error:
             _log.warning("session %s was not finished on the server: %s", self.session_id, error)

@@ -19,7 +19,7 @@ from datetime import UTC, datetime, timedelta
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tinkex._version import __version__
+from tinkex._version import PROTOCOL_VERSION
 from tinkex.clients.redaction import Redactor, is_user_error
 from tinkex.clock import time_limit
 from tinkex.errors import ClosedError, NotFoundError, TinkerError
@@ -297,7 +297,7 @@ class Telemetry:
         return TelemetrySendRequest(
             events=batch,
             platform=platform.system(),
-            sdk_version=__version__,
+            sdk_version=PROTOCOL_VERSION,
             session_id=self.session_id or self._sessionless_id,
             process_uuid=process_uuid(),
         )

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tinkex._version import PROTOCOL_VERSION
 from tinkex.dropin import names
 from tinkex.errors import TinkerError
 
@@ -56,7 +57,7 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         if fullname == names.OFFICIAL_NAME:
             module.__dict__["__all__"] = list(names.ALL)
         if fullname in (names.OFFICIAL_NAME, "tinker._version"):
-            module.__dict__["__version__"] = names.OFFICIAL_VERSION
+            module.__dict__["__version__"] = PROTOCOL_VERSION
             module.__dict__["__title__"] = names.OFFICIAL_NAME
 
     def get_code(self, fullname: str) -> CodeType | None:
@@ -83,7 +84,7 @@ class _Distribution(importlib.metadata.Distribution):
             return None
         return (
             f"Metadata-Version: 2.1\nName: {names.OFFICIAL_NAME}\n"
-            f"Version: {names.OFFICIAL_VERSION}\nSummary: tinkex under the name of tinker\n"
+            f"Version: {PROTOCOL_VERSION}\nSummary: tinkex under the name of tinker\n"
         )
 
     def locate_file(self, path: Any) -> Any:

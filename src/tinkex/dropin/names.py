@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import TypeAlias
 
 OFFICIAL_NAME = "tinker"
-OFFICIAL_VERSION = "0.36.0"
 
 Source: TypeAlias = "str | dict[str, str]"
 

@@ -7,7 +7,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from tinkex._version import __version__
+from tinkex._version import PROTOCOL_VERSION, __version__
 from tinkex.wire.routes import Pool
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class StandardHeaders:
         if route.method != "GET":
             headers["Content-Type"] = _MEDIA.get(route.request_encoding, "application/json")
         if route.pool is Pool.REST:
-            headers["x-sdk-version"] = __version__
+            headers["x-sdk-version"] = PROTOCOL_VERSION
         # The caller's own win, whatever their case.
         taken = {name.lower() for name in self._extra}
         kept = {name: value for name, value in headers.items() if name.lower() not in taken}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import msgspec
 
@@ -16,53 +16,53 @@ if TYPE_CHECKING:
 CONFIG = "config.json"
 _GENERATION_CONFIG = "generation_config.json"
 
+_Size = Annotated[int, msgspec.Meta(gt=0)]
+_Positive = Annotated[float, msgspec.Meta(gt=0)]
+_Ids = int | list[int] | None
+_S = TypeVar("_S", bound=msgspec.Struct)
+
+
+class _Kind(msgspec.Struct, kw_only=True):
+    # Read before the rest, so that a foreign model is refused for its name, not for a field.
+    architectures: list[str] | None = None
+    model_type: str | None = None
+
 
 class _Rope(msgspec.Struct, kw_only=True):
     rope_type: str | None = None
-    type: str | None = None  # the name of rope_type in older files
-    rope_theta: float | None = None
+    type: str | None = None  # what older files call rope_type
+    rope_theta: _Positive | None = None
     partial_rotary_factor: float = 1.0
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int | None = None
+    factor: _Positive = 1.0
+    low_freq_factor: _Positive = 1.0
+    high_freq_factor: _Positive = 4.0
+    original_max_position_embeddings: _Size | None = None
 
 
 class _Generation(msgspec.Struct, kw_only=True):
-    eos_token_id: int | list[int] | None = None
+    eos_token_id: _Ids = None
 
 
 class _Config(msgspec.Struct, kw_only=True):
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    architectures: list[str] | None = None
-    model_type: str | None = None
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
-    rms_norm_eps: float = 1e-6
+    vocab_size: _Size
+    hidden_size: _Size
+    intermediate_size: _Size
+    num_hidden_layers: _Size
+    num_attention_heads: _Size
+    num_key_value_heads: _Size | None = None
+    head_dim: _Size | None = None
+    rms_norm_eps: _Positive = 1e-6
     hidden_act: str = "silu"
-    max_position_embeddings: int = 2048
-    rope_theta: float | None = None
+    max_position_embeddings: _Size = 2048
+    rope_theta: _Positive | None = None
     rope_scaling: _Rope | None = None
-    rope_parameters: _Rope | None = None  # both of the above in files of transformers 5
+    rope_parameters: _Rope | None = None  # transformers 5 writes both of the above here
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False
     use_sliding_window: bool = False
-    quantization_config: msgspec.Raw | None = None
-    eos_token_id: int | list[int] | None = None
-
-
-class _Kind(msgspec.Struct, kw_only=True):
-    # Read before the rest, so that a foreign model is refused by its name, not for its fields.
-    architectures: list[str] | None = None
-    model_type: str | None = None
-
-
-_S = TypeVar("_S", bound=msgspec.Struct)
+    quantization_config: dict[str, object] | None = None
+    eos_token_id: _Ids = None
 
 
 def read_config(folder: Path, name: str) -> DecoderConfig:
@@ -72,10 +72,7 @@ def read_config(folder: Path, name: str) -> DecoderConfig:
     made = family((kind.architectures or [kind.model_type or ""])[0], str(file))
     config = _decode(file, _Config)
     _refuse_unsupported(config, file)
-    generation = _Generation()
-    if (folder / _GENERATION_CONFIG).is_file():
-        generation = _decode(folder / _GENERATION_CONFIG, _Generation)
-    eos = config.eos_token_id if generation.eos_token_id is None else generation.eos_token_id
+    heads = config.num_attention_heads
     rope = config.rope_parameters or config.rope_scaling or _Rope()
     return check_config(
         DecoderConfig(
@@ -85,17 +82,92 @@ def read_config(folder: Path, name: str) -> DecoderConfig:
             hidden_size=config.hidden_size,
             intermediate_size=config.intermediate_size,
             num_layers=config.num_hidden_layers,
-            num_heads=config.num_attention_heads,
-            num_kv_heads=_given(config.num_key_value_heads, config.num_attention_heads),
-            head_dim=_given(config.head_dim, config.hidden_size // config.num_attention_heads),
+            num_heads=heads,
+            num_kv_heads=config.num_key_value_heads or heads,
+            head_dim=config.head_dim or config.hidden_size // heads,
             rms_eps=config.rms_norm_eps,
-            rope_theta=_given(rope.rope_theta, _given(config.rope_theta, 10_000.0)),
-            rope_scaling=_scaling(rope, config.max_position_embeddings, file),
+            rope_theta=rope.rope_theta or config.rope_theta or 10_000.0,
+            rope_scaling=_scaling(rope, config, file),
             max_context=config.max_position_embeddings,
             tied_embeddings=config.tie_word_embeddings,
             attention_bias=made.always_biased or config.attention_bias,
             qk_norm=made.qk_norm,
-            eos_token_ids=_ids(eos),
+            eos_token_ids=_eos(folder, config),
         ),
         str(file),
     )
+
+
+def check_config(config: DecoderConfig, where: str) -> DecoderConfig:
+    """Refuse shapes that do not fit together."""
+    if config.head_dim < 2 or config.head_dim % 2:
+        raise ModelError(f"{where}: the head size {config.head_dim} is not an even number")
+    if config.num_heads % config.num_kv_heads:
+        raise ModelError(
+            f"{where}: {config.num_heads} attention heads cannot share "
+            f"{config.num_kv_heads} key/value heads evenly"
+        )
+    bad = [token for token in config.eos_token_ids if not 0 <= token < config.vocab_size]
+    if bad:
+        raise ModelError(
+            f"{where}: the end-of-text id {bad[0]} is not one of {config.vocab_size} ids"
+        )
+    return config
+
+
+def _decode(file: Path, kind: type[_S]) -> _S:
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=kind)
+    except OSError as error:
+        raise ModelError(f"{file}: cannot be read: {error.strerror}") from error
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ModelError(f"{file}: {error}") from error
+
+
+def _refuse_unsupported(config: _Config, file: Path) -> None:
+    refused = {
+        f"the activation {config.hidden_act!r}": config.hidden_act != "silu",
+        "mlp_bias": config.mlp_bias,
+        "sliding-window attention": config.use_sliding_window,
+        "a quantization_config": config.quantization_config is not None,
+    }
+    for feature, asked_for in refused.items():
+        if asked_for:
+            raise ModelError(f"{file}: {feature} is not supported")
+
+
+def _scaling(rope: _Rope, config: _Config, file: Path) -> RopeScaling | None:
+    if rope.partial_rotary_factor != 1.0:
+        raise ModelError(f"{file}: partial_rotary_factor is not supported")
+    kind = rope.rope_type or rope.type or "default"
+    if kind == "default":
+        return None
+    if kind == "linear":
+        return RopeScaling(kind="linear", factor=rope.factor)
+    if kind != "llama3":
+        raise ModelError(
+            f"{file}: the rope scaling {kind!r} is not supported; "
+            "supported are default, linear and llama3"
+        )
+    if rope.high_freq_factor <= rope.low_freq_factor:
+        raise ModelError(f"{file}: high_freq_factor must be above low_freq_factor")
+    return RopeScaling(
+        kind="llama3",
+        factor=rope.factor,
+        low_freq_factor=rope.low_freq_factor,
+        high_freq_factor=rope.high_freq_factor,
+        original_max_context=(
+            rope.original_max_position_embeddings or config.max_position_embeddings
+        ),
+    )
+
+
+def _eos(folder: Path, config: _Config) -> tuple[int, ...]:
+    # Chat models often name more ends of a turn here than in config.json.
+    ids = config.eos_token_id
+    if (folder / _GENERATION_CONFIG).is_file():
+        named = _decode(folder / _GENERATION_CONFIG, _Generation).eos_token_id
+        ids = ids if named is None else named
+    if ids is None:
+        return ()
+    return (ids,) if isinstance(ids, int) else tuple(ids)

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 class Llama(StoredDecoder):
     """Pre-norm blocks of rotary attention with grouped heads, and a gated MLP."""
 
+    arch = "LlamaForCausalLM"
+    model_type = "llama"
+
     def hidden(
         self, tokens_T: Tensor, positions_T: Tensor, attend: Attend, project: Project
     ) -> Tensor:

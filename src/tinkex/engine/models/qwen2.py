@@ -16,4 +16,7 @@ if TYPE_CHECKING:
 class Qwen2(Llama):
     """Llama with biases on the attention's inputs and none on its output."""
 
+    arch = "Qwen2ForCausalLM"
+    model_type = "qwen2"
     biased: ClassVar[tuple[Projection, ...]] = ("q_proj", "k_proj", "v_proj")
+    always_biased = True

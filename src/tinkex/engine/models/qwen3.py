@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 class Qwen3(StoredDecoder):
     """Pre-norm blocks of rotary attention with normalised heads, and a gated MLP."""
 
+    arch = "Qwen3ForCausalLM"
+    model_type = "qwen3"
+    qk_norm = True
+
     def hidden(
         self, tokens_T: Tensor, positions_T: Tensor, attend: Attend, project: Project
     ) -> Tensor:
@@ -31,6 +35,7 @@ class Qwen3(StoredDecoder):
         h_TD = F.embedding(tokens_T, self.stored.embed_VD)
 
         for layer, block in enumerate(self.stored.layers):
+            assert block.q_norm_d is not None and block.k_norm_d is not None
             x_TD = rms_norm(h_TD, block.input_norm_D, eps)
             q_TX, k_TY, v_TY = project(layer, ("q_proj", "k_proj", "v_proj"), x_TD)
             q_THd = rotate(rms_norm(q_TX.unflatten(-1, (-1, head_dim)), block.q_norm_d, eps))

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from tinkex.engine.models.base import DecoderConfig
+    from tinkex.engine.models.base import Attend, DecoderConfig, Project
 
 ATTENTION: tuple[Projection, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
 _SHARED_INPUT: tuple[tuple[Projection, ...], ...] = (
@@ -101,14 +101,28 @@ def _named_in_layer(layer: LayerWeights) -> Iterator[tuple[str, Tensor]]:
 class StoredDecoder:
     """A decoder's weights and frequencies; a family adds the order of operations."""
 
+    arch: ClassVar[str]
+    """The name of Hugging Face's class."""
+    model_type: ClassVar[str]
+    """The family's short name, the same in `config.json` and in GGUF."""
     biased: ClassVar[tuple[Projection, ...]] = ATTENTION
-    """The projections that have a bias when the configuration asks for one."""
+    """The projections that have a bias when the configuration has `attention_bias`."""
+    always_biased: ClassVar[bool] = False
+    """Whether the family has these biases without the configuration saying so."""
+    qk_norm: ClassVar[bool] = False
+    """Whether queries and keys are normalised per head."""
 
     def __init__(self, config: DecoderConfig, *, dtype: torch.dtype, device: torch.device) -> None:
         self.config = config
         self.stored = allocate(config, self.biased, dtype=dtype, device=device)
         self.unembed_VD = self.stored.unembed_VD
         self.frequencies_F = rope_frequencies(config).to(device)
+
+    def hidden(
+        self, tokens_T: Tensor, positions_T: Tensor, attend: Attend, project: Project
+    ) -> Tensor:
+        """Return h_TD after the final norm."""
+        raise NotImplementedError
 
     def weight(self, layer: int, name: Projection) -> Tensor:
         """The base weight W_OI of one projection."""

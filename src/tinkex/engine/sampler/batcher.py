@@ -84,12 +84,11 @@ class Batcher:
         decoding = [s for s in self._running if s.pending == 1]
         prefilling = [s for s in self._running if s.pending > 1]
         for sequence in decoding + prefilling:
-            # A preempted sequence has left its blocks, and a pass is a whole number of tokens.
-            if sequence not in self._running or budget == 0:
+            if budget == 0 or not sequence.running:  # it may just have been preempted
                 continue
             count = min(sequence.pending, budget)
             budget += self._make_room(sequence, sequence.computed + count, pieces)
-            if sequence in self._running:
+            if sequence.running:
                 pieces[sequence] = Piece(sequence, sequence.computed, sequence.computed + count)
                 budget -= count
         if self.preemptions == before:
@@ -109,19 +108,19 @@ class Batcher:
 
     def remove(self, sequence: TokenSequence) -> None:
         """Let go of a sequence, finished or cancelled, and of its blocks at once."""
-        if sequence in self._running:
-            self._running.remove(sequence)
-            self._give_up_blocks(sequence)
+        if sequence.running:
+            self._stop(sequence)
         elif sequence in self._waiting:
             self._waiting.remove(sequence)
 
     def check(self) -> None:
         """Raise `AssertionError` when the books do not balance."""
         self.pool.check(sequence.blocks for sequence in self._running)
-        assert all(not s.blocks and s.computed == 0 for s in self._waiting)
+        assert all(not s.blocks and s.computed == 0 and not s.running for s in self._waiting)
         assert sorted(self._running, key=_turn) == self._running
         assert sorted(self._waiting, key=_turn) == self._waiting
-        assert all(owner in self._running for owner in self._filling.values())
+        assert all(sequence.running for sequence in self._running)
+        assert all(owner.running for owner in self._filling.values())
 
     def _make_room(
         self, sequence: TokenSequence, tokens: int, pieces: dict[TokenSequence, Piece]
@@ -144,11 +143,12 @@ class Batcher:
 
     def _preempt(self, sequence: TokenSequence) -> None:
         self.preemptions += 1
-        self._running.remove(sequence)
-        self._give_up_blocks(sequence)
+        self._stop(sequence)
         insort(self._waiting, sequence, key=_turn)
 
-    def _give_up_blocks(self, sequence: TokenSequence) -> None:
+    def _stop(self, sequence: TokenSequence) -> None:
+        self._running.remove(sequence)
+        sequence.running = False
         for key in sequence.keys(self.pool.block_size):
             if self._filling.get(key) is sequence:
                 del self._filling[key]
@@ -158,7 +158,10 @@ class Batcher:
 
     def _admit(self, pieces: dict[TokenSequence, Piece], budget: int) -> None:
         """Start waiting sequences in turn, until one does not fit."""
-        for sequence in list(self._waiting):
+        # Copied because starting one takes it off the list; not at all when nobody can start.
+        waiting = list(self._waiting) if budget and len(self._running) < self.max_sequences else ()
+        promised = sum(self._lacks(sequence) for sequence in self._running) if waiting else 0
+        for sequence in waiting:
             if budget == 0 or len(self._running) >= self.max_sequences:
                 return
             if sequence.waits_for in self._filling:
@@ -166,7 +169,7 @@ class Batcher:
             found = self._shared_prefix(sequence)
             if sequence.waits_for is not None:
                 continue
-            if not self._fits(sequence, found):
+            if promised + self._needs(sequence, found) > self.pool.available:
                 return
             self._start(sequence, found)
             count = min(sequence.pending, budget)
@@ -174,6 +177,7 @@ class Batcher:
             sequence.blocks += self.pool.take(self.pool.blocks_for(stop) - len(sequence.blocks))
             pieces[sequence] = Piece(sequence, sequence.computed, stop)
             budget -= count
+            promised += self._lacks(sequence)
 
     def _shared_prefix(self, sequence: TokenSequence) -> list[int]:
         """Cached blocks to begin with; sets `waits_for` when the next one is on its way."""
@@ -185,19 +189,19 @@ class Batcher:
         sequence.waits_for = following if following in self._filling else None
         return found
 
-    def _fits(self, sequence: TokenSequence, found: list[int]) -> bool:
-        """Whether all tokens so far, and one more, fit beside what runs already."""
-        pool = self.pool
-        promised = sum(
-            max(pool.blocks_for(len(s.tokens)) - len(s.blocks), 0) for s in self._running
-        )
+    def _lacks(self, sequence: TokenSequence) -> int:
+        """Blocks that a running sequence will still take for the tokens it has."""
+        return max(self.pool.blocks_for(len(sequence.tokens)) - len(sequence.blocks), 0)
+
+    def _needs(self, sequence: TokenSequence, found: list[int]) -> int:
+        """Blocks that all its tokens so far, and one more, would withdraw from the pool."""
         tokens = min(len(sequence.tokens) + 1, sequence.cache_length)
-        wanted = pool.blocks_for(tokens) - len(found) + pool.idle_among(found)
-        return wanted + promised <= pool.available
+        return self.pool.blocks_for(tokens) - len(found) + self.pool.idle_among(found)
 
     def _start(self, sequence: TokenSequence, found: list[int]) -> None:
         self._waiting.remove(sequence)
         insort(self._running, sequence, key=_turn)
+        sequence.running = True
         self.pool.share(found)
         sequence.blocks = list(found)
         sequence.computed = len(found) * self.pool.block_size

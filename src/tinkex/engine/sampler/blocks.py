@@ -109,11 +109,6 @@ class BlockPool:
                 else:
                     self._idle[block] = None
 
-    def forget(self) -> None:
-        """Drop every idle block's name."""
-        while self._idle:
-            self._free.append(self._evict())
-
     def _evict(self) -> int:
         block, _ = self._idle.popitem(last=False)
         key = self._keys[block]

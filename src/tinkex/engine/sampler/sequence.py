@@ -34,6 +34,7 @@ class TokenSequence:
     logprobs: list[float] = field(default_factory=list[float])
     blocks: list[int] = field(default_factory=list[int])
     computed: int = 0
+    running: bool = False
     cached: int | None = None
     """Prompt tokens found in the prefix cache when the sequence first ran."""
     waits_for: bytes | None = None

@@ -1,0 +1,92 @@
+"""Which matrices of a base model an adapter covers, and how large its own are.
+
+Pure arithmetic on configurations: no tensors. The order of `targets` is the order in which
+an adapter's parameters lie in memory and in its checkpoints.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal
+
+from tinkex.engine.models.base import Projection
+from tinkex.errors import InputError, NothingToTrain
+
+if TYPE_CHECKING:
+    from tinkex.engine.models.base import DecoderConfig
+    from tinkex.types import LoraConfig
+
+ALPHA: Final = 32.0
+"""An adapter adds `(ALPHA / rank) * B @ A` to the weight it covers."""
+MAX_RANK: Final = 256
+
+ATTENTION: Final[tuple[Projection, ...]] = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP: Final[tuple[Projection, ...]] = ("gate_proj", "up_proj", "down_proj")
+Matrix = Projection | Literal["unembed"]
+"""A matrix that can carry an adapter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One covered matrix; the unembedding belongs to no layer."""
+
+    layer: int | None
+    matrix: Matrix
+    inputs: int
+    outputs: int
+
+    @property
+    def name(self) -> str:
+        """A name that is unique within an adapter."""
+        return self.matrix if self.layer is None else f"layers.{self.layer}.{self.matrix}"
+
+    def parameters(self, rank: int) -> int:
+        """Size of A and B together."""
+        return rank * (self.inputs + self.outputs)
+
+
+def matrix_shape(config: DecoderConfig, matrix: Matrix) -> tuple[int, int]:
+    """Inputs and outputs of one matrix of the base model."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    shapes: dict[Matrix, tuple[int, int]] = {
+        "q_proj": (hidden, queries),
+        "k_proj": (hidden, keys),
+        "v_proj": (hidden, keys),
+        "o_proj": (queries, hidden),
+        "gate_proj": (hidden, inner),
+        "up_proj": (hidden, inner),
+        "down_proj": (inner, hidden),
+        "unembed": (hidden, config.vocab_size),
+    }
+    return shapes[matrix]
+
+
+def targets(config: DecoderConfig, lora: LoraConfig) -> tuple[Target, ...]:
+    """Every matrix that an adapter of this configuration covers, layer by layer."""
+    names = (*(ATTENTION if lora.train_attn else ()), *(MLP if lora.train_mlp else ()))
+    found = [
+        Target(layer, name, *matrix_shape(config, name))
+        for layer in range(config.num_layers)
+        for name in names
+    ]
+    if lora.train_unembed:
+        found.append(Target(None, "unembed", *matrix_shape(config, "unembed")))
+    return tuple(found)
+
+
+def parameter_count(config: DecoderConfig, lora: LoraConfig) -> int:
+    """Number of trained parameters."""
+    return sum(target.parameters(lora.rank) for target in targets(config, lora))
+
+
+def check_lora(lora: LoraConfig) -> None:
+    """Refuse an adapter this engine cannot make."""
+    if not 1 <= lora.rank <= MAX_RANK:
+        raise InputError(
+            f"must be between 1 and {MAX_RANK}, got {lora.rank}", "lora_config.rank"
+        )
+    if not (lora.train_attn or lora.train_mlp or lora.train_unembed):
+        raise NothingToTrain(
+            "switch on at least one of train_attn, train_mlp and train_unembed", "lora_config"
+        )

@@ -1,0 +1,161 @@
+"""From logits to tokens and log-probabilities.
+
+Random numbers are Philox4x32-10 of (seed, sample, position): a draw depends on nothing that
+ran before it or runs beside it. Log-probabilities are the model's own, at temperature 1 and
+before top-k and top-p, whatever the token was drawn with.
+
+Shapes: B rows, V vocabulary, K best tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+_U32 = np.uint64(0xFFFFFFFF)
+_SHIFT = np.uint64(32)
+_MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
+_WEYL = (np.uint64(0x9E3779B9), np.uint64(0xBB67AE85))
+_ROUNDS = 10
+# Below this a temperature and its reciprocal are no float32; the draw is greedy long before.
+_COLDEST = 1e-30
+
+
+def philox(counter: Sequence[Any], key: Sequence[Any]) -> list[NDArray[np.uint64]]:
+    """Philox4x32-10 (Salmon et al., SC 2011): four counter words and two key words to four words.
+
+    Words are 32-bit numbers in uint64 arrays, so that products do not overflow.
+    """
+    c0, c1, c2, c3 = (np.asarray(word, np.uint64) for word in counter)
+    k0, k1 = (np.asarray(word, np.uint64) for word in key)
+    for _ in range(_ROUNDS):
+        p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0, c1, c2, c3 = (
+            (p1 >> _SHIFT) ^ c1 ^ k0,
+            p1 & _U32,
+            (p0 >> _SHIFT) ^ c3 ^ k1,
+            p0 & _U32,
+        )
+        k0, k1 = (k0 + _WEYL[0]) & _U32, (k1 + _WEYL[1]) & _U32
+    return [c0, c1, c2, c3]
+
+
+def uniforms(seed: Any, sample: Any, position: Any, draw: Any = 0) -> NDArray[np.float64]:
+    """Numbers in [0, 1) with 53 random bits; the arguments are numbers or arrays of them.
+
+    Draw 0 is the sampled token; alternative prompt tokens take the draws from 1 on.
+    """
+    seeds = np.asarray(seed, np.uint64)
+    w0, w1, _, _ = philox((position, draw, sample, 0), (seeds & _U32, seeds >> _SHIFT))
+    bits = ((w0 << _SHIFT) | w1) >> np.uint64(11)
+    return bits.astype(np.float64) * 2.0**-53
+
+
+def seed_of(seed: int | None, op_id: str) -> int:
+    """The 64-bit seed of a request; without one its own id makes calls differ, a replay equal."""
+    if seed is not None:
+        return seed % 2**64
+    return int.from_bytes(blake2b(op_id.encode(), digest_size=8).digest(), "little")
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """How to draw one row's token. Temperature 0 is greedy; top_k -1 and 0 mean all tokens."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    uniform: float
+
+    @property
+    def filters(self) -> bool:
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1.0)
+
+
+def normalizers(logits_BV: Tensor) -> Tensor:
+    """log of the sum of exponentials, per row: logit minus this is the log-probability."""
+    return torch.logsumexp(logits_BV, dim=-1)
+
+
+def best(logits_BV: Tensor, lse_B: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k likeliest tokens of each row and their log-probabilities, best first."""
+    values_BK, ids_BK = torch.topk(logits_BV, min(k, logits_BV.shape[-1]), dim=-1)
+    return ids_BK, values_BK - lse_B[:, None]
+
+
+def pick(logits_BV: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """One token per row. Rows do not influence each other."""
+    tokens_B = torch.argmax(logits_BV, dim=-1)  # of equal logits the lowest id
+    warm = [i for i, draw in enumerate(draws) if draw.temperature > 0]
+    if not warm:
+        return tokens_B
+    # Usually all rows are warm, and then nothing is copied.
+    everything = len(warm) == len(draws)
+    rows = None if everything else torch.tensor(warm, device=logits_BV.device)
+    chosen = draws if everything else [draws[i] for i in warm]
+    drawn = _draw(logits_BV if rows is None else logits_BV[rows], chosen)
+    return drawn if rows is None else tokens_B.index_copy(0, rows, drawn)
+
+
+def _draw(logits_BV: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """Invert the cumulative distribution, in the order of token ids."""
+    device = logits_BV.device
+    cold_B = torch.tensor([max(d.temperature, _COLDEST) for d in draws], device=device)
+    scaled_BV = (logits_BV - logits_BV.amax(-1, keepdim=True)) / cold_B[:, None]
+    filtered = [i for i, draw in enumerate(draws) if draw.filters]
+    if filtered:
+        rows = torch.tensor(filtered, device=device)
+        kept = _filter(scaled_BV[rows], [draws[i] for i in filtered])
+        scaled_BV = scaled_BV.index_copy(0, rows, kept)
+    return invert(scaled_BV, torch.tensor([[d.uniform] for d in draws], device=device))[:, 0]
+
+
+def invert(scaled_BV: Tensor, uniforms_BK: Tensor) -> Tensor:
+    """Token ids [B, K] at the given places of each row's cumulative distribution.
+
+    `scaled_BV` are logits whose largest is 0, minus infinity where a token is ruled out.
+    """
+    # float64: in float32 the tail of a large vocabulary would fall below one rounding step.
+    cumulative_BV = torch.cumsum(scaled_BV.exp(), dim=-1, dtype=torch.float64)
+    total_B1 = cumulative_BV[:, -1:]
+    # The first token whose sum exceeds u * total has a probability above 0. Rounding of the
+    # product must not reach the total itself, where there is no such token.
+    targets_BK = torch.minimum(
+        uniforms_BK.to(torch.float64) * total_B1,
+        torch.nextafter(total_B1, torch.zeros_like(total_B1)),
+    )
+    return torch.searchsorted(cumulative_BV, targets_BK, right=True).clamp_(
+        max=scaled_BV.shape[-1] - 1
+    )
+
+
+def _filter(scaled_BV: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """Rule out what top-k leaves out, then what top-p leaves out of the rest.
+
+    Of equally likely tokens at an edge the lower ids stay, on every device.
+    """
+    sorted_BV, order_BV = torch.sort(scaled_BV, dim=-1, descending=True, stable=True)
+    size = scaled_BV.shape[-1]
+    top_k_B = torch.tensor(
+        [min(d.top_k, size) if d.top_k > 0 else size for d in draws], device=scaled_BV.device
+    )
+    top_p_B = torch.tensor([d.top_p for d in draws], dtype=torch.float64, device=scaled_BV.device)
+    rank_V = torch.arange(size, device=scaled_BV.device)
+    sorted_BV = sorted_BV.masked_fill(rank_V >= top_k_B[:, None], -torch.inf)
+    weights_BV = sorted_BV.exp().to(torch.float64)
+    before_BV = weights_BV.cumsum(-1) - weights_BV
+    # A token stays while the likelier ones have not reached top_p; the likeliest always does.
+    enough_BV = before_BV >= top_p_B[:, None] * weights_BV.sum(-1, keepdim=True)
+    enough_BV[:, 0] = False
+    sorted_BV = sorted_BV.masked_fill(enough_BV, -torch.inf)
+    return torch.empty_like(scaled_BV).scatter_(-1, order_BV, sorted_BV)

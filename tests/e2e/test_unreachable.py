@@ -78,7 +78,6 @@ def test_a_warning_names_the_cause_and_the_next_step_and_the_error_comes_at_the_
         )
         service = ServiceClient.over(Session(config))
         started = time.monotonic()
-        attempt = threading.Thread(target=service.close)
         errors: list[BaseException] = []
 
         def call() -> None:
@@ -94,10 +93,7 @@ def test_a_warning_names_the_cause_and_the_next_step_and_the_error_comes_at_the_
         assert "TINKER_BASE_URL" in warned.texts[0]
         attempt.join(10)
         took = time.monotonic() - started
-        assert [type(error) for error in errors] == [
-            type(error) for error in errors if isinstance(error, APIConnectionError)
-        ]
-        assert errors
+        assert isinstance(errors[0], APIConnectionError)
         assert url in str(errors[0])
         assert 1.0 <= took <= 6.0
         assert len(warned.texts) == 1, "one line, not one for each retry"

@@ -124,9 +124,9 @@ class TrainingCalls:
         make: Callable[[int], msgspec.Struct],
         convert: Callable[[Any], T],
     ) -> APIFuture[T]:
-        """One JSON request in its turn; `make` is tried once now, so bad input is never sent."""
+        """One JSON request in its turn; it is tried once now, so bad input never takes a turn."""
         try:
-            make(1)
+            json_codec.encode(make(1))
         except TinkerError as error:
             return self.refuse(error)
 

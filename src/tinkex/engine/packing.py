@@ -83,7 +83,7 @@ class PackedAttention:
 
     def __call__(self, layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
         del layer
-        parts = zip(*(x.split(self._lengths) for x in (q_THd, k_TGd, v_TGd)), strict=True)
+        parts = zip(*(torch.split(x, self._lengths) for x in (q_THd, k_TGd, v_TGd)), strict=True)
         return torch.cat([_causal(q_NHd, k_NGd, v_NGd) for q_NHd, k_NGd, v_NGd in parts])
 
 

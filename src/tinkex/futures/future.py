@@ -89,6 +89,10 @@ class Standing:
         """Tell whoever looks after the operation, once."""
         promise, self.promise = self.promise, None
         self.ahead = None
+        if cancelled:
+            # Whoever reads a chunked call part by part must hear of it, too.
+            for part in self.parts:
+                part.cancel()
         if promise is not None and promise.keeper is not None:
             promise.keeper.release(promise, cancelled=cancelled)
 

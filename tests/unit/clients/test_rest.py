@@ -585,12 +585,13 @@ def test_a_dropped_client_lets_go_of_its_thread_once_its_calls_are_done():
     with on_loopback(script) as url:
         others = set(threading.enumerate())
         future = RestClient(base_url=url, api_key=KEY).get_training_run(RUN)
-        gc.collect()
-        # The pending call keeps the connection, although nobody holds the client.
-        assert future.result(5).training_run_id == RUN
+        # Before the result: the thread may end as soon as it is there.
         started = set(threading.enumerate()) - others
         loops = [thread for thread in started if thread.name == "tinkex"]
         assert len(loops) == 1
+        gc.collect()
+        # The pending call keeps the connection, although nobody holds the client.
+        assert future.result(5).training_run_id == RUN
         del future
         gc.collect()
         for thread in loops:

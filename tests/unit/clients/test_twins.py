@@ -208,11 +208,11 @@ def test_errors_come_out_of_the_future_and_never_out_of_the_call(service: Servic
     sampler = service.create_sampling_client(base_model=MODEL)
     bad: list[Any] = [
         training.forward([], "cross_entropy"),
-        training.forward_backward([datum()], "no such loss"),  # pyright: ignore[reportArgumentType]
-        training.optim_step("fast"),  # pyright: ignore[reportArgumentType]
-        training.save_state(7),  # pyright: ignore[reportArgumentType]
-        sampler.sample("a prompt", 1, PARAMS),  # pyright: ignore[reportArgumentType]
-        sampler.compute_logprobs(None),  # pyright: ignore[reportArgumentType]
+        training.forward_backward([datum()], "no such loss"),
+        training.optim_step("fast"),
+        training.save_state(7),
+        sampler.sample("a prompt", 1, PARAMS),
+        sampler.compute_logprobs(None),
         RestClient(service.holder).get_training_run(""),
     ]
     for future in bad:

@@ -83,9 +83,7 @@ def parameter_count(config: DecoderConfig, lora: LoraConfig) -> int:
 def check_lora(lora: LoraConfig) -> None:
     """Refuse an adapter this engine cannot make."""
     if not 1 <= lora.rank <= MAX_RANK:
-        raise InputError(
-            f"must be between 1 and {MAX_RANK}, got {lora.rank}", "lora_config.rank"
-        )
+        raise InputError(f"must be between 1 and {MAX_RANK}, got {lora.rank}", "lora_config.rank")
     if not (lora.train_attn or lora.train_mlp or lora.train_unembed):
         raise NothingToTrain(
             "switch on at least one of train_attn, train_mlp and train_unembed", "lora_config"

@@ -110,12 +110,13 @@ class GgufTensors:
     def read(self, name: str) -> Tensor:
         """Return the tensor as float32."""
         stored = self._gguf_name[name]
-        tensor = torch.from_numpy(self._file.read(stored))
+        tensor = torch.as_tensor(self._file.read(stored))
         paired = _PAIRED.fullmatch(stored)
         if paired is None or self._config.arch != Llama.arch:
             return tensor
         heads = self._config.num_heads if paired[1] == "q" else self._config.num_kv_heads
-        return tensor.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(tensor.shape)
+        pairs = tensor.view(heads, self._config.head_dim // 2, 2, *tensor.shape[1:])
+        return pairs.transpose(1, 2).reshape(tensor.shape)
 
 
 def _hugging_face_name(name: str) -> str:

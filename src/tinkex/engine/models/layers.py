@@ -3,6 +3,7 @@
 Norms and rotations are computed in float32 and rounded once, whatever the weights' dtype.
 
 Shapes: T tokens, D hidden, N heads of either kind, d head size, F = d/2 frequencies,
+Y = N*d,
 M intermediate size.
 """
 
@@ -26,6 +27,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     x_f32 = x.float()
     scale = torch.rsqrt(x_f32.square().mean(-1, keepdim=True) + eps)
     return (x_f32 * scale).to(x.dtype) * weight
+
+
+def split_heads(x_TY: Tensor, head_dim: int) -> Tensor:
+    """See each token's row as heads: x_TNd."""
+    tokens, width = x_TY.shape
+    return x_TY.reshape(tokens, width // head_dim, head_dim)
 
 
 def swiglu(gate_TM: Tensor, up_TM: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from torch.nn import functional as F
 
-from tinkex.engine.models.layers import rms_norm, rotation, swiglu
+from tinkex.engine.models.layers import rms_norm, rotation, split_heads, swiglu
 from tinkex.engine.models.weights import StoredDecoder
 
 if TYPE_CHECKING:
@@ -36,9 +36,9 @@ class Llama(StoredDecoder):
         for layer, block in enumerate(self.stored.layers):
             x_TD = rms_norm(h_TD, block.input_norm_D, eps)
             q_TX, k_TY, v_TY = project(layer, ("q_proj", "k_proj", "v_proj"), x_TD)
-            q_THd = rotate(q_TX.unflatten(-1, (-1, head_dim)))
-            k_TGd = rotate(k_TY.unflatten(-1, (-1, head_dim)))
-            v_TGd = v_TY.unflatten(-1, (-1, head_dim))
+            q_THd = rotate(split_heads(q_TX, head_dim))
+            k_TGd = rotate(split_heads(k_TY, head_dim))
+            v_TGd = split_heads(v_TY, head_dim)
             o_TX = attend(layer, q_THd, k_TGd, v_TGd)
             h_TD = h_TD + project(layer, ("o_proj",), o_TX)[0]
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from torch.nn import functional as F
 
-from tinkex.engine.models.layers import rms_norm, rotation, swiglu
+from tinkex.engine.models.layers import rms_norm, rotation, split_heads, swiglu
 from tinkex.engine.models.weights import StoredDecoder
 
 if TYPE_CHECKING:
@@ -35,13 +35,12 @@ class Qwen3(StoredDecoder):
         h_TD = F.embedding(tokens_T, self.stored.embed_VD)
 
         for layer, block in enumerate(self.stored.layers):
-            assert block.q_norm_d is not None and block.k_norm_d is not None
             x_TD = rms_norm(h_TD, block.input_norm_D, eps)
             q_TX, k_TY, v_TY = project(layer, ("q_proj", "k_proj", "v_proj"), x_TD)
-            q_THd = rotate(rms_norm(q_TX.unflatten(-1, (-1, head_dim)), block.q_norm_d, eps))
-            k_TGd = rotate(rms_norm(k_TY.unflatten(-1, (-1, head_dim)), block.k_norm_d, eps))
-            v_TGd = v_TY.unflatten(-1, (-1, head_dim))
-            o_TX = attend(layer, q_THd, k_TGd, v_TGd)
+            q_THd = rms_norm(split_heads(q_TX, head_dim), block.head_norms["q_norm"], eps)
+            k_TGd = rms_norm(split_heads(k_TY, head_dim), block.head_norms["k_norm"], eps)
+            v_TGd = split_heads(v_TY, head_dim)
+            o_TX = attend(layer, rotate(q_THd), rotate(k_TGd), v_TGd)
             h_TD = h_TD + project(layer, ("o_proj",), o_TX)[0]
 
             x_TD = rms_norm(h_TD, block.post_attention_norm_D, eps)

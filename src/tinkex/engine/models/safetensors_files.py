@@ -6,7 +6,7 @@ Files are memory-mapped; a tensor is read from disk when it is asked for.
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol, cast
 
 import msgspec
 import torch
@@ -16,6 +16,7 @@ from tinkex.errors import ModelError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from contextlib import AbstractContextManager
     from pathlib import Path
     from types import TracebackType
 
@@ -34,13 +35,29 @@ class _Entry(msgspec.Struct):
     data_offsets: tuple[int, int]
 
 
+class _Slice(Protocol):
+    def get_shape(self) -> list[int]: ...
+
+
+class _File(Protocol):
+    """What we use of the library's open file, which has no types of its own."""
+
+    def keys(self) -> list[str]: ...
+    def get_slice(self, name: str, /) -> _Slice: ...
+    def get_tensor(self, name: str, /) -> Tensor: ...
+
+
+def _open(path: Path) -> AbstractContextManager[_File]:
+    return cast("AbstractContextManager[_File]", safe_open(path, framework="pt"))
+
+
 class SafetensorsFolder:
     """The tensors of one folder, a context manager: files are open inside it."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._stack = ExitStack()
-        self._files: dict[str, Any] = {}
+        self._files: dict[str, _File] = {}
         self._file_of: dict[str, str] = {}
 
     def __enter__(self) -> SafetensorsFolder:
@@ -77,7 +94,7 @@ class SafetensorsFolder:
 
     def read(self, name: str) -> Tensor:
         """Return the tensor on the CPU, mapped from its file."""
-        tensor: Tensor = self._files[self._file_of[name]].get_tensor(name)
+        tensor = self._files[self._file_of[name]].get_tensor(name)
         if tensor.dtype not in _FLOATS:
             raise ModelError(
                 f"{self.where(name)}: the tensor {name!r} holds {tensor.dtype}; "
@@ -107,7 +124,7 @@ class SafetensorsFolder:
     def _open(self, file: str) -> list[str]:
         path = self._folder / file
         try:
-            opened: Any = self._stack.enter_context(safe_open(path, framework="pt"))
+            opened = self._stack.enter_context(_open(path))
         except FileNotFoundError as error:
             raise ModelError(
                 f"{self._folder}: there is neither {SINGLE} nor {INDEX} in this folder"
@@ -115,7 +132,7 @@ class SafetensorsFolder:
         except (OSError, SafetensorError) as error:
             raise ModelError(f"{path}: {_what_is_broken(path, error)}") from error
         self._files[file] = opened
-        return list(opened.keys())
+        return opened.keys()
 
 
 def _weight_map(file: Path) -> Mapping[str, str]:

@@ -9,7 +9,7 @@ Shapes: T tokens, D hidden, d head size, V vocabulary, I inputs and O outputs of
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 import torch
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from tinkex.engine.models.base import Attend, DecoderConfig, Project
 
+HeadNorm = Literal["q_norm", "k_norm"]
 ATTENTION: tuple[Projection, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
 _SHARED_INPUT: tuple[tuple[Projection, ...], ...] = (
     ("q_proj", "k_proj", "v_proj"),
@@ -59,10 +60,9 @@ class LayerWeights:
 
     input_norm_D: Tensor
     post_attention_norm_D: Tensor
-    q_norm_d: Tensor | None
-    k_norm_d: Tensor | None
     weights: dict[Projection, Tensor] = field(default_factory=dict[Projection, "Tensor"])
     biases: dict[Projection, Tensor] = field(default_factory=dict[Projection, "Tensor"])
+    head_norms: dict[HeadNorm, Tensor] = field(default_factory=dict[HeadNorm, "Tensor"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +92,8 @@ def _named_in_layer(layer: LayerWeights) -> Iterator[tuple[str, Tensor]]:
         yield f"{group}.{name}.weight", layer.weights[name]
         if name in layer.biases:
             yield f"{group}.{name}.bias", layer.biases[name]
-    if layer.q_norm_d is not None and layer.k_norm_d is not None:
-        yield "self_attn.q_norm.weight", layer.q_norm_d
-        yield "self_attn.k_norm.weight", layer.k_norm_d
+    for name, norm_d in layer.head_norms.items():
+        yield f"self_attn.{name}.weight", norm_d
     yield "post_attention_layernorm.weight", layer.post_attention_norm_D
 
 
@@ -123,6 +122,11 @@ class StoredDecoder:
     ) -> Tensor:
         """Return h_TD after the final norm."""
         raise NotImplementedError
+
+    def fill(self, source: TensorSource) -> None:
+        """Copy every tensor from the source, one at a time, converting as it goes."""
+        for name, slot in self.stored.named():
+            slot.copy_(source.read(name))
 
     def weight(self, layer: int, name: Projection) -> Tensor:
         """The base weight W_OI of one projection."""
@@ -163,20 +167,20 @@ def allocate(
         return torch.empty(shape, dtype=dtype, device=device)
 
     def layer() -> LayerWeights:
-        norm_size = config.head_dim if config.qk_norm else None
         made = LayerWeights(
             input_norm_D=empty(config.hidden_size),
             post_attention_norm_D=empty(config.hidden_size),
-            q_norm_d=None if norm_size is None else empty(norm_size),
-            k_norm_d=None if norm_size is None else empty(norm_size),
         )
+        if config.qk_norm:
+            made.head_norms["q_norm"] = empty(config.head_dim)
+            made.head_norms["k_norm"] = empty(config.head_dim)
         for group in _SHARED_INPUT:
             shapes = [projection_shape(config, name) for name in group]
             rows = [outputs for outputs, _ in shapes]
             joined_OI = empty(sum(rows), shapes[0][1])
-            made.weights.update(zip(group, joined_OI.split(rows), strict=True))
+            made.weights.update(zip(group, joined_OI.split_with_sizes(rows), strict=True))
             if config.attention_bias and group[0] in biased:
-                made.biases.update(zip(group, empty(sum(rows)).split(rows), strict=True))
+                made.biases.update(zip(group, empty(sum(rows)).split_with_sizes(rows), strict=True))
         return made
 
     embed_VD = empty(config.vocab_size, config.hidden_size)
@@ -188,10 +192,14 @@ def allocate(
     )
 
 
-def check_tensors(decoder: StoredDecoder, source: TensorSource) -> None:
-    """Refuse a source that lacks a tensor, has one of another shape, or has one too many."""
+def check_tensors(source: TensorSource, made: type[StoredDecoder], config: DecoderConfig) -> None:
+    """Refuse a source that lacks a tensor, has one of another shape, or has one too many.
+
+    Done before any memory is taken or any tensor read.
+    """
     expected: set[str] = set()
-    for name, slot in decoder.stored.named():
+    shapes = allocate(config, made.biased, dtype=torch.float32, device=torch.device("meta"))
+    for name, slot in shapes.named():
         expected.add(name)
         shape = source.shape(name)
         if shape is None:
@@ -204,18 +212,11 @@ def check_tensors(decoder: StoredDecoder, source: TensorSource) -> None:
     for name in sorted(source.names() - expected):
         if not _harmless(name):
             raise ModelError(
-                f"{source.where(name)}: the tensor {name!r} has no place in "
-                f"{decoder.config.arch} with this configuration"
+                f"{source.where(name)}: the tensor {name!r} has no place in {config.arch} "
+                "with this configuration"
             )
 
 
 def _harmless(name: str) -> bool:
     # Some files repeat a tied head, and old ones hold frequencies that are computed anyway.
     return name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq")
-
-
-def fill(decoder: StoredDecoder, source: TensorSource) -> None:
-    """Copy every tensor from the source, one at a time, converting as it goes."""
-    check_tensors(decoder, source)
-    for name, slot in decoder.stored.named():
-        slot.copy_(source.read(name))

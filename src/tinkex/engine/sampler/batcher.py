@@ -45,9 +45,7 @@ class Batcher:
     def __init__(self, pool: BlockPool, *, max_tokens: int, max_sequences: int) -> None:
         if not 1 <= max_sequences <= max_tokens:
             # Otherwise the decoding sequences could use up every pass and no prompt would move.
-            raise ValueError(
-                f"a pass of {max_tokens} tokens cannot hold {max_sequences} sequences"
-            )
+            raise ValueError(f"a pass of {max_tokens} tokens cannot hold {max_sequences} sequences")
         self.pool = pool
         self.max_tokens = max_tokens
         self.max_sequences = max_sequences

@@ -127,8 +127,9 @@ class BlockPool:
         free, idle = set(self._free), set(self._idle)
         used = {block for block, count in enumerate(users) if count}
         assert len(free) == len(self._free), "a block is free twice"
-        assert not (free & idle or free & used or idle & used), "a block is in two places"
-        assert len(free) + len(idle) + len(used) == self.num_blocks, "a block leaked"
+        places = len(free) + len(idle) + len(used)
+        assert places == len(free | idle | used), "a block is in two places"
+        assert places == self.num_blocks, "a block leaked"
         named = {block: key for block, key in enumerate(self._keys) if key is not None}
         assert {key: block for block, key in named.items()} == self._by_key, "names disagree"
         assert idle <= named.keys(), "an idle block has no name"

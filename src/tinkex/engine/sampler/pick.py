@@ -110,14 +110,20 @@ def pick(logits_BV: Tensor, draws: Sequence[Draw]) -> Tensor:
 def _draw(logits_BV: Tensor, draws: Sequence[Draw]) -> Tensor:
     """Invert the cumulative distribution, in the order of token ids."""
     device = logits_BV.device
-    cold_B = torch.tensor([max(d.temperature, _COLDEST) for d in draws], device=device)
-    scaled_BV = (logits_BV - logits_BV.amax(-1, keepdim=True)) / cold_B[:, None]
+    scaled_BV = scaled(logits_BV, [draw.temperature for draw in draws])
     filtered = [i for i, draw in enumerate(draws) if draw.filters]
     if filtered:
         rows = torch.tensor(filtered, device=device)
         kept = _filter(scaled_BV[rows], [draws[i] for i in filtered])
         scaled_BV = scaled_BV.index_copy(0, rows, kept)
-    return invert(scaled_BV, torch.tensor([[d.uniform] for d in draws], device=device))[:, 0]
+    uniforms_B1 = torch.tensor([[d.uniform] for d in draws], dtype=torch.float64, device=device)
+    return invert(scaled_BV, uniforms_B1)[:, 0]
+
+
+def scaled(logits_BV: Tensor, temperatures: Sequence[float]) -> Tensor:
+    """Logits at the given temperatures, shifted so that the largest is 0."""
+    divisors_B = torch.tensor([max(t, _COLDEST) for t in temperatures], device=logits_BV.device)
+    return (logits_BV - logits_BV.amax(-1, keepdim=True)) / divisors_B[:, None]
 
 
 def invert(scaled_BV: Tensor, uniforms_BK: Tensor) -> Tensor:

@@ -106,7 +106,7 @@ class Runner:
             device=self._device,
         )
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def run(self, pieces: Sequence[Piece]) -> Pass:
         """Compute the hidden rows of `pieces` and leave their keys and values in the cache."""
         # Groups are runs in the packed order, so that their outputs need only be joined, and
@@ -131,7 +131,7 @@ class Runner:
         )
         return Pass(ordered, starts, h_TD)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def logits(self, h_TD: Tensor, rows: Sequence[int], versions: Sequence[str]) -> Tensor:
         """float32 logits [R, V] of some rows of a pass; the caller keeps R small."""
         h_RD = h_TD[torch.tensor(rows, device=self._device)]
@@ -155,16 +155,11 @@ class Runner:
 
     def _group(self, pieces: list[Piece]) -> _Group:
         size = self._block_size
-        width = max(len(piece.sequence.blocks) for piece in pieces)
+        tables = [piece.sequence.blocks for piece in pieces]
+        width = max(len(table) for table in tables)
         # Short rows are filled up with their own first block: masked numbers still take part
         # in the arithmetic, and a NaN of another tenant must not.
-        blocks = np.array(
-            [
-                piece.sequence.blocks + piece.sequence.blocks[:1] * (width - len(piece.sequence.blocks))
-                for piece in pieces
-            ],
-            np.int64,
-        )
+        blocks = np.array([t + t[:1] * (width - len(t)) for t in tables], np.int64)
         slots = (blocks[:, :, None] * size + np.arange(size)).reshape(len(pieces), -1)
         first_B = np.array([piece.start for piece in pieces])
         length = len(pieces[0])

@@ -45,15 +45,14 @@ def stop_rule(
     return _stop_at_strings(strings, decode)
 
 
-def _token_choices(choices: list[str | int], vocab_size: int, path: str) -> list[int]:
+def _token_choices(choices: Sequence[str | int], vocab_size: int, path: str) -> list[int]:
     ids: list[int] = []
     for i, choice in enumerate(choices):
         if isinstance(choice, str):
             raise InputError("strings and token ids cannot be mixed", f"{path}[{i}]")
         if not 0 <= choice < vocab_size:
-            raise InputError(
-                f"{choice} is not a token of this model: ids end at {vocab_size - 1}", f"{path}[{i}]"
-            )
+            problem = f"{choice} is not a token of this model: ids end at {vocab_size - 1}"
+            raise InputError(problem, f"{path}[{i}]")
         ids.append(choice)
     return ids
 

@@ -1,0 +1,35 @@
+"""LoRA adapters: shapes, weights, and the layers that serve many at once."""
+
+from tinkex.engine.lora.head import Swept, Targets, logits, sweep
+from tinkex.engine.lora.layers import Segment, adapted_projections
+from tinkex.engine.lora.shapes import (
+    ALPHA,
+    MAX_RANK,
+    Matrix,
+    Target,
+    check_lora,
+    parameter_count,
+    targets,
+)
+from tinkex.engine.lora.weights import LoraWeights, Pair, initial, seed_of, wrap
+
+__all__ = [
+    "ALPHA",
+    "LoraWeights",
+    "MAX_RANK",
+    "Matrix",
+    "Pair",
+    "Segment",
+    "Swept",
+    "Target",
+    "Targets",
+    "adapted_projections",
+    "check_lora",
+    "initial",
+    "logits",
+    "parameter_count",
+    "seed_of",
+    "sweep",
+    "targets",
+    "wrap",
+]

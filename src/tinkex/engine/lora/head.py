@@ -1,0 +1,214 @@
+"""Log-probabilities of chosen tokens, and their gradient, without the logits in one piece.
+
+The unembedding and its adapters are applied to a few rows at a time; a row's logits live
+only as long as its chunk. Memory grows with tokens x hidden, never with tokens x vocabulary.
+
+One sweep gives the log-probabilities; a sweep that is also told the slope of the loss by
+each log-probability gives the gradient as well. Where the slope is known beforehand
+(cross-entropy) one sweep does both; otherwise the second recomputes the logits.
+
+Shapes: T tokens, C rows of a chunk, S rows of a piece, D hidden, V vocabulary, R rank,
+K targets of a row, M targets of all rows, one after the other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import torch
+from torch.nn import functional as F
+
+from tinkex.engine.lora.weights import Pair
+from tinkex.engine.packing import MIN_ROWS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from tinkex.engine.lora.layers import Segment
+
+LOGITS_BYTES: Final = 64 * 2**20
+"""How large a chunk of logits may be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """The tokens whose log-probability is wanted: `counts[t]` of `ids_M` belong to row t."""
+
+    ids_M: Tensor
+    counts: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Swept:
+    """What a sweep found; the gradients are there when it was given slopes."""
+
+    logprobs_M: Tensor
+    dh_TD: Tensor | None
+    pairs: dict[int, Pair]
+    """Gradients of the unembedding's factors, by segment."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Rows of one segment."""
+
+    segment: int
+    start: int
+    stop: int
+
+
+def sweep(
+    h_TD: Tensor,
+    unembed_VD: Tensor,
+    segments: Sequence[Segment],
+    targets: Targets,
+    slope_M: Tensor | None = None,
+    *,
+    logits_bytes: int = LOGITS_BYTES,
+) -> Swept:
+    """Log-probabilities of the targets and, given slopes, the gradients they lead to.
+
+    Runs outside autograd: the caller continues with `dh_TD`. Rows beyond the last segment
+    are ignored.
+    """
+    with torch.no_grad():
+        state = _Sweep(h_TD.detach(), unembed_VD, segments, targets, slope_M)
+        for chunk in _chunks(segments, chunk_rows(unembed_VD.shape[0], logits_bytes)):
+            state.run(chunk)
+        return Swept(torch.cat(state.found), state.dh_TD, state.pairs)
+
+
+def chunk_rows(vocabulary: int, logits_bytes: int = LOGITS_BYTES) -> int:
+    """How many rows of fp32 logits fit, at least `MIN_ROWS` and a multiple of it."""
+    return max(logits_bytes // (4 * vocabulary) // MIN_ROWS, 1) * MIN_ROWS
+
+
+def _chunks(segments: Sequence[Segment], limit: int) -> list[list[_Piece]]:
+    """Neighbouring pieces, up to `limit` rows together.
+
+    Pieces are cut from the start of their segment, so a segment's sums over rows are
+    grouped the same way in every batch.
+    """
+    chunks: list[list[_Piece]] = []
+    room = 0
+    for index, segment in enumerate(segments):
+        for start in range(segment.start, segment.stop, limit):
+            piece = _Piece(index, start, min(start + limit, segment.stop))
+            if piece.stop - piece.start > room:
+                chunks.append([])
+                room = limit
+            chunks[-1].append(piece)
+            room -= piece.stop - piece.start
+    return chunks
+
+
+def logits(h_CD: Tensor, unembed_VD: Tensor) -> Tensor:
+    """The base model's logits in fp32 or better."""
+    if h_CD.dtype in (torch.float32, torch.float64):
+        return F.linear(h_CD, unembed_VD)
+    if h_CD.device.type == "cuda":
+        return torch.mm(h_CD, unembed_VD.T, out_dtype=torch.float32)
+    return F.linear(h_CD, unembed_VD).float()
+
+
+class _Sweep:
+    """One walk over the chunks."""
+
+    def __init__(
+        self,
+        h_TD: Tensor,
+        unembed_VD: Tensor,
+        segments: Sequence[Segment],
+        targets: Targets,
+        slope_M: Tensor | None,
+    ) -> None:
+        self._h_TD = h_TD
+        self._unembed_VD = unembed_VD
+        self._segments = segments
+        self._targets = targets
+        self._slope_M = slope_M
+        # Mutable state: results so far, and the next unread target.
+        self.found: list[Tensor] = [h_TD.new_zeros(0, dtype=torch.float32)]
+        self.dh_TD = None if slope_M is None else torch.zeros_like(h_TD)
+        self.pairs: dict[int, Pair] = {}
+        self._next = 0
+
+    def run(self, chunk: list[_Piece]) -> None:
+        start, stop = chunk[0].start, chunk[-1].stop
+        rows = stop - start
+        h_CD = self._h_TD[start:stop]
+        if rows < MIN_ROWS:
+            h_CD = F.pad(h_CD, (0, 0, 0, MIN_ROWS - rows))
+        logits_CV = logits(h_CD, self._unembed_VD)
+        inner = {piece: self._adapt(piece, logits_CV, start) for piece in chunk}
+        log_total_C = logits_CV.logsumexp(1)
+        ids_CK, slope_CK, place_M = self._chosen(start, stop, len(logits_CV))
+        chosen_CK = logits_CV.gather(1, ids_CK) - log_total_C[:, None]
+        self.found.append(chosen_CK.flatten()[place_M].float())
+        if slope_CK is None or self.dh_TD is None:
+            return
+        # The slope by the logits, in their own memory: each target up, the softmax down.
+        down_C1 = slope_CK.sum(1, keepdim=True).neg_()
+        dlogits_CV = logits_CV.sub_(log_total_C[:, None]).exp_().mul_(down_C1)
+        dlogits_CV.scatter_add_(1, ids_CK, slope_CK)
+        dh_CD = dlogits_CV.to(h_CD.dtype) @ self._unembed_VD
+        self.dh_TD[start:stop] = dh_CD[:rows]
+        for piece, z_SR in inner.items():
+            if z_SR is not None:
+                self._gradient(piece, dlogits_CV[piece.start - start : piece.stop - start], z_SR)
+
+    def _adapt(self, piece: _Piece, logits_CV: Tensor, start: int) -> Tensor | None:
+        """Add the segment's low-rank product to its rows; return the inner activations."""
+        weights = self._segments[piece.segment].weights
+        pair = None if weights is None else weights.pair(None, "unembed")
+        if weights is None or pair is None:
+            return None
+        z_SR = F.linear(self._h_TD[piece.start : piece.stop], pair.a_RI.to(self._h_TD.dtype))
+        z_SR = z_SR.to(logits_CV.dtype)
+        rows_SV = logits_CV[piece.start - start : piece.stop - start]
+        rows_SV.addmm_(z_SR, pair.b_OR.to(z_SR.dtype).T, alpha=weights.scale)
+        return z_SR
+
+    def _gradient(self, piece: _Piece, dlogits_SV: Tensor, z_SR: Tensor) -> None:
+        weights = self._segments[piece.segment].weights
+        pair = None if weights is None else weights.pair(None, "unembed")
+        assert weights is not None
+        assert pair is not None
+        assert self.dh_TD is not None
+        found = self.pairs.get(piece.segment)
+        if found is None:
+            found = self.pairs[piece.segment] = Pair(
+                torch.zeros_like(pair.a_RI), torch.zeros_like(pair.b_OR)
+            )
+        kind = pair.a_RI.dtype
+        h_SD = self._h_TD[piece.start : piece.stop].to(kind)
+        dz_SR = (dlogits_SV.to(kind) @ pair.b_OR).mul_(weights.scale)
+        self.dh_TD[piece.start : piece.stop] += (dz_SR @ pair.a_RI).to(self.dh_TD.dtype)
+        found.a_RI.addmm_(dz_SR.T, h_SD)
+        found.b_OR.addmm_(dlogits_SV.to(kind).T, z_SR.to(kind), alpha=weights.scale)
+
+    def _chosen(self, start: int, stop: int, rows: int) -> tuple[Tensor, Tensor | None, Tensor]:
+        """The chunk's targets and slopes as rectangles, and where each target lies in them.
+
+        Rows with fewer targets are filled up with token 0 at slope 0, which adds nothing.
+        """
+        counts = self._targets.counts[start:stop]
+        ids_M = self._targets.ids_M
+        width, first = max(counts), self._next
+        last = self._next = first + sum(counts)
+        if min(counts) == width:
+            place_M = torch.arange(last - first, device=ids_M.device)
+        else:
+            counts_C = torch.tensor(counts)
+            cells_CK = torch.arange(width) < counts_C[:, None]
+            place_M = cells_CK.flatten().nonzero()[:, 0].to(ids_M.device)
+        ids_CK = ids_M.new_zeros(rows * width)
+        ids_CK[place_M] = ids_M[first:last]
+        if self._slope_M is None:
+            return ids_CK.view(rows, width), None, place_M
+        slope_CK = self._slope_M.new_zeros(rows * width)
+        slope_CK[place_M] = self._slope_M[first:last]
+        return ids_CK.view(rows, width), slope_CK.view(rows, width), place_M

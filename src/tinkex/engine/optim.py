@@ -1,0 +1,93 @@
+"""One optimizer step on an adapter's flat parameters: clip, AdamW, metrics.
+
+Shapes: P all parameters of an adapter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from tinkex.errors import InputError
+from tinkex.types import AdamParams
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from tinkex.types import OptimizerConfig, OptimParams
+
+
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """AdamW's state, and how many steps it has seen."""
+
+    first_P: Tensor
+    second_P: Tensor
+    step: int = 0
+
+
+def fresh_moments(flat_P: Tensor) -> Moments:
+    """The state before the first step."""
+    return Moments(torch.zeros_like(flat_P), torch.zeros_like(flat_P))
+
+
+def check_optimizer(config: OptimizerConfig) -> None:
+    """Refuse an optimizer this engine does not have."""
+    if config.type != "adamw":
+        raise InputError(_no_such(config.type), "optimizer_config.type")
+
+
+def check_params(params: OptimParams) -> AdamParams:
+    """The settings of one AdamW step, or what is wrong with them."""
+    if not isinstance(params, AdamParams):
+        raise InputError(_no_such(params.type), "optim_params.type")
+    for name, value, good in (
+        ("learning_rate", params.learning_rate, params.learning_rate >= 0),
+        ("beta1", params.beta1, 0 <= params.beta1 < 1),
+        ("beta2", params.beta2, 0 <= params.beta2 < 1),
+        # Parameters that never had a gradient would be 0/0 without it.
+        ("eps", params.eps, params.eps > 0),
+        ("weight_decay", params.weight_decay, params.weight_decay >= 0),
+    ):
+        if not good:
+            raise InputError(f"{value} is out of range", f"optim_params.{name}")
+    return params
+
+
+def _no_such(kind: str) -> str:
+    reason = "; its update rule is not public" if kind == "dimuon" else ""
+    return f"{kind!r} is not offered by this engine{reason}; there is adamw"
+
+
+def adamw_step(
+    flat_P: Tensor, gradient_P: Tensor, moments: Moments, params: AdamParams
+) -> tuple[Tensor, Moments, dict[str, float]]:
+    """New parameters, new state and metrics; nothing is changed in place.
+
+    The gradient is first scaled to a norm of at most `grad_clip_norm`. Weight decay acts on
+    the parameters directly, not through the moments.
+    """
+    norm = _norm(gradient_P)
+    clipped = 0 < params.grad_clip_norm < norm
+    if clipped:
+        gradient_P = gradient_P * (params.grad_clip_norm / norm)
+    step = moments.step + 1
+    first_P = torch.lerp(moments.first_P, gradient_P, 1 - params.beta1)
+    second_P = torch.lerp(moments.second_P, gradient_P.square(), 1 - params.beta2)
+    scale_P = (second_P / (1 - params.beta2**step)).sqrt_().add_(params.eps)
+    update_P = (first_P / (1 - params.beta1**step)).div_(scale_P)
+    update_P.add_(flat_P, alpha=params.weight_decay).mul_(params.learning_rate)
+    metrics = {
+        "grad_norm": norm,
+        "grad_norm_clipped": _norm(gradient_P) if clipped else norm,
+        "update_norm": _norm(update_P),
+        "learning_rate": params.learning_rate,
+        "step": float(step),
+    }
+    return flat_P - update_P, Moments(first_P, second_P, step), metrics
+
+
+def _norm(flat_P: Tensor) -> float:
+    return float(flat_P.norm(dtype=torch.float64))

@@ -1,0 +1,160 @@
+"""One sampling request while it runs: its sequences, its prompt scores, and its answer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tinkex.engine.base import SampleResult
+from tinkex.engine.sampler.pick import Draw, seed_of, uniforms
+from tinkex.engine.sampler.prompt import PromptScores
+from tinkex.engine.sampler.sequence import TokenSequence
+from tinkex.types import SampledSequence, SampleResponse, TopkLogprobs
+
+if TYPE_CHECKING:
+    from tinkex.engine.base import OnToken, SampleOp
+    from tinkex.engine.sampler.checks import Accepted
+    from tinkex.engine.sampler.stops import Stops
+    from tinkex.errors import RequestFailedError
+
+Best = tuple[list[int], list[float]]
+"""The likeliest tokens of one position and their log-probabilities."""
+
+
+class SampleRun:
+    """A submitted request. When `done`, it has a `result`, an `error`, or was `cancelled`."""
+
+    def __init__(
+        self,
+        op: SampleOp,
+        version: str,
+        accepted: Accepted,
+        *,
+        number: int,
+        vocab_size: int,
+        stops: Stops,
+        on_token: OnToken | None,
+    ) -> None:
+        self.op = op
+        self.version = version
+        self.result: SampleResult | None = None
+        self.error: RequestFailedError | None = None
+        self.cancelled = False
+        self.device_s = 0.0
+        self.seed = seed_of(op.params.seed, op.op_id)
+        self.scores = PromptScores(op, accepted.prompt, self.seed, vocab_size)
+        self.sequences = [
+            _sequence(accepted, version, number, sample) for sample in range(len(op.sequence_ids))
+        ]
+        # Only the first sample scores the prompt; the others may share all of it.
+        self.sequences[0].reusable = self._reusable()
+        self._best: list[list[Best]] = [[] for _ in self.sequences]
+        self._stops = stops
+        self._on_token = on_token
+        for sequence in self.sequences:
+            if not self._has_work(sequence):
+                sequence.stop_reason = "length"
+
+    @property
+    def done(self) -> bool:
+        return self.cancelled or self.result is not None or self.error is not None
+
+    @property
+    def unfinished(self) -> list[TokenSequence]:
+        return [sequence for sequence in self.sequences if sequence.stop_reason is None]
+
+    def draws(self, sequence: TokenSequence) -> bool:
+        """Whether the next row of `sequence` is to become a token."""
+        return len(sequence.tokens) < sequence.max_length
+
+    def draw(self, sequence: TokenSequence) -> Draw:
+        """How to draw the next token of `sequence`."""
+        params = self.op.params
+        place = len(sequence.tokens)
+        return Draw(
+            params.temperature,
+            params.top_k,
+            params.top_p,
+            float(uniforms(self.seed, sequence.sample, place)) if params.temperature > 0 else 0.0,
+        )
+
+    def scored(self) -> None:
+        """Note progress of the prompt scores: what is scored may come from the cache next time."""
+        first = self.sequences[0]
+        first.reusable = self._reusable()
+        if first.stop_reason is None and not self._has_work(first):
+            first.stop_reason = "length"
+
+    def grow(self, sequence: TokenSequence, token: int, logprob: float, best: Best | None) -> None:
+        """Append a drawn token and see whether the sequence ends with it."""
+        sequence.tokens.append(token)
+        sequence.logprobs.append(logprob)
+        if best is not None:
+            self._best[sequence.sample].append(best)
+        if self._stops(sequence.tokens, sequence.prompt_length):
+            sequence.stop_reason = "stop"
+        elif len(sequence.tokens) == sequence.max_length:
+            sequence.stop_reason = "length"
+        if self._on_token is not None:
+            self._on_token(sequence.sample, token, logprob)
+
+    def finish(self) -> None:
+        """Put the result together; all sequences have ended."""
+        first = self.sequences[0]
+        cached = first.cached or 0
+        response = SampleResponse(
+            sequences=[self._sampled(sequence) for sequence in self.sequences],
+            prompt_logprobs_np=self.scores.logprobs(),
+            topk_prompt_logprobs_np=self.scores.topk(),
+            target_prompt_logprobs=self.scores.targets(),
+            prompt_cache_hit_tokens=cached,
+            prompt_alt_tokens=self.scores.alternatives(),
+        )
+        self.result = SampleResult(
+            response=response,
+            prompt_tokens=first.prompt_length,
+            cached_tokens=cached,
+            generated_tokens=sum(len(sequence.logprobs) for sequence in self.sequences),
+            device_s=self.device_s,
+        )
+
+    def _reusable(self) -> int:
+        """The row still to be scored must be computed, so its token cannot come from the cache."""
+        first = self.sequences[0]
+        return first.max_length if self.scores.complete else self.scores.next_row
+
+    def _has_work(self, sequence: TokenSequence) -> bool:
+        scores_prompt = sequence.sample == 0 and not self.scores.complete
+        return self.draws(sequence) or scores_prompt
+
+    def _sampled(self, sequence: TokenSequence) -> SampledSequence:
+        rows = self._best[sequence.sample]
+        topk = None
+        if self.op.topk_sample_logprobs:
+            width = len(rows[0][0]) if rows else 0
+            topk = TopkLogprobs(
+                np.array([ids for ids, _ in rows], np.int32).reshape(len(rows), width),
+                np.array([values for _, values in rows], np.float32).reshape(len(rows), width),
+            )
+        return SampledSequence(
+            stop_reason=sequence.stop_reason or "length",
+            sequence_id=self.op.sequence_ids[sequence.sample],
+            tokens_np=np.array(sequence.generated, np.int32),
+            logprobs_np=np.array(sequence.logprobs, np.float32),
+            topk_logprobs_np=topk,
+        )
+
+
+def _sequence(accepted: Accepted, version: str, number: int, sample: int) -> TokenSequence:
+    return TokenSequence(
+        # Sample k lets at most k later requests go first: many samples of one request do not
+        # hold up everybody else, and still none of them waits for ever.
+        turn=(number + sample, number),
+        sample=sample,
+        version=version,
+        prompt_length=len(accepted.prompt),
+        max_length=accepted.max_length,
+        tokens=list(accepted.prompt),
+        reusable=accepted.max_length,
+    )

@@ -1,0 +1,308 @@
+"""Sampling requests from submission to result, one pass at a time.
+
+`Sampler` owns the requests that run. It is synchronous and belongs to one thread; whoever
+drives it calls `step` until `idle`. A step plans a pass, runs it, scores prompts, draws
+tokens, and returns the requests that ended with it.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import torch
+
+from tinkex.clock import SystemClock
+from tinkex.engine.sampler.batcher import Batcher
+from tinkex.engine.sampler.blocks import BlockPool
+from tinkex.engine.sampler.checks import check
+from tinkex.engine.sampler.pick import best, normalizers, pick
+from tinkex.engine.sampler.request import SampleRun
+from tinkex.engine.sampler.runner import NoAdapters, Runner
+from tinkex.engine.sampler.stops import stop_rule
+from tinkex.errors import RequestFailedError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+    from tinkex.clock import Clock
+    from tinkex.engine.base import OnToken, SampleOp
+    from tinkex.engine.models.base import Decoder
+    from tinkex.engine.sampler.batcher import Piece
+    from tinkex.engine.sampler.request import Best
+    from tinkex.engine.sampler.runner import Adapters, Pass
+    from tinkex.engine.sampler.sequence import TokenSequence
+    from tinkex.engine.sampler.stops import Decode
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+BASE = "base"
+"""The version that means no adapter."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplerSettings:
+    """How much one sampler may hold and do at a time."""
+
+    cache_tokens: int
+    """Room of the key/value cache, in whole blocks."""
+    block_size: int = 16
+    pass_tokens: int = 512
+    """Most tokens of one pass; a longer prompt is computed in pieces."""
+    max_sequences: int = 64
+    """Most sequences that run at the same time."""
+    logit_rows: int = 64
+    """Most rows of logits that exist at the same time."""
+
+
+class Sampler:
+    """Samples from one base model and any number of versions of it."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        settings: SamplerSettings,
+        *,
+        adapters: Adapters | None = None,
+        decode: Decode | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self._config = decoder.config
+        self._decode = decode
+        self._clock = clock or SystemClock()
+        self._logit_rows = settings.logit_rows
+        pool = BlockPool(settings.cache_tokens // settings.block_size, settings.block_size)
+        self._runner = Runner(
+            decoder,
+            adapters or NoAdapters(decoder),
+            num_blocks=pool.num_blocks,
+            block_size=pool.block_size,
+        )
+        # All mutable state, besides the cache that the runner owns.
+        self._batcher = Batcher(
+            pool, max_tokens=settings.pass_tokens, max_sequences=settings.max_sequences
+        )
+        self._runs: dict[TokenSequence, SampleRun] = {}
+        self._ended: list[SampleRun] = []
+        self._submitted = 0
+
+    @property
+    def idle(self) -> bool:
+        """Whether a step would do nothing."""
+        return not self._batcher and not self._ended
+
+    @property
+    def cache_tokens(self) -> int:
+        """The most tokens that the cache holds."""
+        return self._batcher.pool.num_blocks * self._batcher.pool.block_size
+
+    @property
+    def free_tokens(self) -> int:
+        """Room in the cache that no running sequence uses."""
+        return self._batcher.pool.available * self._batcher.pool.block_size
+
+    @property
+    def preemptions(self) -> int:
+        """How often a sequence had to give its place up, so far."""
+        return self._batcher.preemptions
+
+    def submit(
+        self, op: SampleOp, *, version: str = BASE, on_token: OnToken | None = None
+    ) -> SampleRun:
+        """Queue a request for the weights called `version`; raises `InputError` if it cannot run.
+
+        `on_token` is called within `step`; if it raises, only this request fails.
+        """
+        accepted = check(op, self._config, self.cache_tokens)
+        stops = stop_rule(
+            op.params.stop,
+            eos_token_ids=self._config.eos_token_ids,
+            vocab_size=self._config.vocab_size,
+            decode=self._decode,
+        )
+        run = SampleRun(
+            op,
+            version,
+            accepted,
+            number=self._submitted,
+            vocab_size=self._config.vocab_size,
+            stops=stops,
+            on_token=on_token,
+        )
+        self._submitted += 1
+        for sequence in run.unfinished:
+            self._runs[sequence] = run
+            self._batcher.add(sequence)
+        self._settle(run)
+        return run
+
+    def cancel(self, run: SampleRun) -> None:
+        """Drop a request and free its blocks at once; one that is done stays as it is."""
+        if not run.done:
+            run.cancelled = True
+            self._drop(run)
+
+    def step(self) -> list[SampleRun]:
+        """Run one pass; return the requests that ended, in result or in error."""
+        pieces = self._batcher.plan()
+        if pieces:
+            began = self._clock.now()
+            runs = [self._runs[piece.sequence] for piece in pieces]
+            for finished in self._passes(pieces):
+                self._use(finished)
+            spent_s = self._clock.now() - began
+            tokens = sum(len(piece) for piece in pieces)
+            for run, piece in zip(runs, pieces, strict=True):
+                run.device_s += spent_s * len(piece) / tokens
+            for run in dict.fromkeys(runs):
+                self._settle(run)
+        ended, self._ended = self._ended, []
+        return ended
+
+    def check(self) -> None:
+        """Raise `AssertionError` when blocks leaked or requests were lost."""
+        self._batcher.check()
+        assert set(self._batcher) == set(self._runs)
+
+    def _passes(self, pieces: list[Piece]) -> list[Pass]:
+        """One pass over all pieces; when it fails, one per request, so that only culprits do."""
+        try:
+            return [self._runner.run(pieces)]
+        except Exception as error:  # noqa: BLE001 - whatever it is ends in the request's error
+            own: dict[SampleRun, list[Piece]] = {}
+            for piece in pieces:
+                own.setdefault(self._runs[piece.sequence], []).append(piece)
+            if len(own) == 1:
+                self._fail(next(iter(own)), f"sampling failed: {error}", error)
+                return []
+            _log.warning("a pass over %d requests failed and is split: %s", len(own), error)
+            return [finished for parts in own.values() for finished in self._passes(parts)]
+
+    @torch.no_grad()
+    def _use(self, finished: Pass) -> None:
+        """Score prompts and draw tokens from a pass."""
+        for piece in finished.pieces:
+            self._batcher.done(piece)
+        try:
+            self._score_prompts(finished)
+            self._draw_tokens(finished)
+        except Exception as error:  # noqa: BLE001 - whatever it is ends in the requests' errors
+            for piece in finished.pieces:
+                if run := self._runs.get(piece.sequence):
+                    self._fail(run, f"sampling failed: {error}", error)
+
+    def _score_prompts(self, finished: Pass) -> None:
+        for piece, start in zip(finished.pieces, finished.starts, strict=True):
+            run = self._runs.get(piece.sequence)  # None when another piece of it just failed
+            if run is None or piece.sequence.sample != 0 or run.scores.complete:
+                continue
+            rows = run.scores.wanted(piece.start, piece.stop)
+            for chunk in _chunks([start + row - piece.start for row in rows], self._logit_rows):
+                logits_RV = self._runner.logits(finished.h_TD, chunk, [run.version] * len(chunk))
+                lse_R = normalizers(logits_RV)
+                if not bool(lse_R.isfinite().all()):
+                    self._fail_not_finite(run)
+                    break
+                run.scores.add(logits_RV, lse_R)
+            run.scored()
+
+    def _draw_tokens(self, finished: Pass) -> None:
+        """Draw for every sequence whose last token was computed."""
+        ends = [
+            (start + len(piece) - 1, piece.sequence)
+            for piece, start in zip(finished.pieces, finished.starts, strict=True)
+            if piece.reaches_end
+        ]
+        ready = [
+            (row, sequence)
+            for row, sequence in ends
+            if sequence in self._runs and self._runs[sequence].draws(sequence)
+        ]
+        for chunk in _chunks(ready, self._logit_rows):
+            sequences = [sequence for _, sequence in chunk]
+            logits_BV = self._runner.logits(
+                finished.h_TD, [row for row, _ in chunk], [s.version for s in sequences]
+            )
+            self._draw_chunk(logits_BV, sequences)
+
+    def _draw_chunk(self, logits_BV: Tensor, sequences: list[TokenSequence]) -> None:
+        runs = [self._runs[sequence] for sequence in sequences]
+        draws = [run.draw(sequence) for run, sequence in zip(runs, sequences, strict=True)]
+        lse_B = normalizers(logits_BV)
+        tokens_B = pick(logits_BV, draws)
+        logprobs_B = logits_BV.gather(1, tokens_B[:, None])[:, 0] - lse_B
+        bests = _bests(logits_BV, lse_B, [run.op.topk_sample_logprobs for run in runs])
+        rows = zip(
+            sequences,
+            runs,
+            _list(tokens_B),
+            _list(logprobs_B),
+            _list(lse_B.isfinite()),
+            bests,
+            strict=True,
+        )
+        for sequence, run, token, logprob, finite, found in rows:
+            if run.done:  # another of its samples failed, or a callback cancelled it
+                continue
+            if not finite:
+                self._fail_not_finite(run)
+                continue
+            try:
+                run.grow(sequence, token, logprob, found)
+            except Exception as error:  # noqa: BLE001 - the caller's own code
+                self._fail(run, f"on_token or a stop string failed: {error}", error)
+
+    def _settle(self, run: SampleRun) -> None:
+        """Let go of sequences that ended, and finish the request with the last of them."""
+        if run.done:
+            return
+        for sequence in run.sequences:
+            if sequence.stop_reason is not None and self._runs.pop(sequence, None):
+                self._batcher.remove(sequence)
+        if not run.unfinished:
+            run.finish()
+            self._ended.append(run)
+
+    def _fail_not_finite(self, run: SampleRun) -> None:
+        self._fail(run, f"the weights {run.version!r} give logits that are not finite", None)
+
+    def _fail(self, run: SampleRun, message: str, cause: Exception | None) -> None:
+        if run.done:
+            return
+        # Weights that diverged will do so again; anything else may pass next time.
+        category = "user" if cause is None else "server"
+        run.error = RequestFailedError(message, None, category)
+        run.error.__cause__ = cause
+        self._drop(run)
+        self._ended.append(run)
+
+    def _drop(self, run: SampleRun) -> None:
+        for sequence in run.sequences:
+            if self._runs.pop(sequence, None):
+                self._batcher.remove(sequence)
+
+
+def _bests(logits_BV: Tensor, lse_B: Tensor, counts: list[int]) -> list[Best | None]:
+    """The likeliest tokens of the rows that asked for some."""
+    asked = [i for i, count in enumerate(counts) if count]
+    found: list[Best | None] = [None] * len(counts)
+    if asked:
+        rows = torch.tensor(asked, device=logits_BV.device)
+        ids_RK, values_RK = best(logits_BV[rows], lse_B[rows], max(counts))
+        for i, ids, values in zip(asked, _list(ids_RK), _list(values_RK), strict=True):
+            found[i] = (ids[: counts[i]], values[: counts[i]])
+    return found
+
+
+def _list(tensor: Tensor) -> list[Any]:
+    return cast("list[Any]", tensor.tolist())  # pyright: ignore[reportUnknownMemberType] -- torch's own stub
+
+
+def _chunks(items: list[T], size: int) -> Iterator[list[T]]:
+    for start in range(0, len(items), size):
+        yield items[start : start + size]

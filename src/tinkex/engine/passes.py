@@ -58,9 +58,16 @@ class _Part:
         return self.work.job.op.backward
 
 
-def run_pass(
-    decoder: Decoder, device: torch.device, works: Sequence[Work], slices: Sequence[Slice]
-) -> None:
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Where a pass runs, and how much of it a chunk of logits may take."""
+
+    decoder: Decoder
+    device: torch.device
+    logits_bytes: int
+
+
+def run_pass(room: Room, works: Sequence[Work], slices: Sequence[Slice]) -> None:
     """Run some slices; log-probabilities and gradients are added to their operations.
 
     When it raises, nothing has been added.
@@ -68,14 +75,14 @@ def run_pass(
     parts = [_part(works[piece.op], piece) for piece in slices]
     backward = any(part.backward for part in parts)
     with torch.set_grad_enabled(backward):
-        h_TD, segments = _hidden(decoder, device, parts)
-    targets = _targets(parts, device)
+        h_TD, segments = _hidden(room, parts)
+    targets = _targets(parts, room.device)
     slope_M = _known_slopes(parts) if backward else None
-    swept = _sweep(decoder, h_TD, segments, targets, slope_M)
+    swept = _sweep(room, h_TD, segments, targets, slope_M)
     logprobs = swept.logprobs_M.cpu().split([part.targets for part in parts])
     if backward and slope_M is None:
         slope_M = _slopes(parts, logprobs)
-        swept = _sweep(decoder, h_TD, segments, targets, slope_M)
+        swept = _sweep(room, h_TD, segments, targets, slope_M)
     gradients = _gradients(parts, h_TD, swept) if backward else [None] * len(parts)
     for part, found, gradient_P in zip(parts, logprobs, gradients, strict=True):
         _record(part.work, found, gradient_P)
@@ -87,9 +94,7 @@ def _part(work: Work, piece: Slice) -> _Part:
     return _Part(work, piece.first, piece.last, leaves, targets)
 
 
-def _hidden(
-    decoder: Decoder, device: torch.device, parts: list[_Part]
-) -> tuple[Tensor, list[Segment]]:
+def _hidden(room: Room, parts: list[_Part]) -> tuple[Tensor, list[Segment]]:
     """Hidden states of all tokens, one segment per part."""
     tokens: list[int] = []
     lengths: list[int] = []
@@ -104,11 +109,11 @@ def _hidden(
         # A sequence that nobody reads keeps small batches on the usual matrix kernels.
         lengths.append(MIN_ROWS - len(tokens))
         tokens += [0] * lengths[-1]
-    h_TD = decoder.hidden(
-        torch.tensor(tokens, device=device),
-        positions(lengths, device),
+    h_TD = room.decoder.hidden(
+        torch.tensor(tokens, device=room.device),
+        positions(lengths, room.device),
         PackedAttention(lengths),
-        adapted_projections(decoder, segments),
+        adapted_projections(room.decoder, segments),
     )
     return h_TD, segments
 
@@ -125,7 +130,7 @@ def _targets(parts: list[_Part], device: torch.device) -> Targets:
 
 
 def _sweep(
-    decoder: Decoder,
+    room: Room,
     h_TD: Tensor,
     segments: list[Segment],
     targets: Targets,
@@ -134,7 +139,8 @@ def _sweep(
     if slope_M is not None:
         kind = torch.float64 if h_TD.dtype == torch.float64 else torch.float32
         slope_M = slope_M.to(device=h_TD.device, dtype=kind)
-    return sweep(h_TD, decoder.unembed_VD, segments, targets, slope_M)
+    unembed_VD, limit = room.decoder.unembed_VD, room.logits_bytes
+    return sweep(h_TD, unembed_VD, segments, targets, slope_M, logits_bytes=limit)
 
 
 def _known_slopes(parts: list[_Part]) -> Tensor | None:

@@ -22,7 +22,7 @@ from tinkex.clock import SystemClock
 from tinkex.engine import checkpoints
 from tinkex.engine.base import OptimResult, TrainResult
 from tinkex.engine.examples import check_op
-from tinkex.engine.lora import check_lora, initial, parameter_count, seed_of, wrap
+from tinkex.engine.lora import LOGITS_BYTES, check_lora, initial, parameter_count, seed_of, wrap
 from tinkex.engine.optim import (
     Moments,
     adamw_step,
@@ -31,7 +31,7 @@ from tinkex.engine.optim import (
     fresh_moments,
 )
 from tinkex.engine.packing import plan_passes
-from tinkex.engine.passes import Work, run_pass
+from tinkex.engine.passes import Room, Work, run_pass
 from tinkex.engine.results import train_output
 from tinkex.errors import InputError, RequestFailedError
 
@@ -87,13 +87,14 @@ class Trainer:
         dtype: torch.dtype = torch.float32,
         *,
         max_pass_tokens: int = MAX_PASS_TOKENS,
+        logits_bytes: int = LOGITS_BYTES,
         clock: Clock | None = None,
     ) -> None:
         if decoder.unembed_VD.dtype != dtype:
             raise InputError(
                 f"is {dtype}, but the model was loaded as {decoder.unembed_VD.dtype}", "dtype"
             )
-        self._decoder = decoder
+        self._room = Room(decoder, torch.device(device), logits_bytes)
         self._config = decoder.config
         self._device = torch.device(device)
         self._max_pass_tokens = max_pass_tokens
@@ -217,7 +218,7 @@ class Trainer:
                 continue
             before = self._clock.now()
             try:
-                run_pass(self._decoder, self._device, works, slices)
+                run_pass(self._room, works, slices)
             except (RuntimeError, MemoryError) as error:
                 self._run_alone(works, slices, error)
             spent, tokens = self._clock.now() - before, sum(piece.tokens for piece in slices)
@@ -230,7 +231,7 @@ class Trainer:
             work = works[piece.op]
             if len(slices) > 1:
                 try:
-                    run_pass(self._decoder, self._device, works, [piece])
+                    run_pass(self._room, works, [piece])
                     continue
                 except (RuntimeError, MemoryError) as own:
                     error = own

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
 MODEL = "tinkex/tiny"
+# Real seconds. Less than pytest's own limit, whose signal would stop the clock and not the test.
+PATIENCE_S = 45.0
 
 
 class World:
@@ -43,7 +45,8 @@ class World:
             failure: BaseException | None = None
             async with self.server, self.clock.running():
                 try:
-                    return await scenario(self)
+                    async with asyncio.timeout(PATIENCE_S):
+                        return await scenario(self)
                 except BaseException as error:  # noqa: BLE001 - raised below, as it is
                     failure = error
             raise failure  # outside the groups, which would wrap it

@@ -1,6 +1,6 @@
 """LoRA adapters: shapes, weights, and the layers that serve many at once."""
 
-from tinkex.engine.lora.head import Swept, Targets, logits, sweep
+from tinkex.engine.lora.head import LOGITS_BYTES, Swept, Targets, logits, sweep
 from tinkex.engine.lora.layers import Segment, adapted_projections
 from tinkex.engine.lora.shapes import (
     ALPHA,
@@ -15,6 +15,7 @@ from tinkex.engine.lora.weights import LoraWeights, Pair, initial, seed_of, wrap
 
 __all__ = [
     "ALPHA",
+    "LOGITS_BYTES",
     "LoraWeights",
     "MAX_RANK",
     "Matrix",

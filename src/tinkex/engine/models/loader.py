@@ -74,7 +74,7 @@ def load_model(
 ) -> BaseModel:
     """Load a base model; `name` is what it is called from then on, `source` unless given.
 
-    `tinkex/tiny` keeps its own. `fetch` returns the folder of a hub id and raises OSError when it cannot.
+    `tinkex/tiny` keeps its own. `fetch` returns the folder of a hub id, or raises OSError.
     """
     placement = Placement(dtype, torch.device(device))
     if source == TINY:

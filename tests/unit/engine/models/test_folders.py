@@ -186,7 +186,9 @@ def test_a_shard_without_a_tensor_of_the_index_is_refused(sharded: Path):
     file = sharded / "model.safetensors.index.json"
     index = json.loads(file.read_text())
     name = "model.norm.weight"
-    other = next(shard for shard in index["weight_map"].values() if shard != index["weight_map"][name])
+    other = next(
+        shard for shard in index["weight_map"].values() if shard != index["weight_map"][name]
+    )
     index["weight_map"][name] = other
     file.write_text(json.dumps(index))
     assert other in refused(sharded, f"the tensor '{name}' is missing")
@@ -226,7 +228,9 @@ def test_an_id_the_hub_does_not_give_is_refused_with_the_cause():
         load_model("someone/some-model", fetch=unreachable)
 
 
-@pytest.mark.parametrize("name", ["", "a/b/c", "../x", "no such thing", "a/b\n", "a\0b", "x" * 5000 + "/"])
+@pytest.mark.parametrize(
+    "name", ["", "a/b/c", "../x", "no such thing", "a/b\n", "a\0b", "x" * 5000 + "/"]
+)
 def test_a_name_that_can_be_nothing_is_refused(name: str):
     with pytest.raises(InputError, match="base_model") as caught:
         load_model(name, fetch=unreachable)
@@ -270,10 +274,9 @@ def test_a_cache_that_lacks_the_weights_counts_as_no_model(hub_cache: Path):
 
 
 def test_an_empty_cache_counts_as_no_model(hub_cache: Path):
-    with pytest.raises(OSError, match="."):
-        hub_folder("someone/some-model")
-    with pytest.raises(FileNotFoundError):
-        hub_folder("-not-.-valid-")
+    for name in ("someone/some-model", "-not-.-valid-"):
+        with pytest.raises(FileNotFoundError):
+            hub_folder(name)
 
 
 def test_an_unsupported_model_of_the_hub_is_refused_before_its_weights_are_needed(hub_cache: Path):

@@ -218,7 +218,9 @@ def test_a_truncated_file_names_the_tensor_at_which_it_ends(tmp_path: Path):
     with GgufFile(file) as opened:
         last = max(opened.tensors, key=lambda name: opened.tensors[name].offset)
     file.write_bytes(file.read_bytes()[: -opened.tensors[last].size_bytes])
-    with pytest.raises(ModelError, match=f"truncated: it ends inside or before the tensor '{last}'"):
+    with pytest.raises(
+        ModelError, match=f"truncated: it ends inside or before the tensor '{last}'"
+    ):
         load_model(str(file))
 
 
@@ -267,5 +269,5 @@ def test_a_tensor_of_integers_is_refused(tmp_path: Path):
         leave_out=("model.norm.weight",),
         extra={"output_norm.weight": np.ones(32, dtype=np.int32)},
     )
-    with pytest.raises(ModelError, match="'output_norm.weight' is stored as I32"):
+    with pytest.raises(ModelError, match=r"'output_norm\.weight' is stored as I32"):
         load_model(str(file))

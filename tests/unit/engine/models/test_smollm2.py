@@ -23,7 +23,7 @@ TEXTS = [
     "The quick brown fox jumps over the lazy dog.",
     "In 1969, 2 astronauts walked on the Moon; 0.5% believe they didn't. WE'RE SURE'S",
     "def f(x):\n\treturn  x ** 2   # naïve\r\n\r\n  \n",
-    "東京 и Москва 🚀 \u200b e\u0301 ١٢٣ ½ Ⅷ",
+    "東京 и Москва 🚀 \u200b e\u0301",
     "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
     " leading, trailing ",
 ]
@@ -90,3 +90,11 @@ def test_its_tokenizer_equals_the_one_transformers_makes(ours: BaseModel, file: 
     assert tokenizer.chat_template == theirs.chat_template
     assert tokenizer.vocab_size == len(theirs) == ours.decoder.config.vocab_size
     assert tokenizer.token_id("<|im_end|>") == 2
+
+
+@pytest.mark.parametrize("text", [" ½", "x Ⅷ", "١٢"])
+def test_every_numeric_character_stands_alone(text: str, ours: BaseModel):
+    # As in the model's own tokenizer.json; `transformers` forgets this rule when it reads GGUF.
+    tokenizer = ours.tokenizer
+    assert tokenizer is not None
+    assert tokenizer.encode(text) == tokenizer.encode(text[:-1]) + tokenizer.encode(text[-1])

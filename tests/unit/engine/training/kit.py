@@ -50,9 +50,7 @@ QWEN = replace(
 )
 
 
-def decoder(
-    config: DecoderConfig = CONFIG, dtype: torch.dtype = torch.float32
-) -> StoredDecoder:
+def decoder(config: DecoderConfig = CONFIG, dtype: torch.dtype = torch.float32) -> StoredDecoder:
     """A model of random weights, the same ones in every precision."""
     made = (Qwen3 if config.qk_norm else Llama)(config, dtype=dtype, device=torch.device("cpu"))
     generator = torch.Generator().manual_seed(7)
@@ -66,9 +64,7 @@ def trainer(config: DecoderConfig = CONFIG, **kwargs: Any) -> Trainer:
     return Trainer(decoder(config), **kwargs)
 
 
-def add(
-    made: Trainer, model_id: str, rank: int = 4, *, stir: bool = True, **lora: Any
-) -> None:
+def add(made: Trainer, model_id: str, rank: int = 4, *, stir: bool = True, **lora: Any) -> None:
     """Make an adapter; `stir` gives it a B that is not zero, so that every path matters."""
     made.create(
         AdapterSpec(

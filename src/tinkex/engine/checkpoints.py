@@ -81,9 +81,7 @@ def save(state: State, path: Path) -> SavedAdapter:
     ).decode()
     metadata = {_HEADER: header, _CHECKSUM: _checksum(header, tensors)}
     write_atomically(path, partial(save_file, tensors, metadata=metadata))
-    return SavedAdapter(
-        size_bytes=path.stat().st_size, has_optimizer=state.moments is not None
-    )
+    return SavedAdapter(size_bytes=path.stat().st_size, has_optimizer=state.moments is not None)
 
 
 def load(path: Path, config: DecoderConfig) -> State:

@@ -323,7 +323,7 @@ def _wrapped(
     kind: str, content: Any, names: set[str], path: str, depth: int
 ) -> Callable[[Values], Any]:
     if kind == "ref":
-        if content not in names:
+        if not isinstance(content, str) or content not in names:
             raise InputError(f"refers to {str(content)[:80]!r}, which is no earlier node", path)
         return lambda results: results[content]
     if kind == "tuple" and isinstance(content, list):
@@ -381,6 +381,8 @@ def _output(node: CustomLossNode, names: set[str], path: str) -> tuple[str, dict
     if not isinstance(metrics, dict) or set(cast("dict[str, Any]", metrics)) != {"dict"}:
         raise InputError("the metrics must be a dict, which may be empty", path)
     named = cast("dict[str, Any]", metrics["dict"])
+    if not isinstance(named, dict):  # pyright: ignore[reportUnnecessaryIsInstance] -- it came over the wire
+        raise InputError("the metrics must be a dict, which may be empty", path)
     for key in named:
         if not _METRIC.fullmatch(key):
             raise InputError(

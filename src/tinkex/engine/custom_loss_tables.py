@@ -18,6 +18,7 @@ from torch.nn import functional as F
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+
 def _words(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 

@@ -123,9 +123,7 @@ def _targets(parts: list[_Part], device: torch.device) -> Targets:
         example for part in parts for example in part.work.job.examples[part.first : part.last]
     ]
     ids = np.concatenate([example.targets.ravel() for example in examples])
-    counts = [
-        example.targets_per_token for example in examples for _ in range(len(example.tokens))
-    ]
+    counts = [example.targets_per_token for example in examples for _ in range(len(example.tokens))]
     return Targets(torch.from_numpy(ids).to(device), counts)  # pyright: ignore[reportUnknownMemberType] -- torch's own stub
 
 

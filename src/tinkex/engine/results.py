@@ -34,8 +34,7 @@ def train_output(work: Work) -> ForwardBackwardOutput:
         metrics = {"loss:sum": float(value.elements.sum()), **value.metrics}
     if not math.isfinite(metrics["loss:sum"]):
         raise InputError(
-            "is not finite: the ratio of new to old probabilities may be too large; "
-            "check logprobs",
+            "is not finite: the ratio of new to old probabilities may be too large; check logprobs",
             "loss",
         )
     metrics["tokens:sum"] = float(sum(job.lengths))

@@ -262,3 +262,19 @@ def test_an_honest_queue_is_waited_for_however_long_and_a_dead_server_is_not():
             assert 300.0 <= world.clock.now() - started <= 350.0
 
     World().run(scenario)
+
+
+@pytest.mark.req("S28")
+@pytest.mark.parametrize("feed", [True, False])
+def test_heartbeats_keep_their_beat_while_two_thousand_samples_wait(feed: bool):
+    async def scenario(world: World) -> None:
+        world.server.engine.delays = Delays(sample_s=65.0)
+        async with world.service() as service:
+            sampler = await service.create_sampling_client_async(base_model=MODEL)
+            opened = world.server.seen("create_session")[0].at
+            prompt, params = ModelInput.from_ints([1]), SamplingParams(max_tokens=1)
+            await asyncio.gather(*(sampler.sample(prompt, 1, params) for _ in range(2000)))
+            beats = [seen.at - opened for seen in world.server.seen("session_heartbeat")]
+        assert beats == pytest.approx([10.0, 20.0, 30.0, 40.0, 50.0, 60.0])
+
+    World({"sample_use_retrieve_futures": feed}).run(scenario)

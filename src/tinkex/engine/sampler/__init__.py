@@ -1,5 +1,6 @@
 """Sampling: continuous batching over a paged key/value cache."""
 
+from tinkex.engine.sampler.adapters import LoraAdapters
 from tinkex.engine.sampler.request import SampleRun
 from tinkex.engine.sampler.runner import Adapters, Segment, cache_bytes_per_token
 from tinkex.engine.sampler.sampler import BASE, Sampler, SamplerSettings
@@ -7,6 +8,7 @@ from tinkex.engine.sampler.sampler import BASE, Sampler, SamplerSettings
 __all__ = [
     "BASE",
     "Adapters",
+    "LoraAdapters",
     "SampleRun",
     "Sampler",
     "SamplerSettings",

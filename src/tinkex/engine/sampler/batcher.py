@@ -78,19 +78,17 @@ class Batcher:
         """
         pieces: dict[TokenSequence, Piece] = {}
         budget = self.max_tokens
-        before = self.preemptions
         decoding = [s for s in self._running if s.pending == 1]
         prefilling = [s for s in self._running if s.pending > 1]
         for sequence in decoding + prefilling:
             if budget == 0 or not sequence.running:  # it may just have been preempted
                 continue
             count = min(sequence.pending, budget)
-            budget += self._make_room(sequence, sequence.computed + count, pieces)
+            self._make_room(sequence, sequence.computed + count, pieces)
             if sequence.running:
                 pieces[sequence] = Piece(sequence, sequence.computed, sequence.computed + count)
                 budget -= count
-        if self.preemptions == before:
-            self._admit(pieces, budget)
+        self._admit(pieces, budget)
         return list(pieces.values())
 
     def done(self, piece: Piece) -> None:
@@ -122,22 +120,19 @@ class Batcher:
 
     def _make_room(
         self, sequence: TokenSequence, tokens: int, pieces: dict[TokenSequence, Piece]
-    ) -> int:
-        """Give `sequence` blocks for its first `tokens`; return the budget won back.
+    ) -> None:
+        """Give `sequence` blocks for its first `tokens`.
 
         Takes them from the sequences whose turn comes last, if need be from itself.
         """
-        won_back = 0
         missing = self.pool.blocks_for(tokens) - len(sequence.blocks)
         while missing > self.pool.available:
             victim = self._running[-1]
-            if dropped := pieces.pop(victim, None):
-                won_back += len(dropped)
+            pieces.pop(victim, None)
             self._preempt(victim)
             if victim is sequence:
-                return won_back
+                return
         sequence.blocks += self.pool.take(missing)
-        return won_back
 
     def _preempt(self, sequence: TokenSequence) -> None:
         self.preemptions += 1
@@ -158,7 +153,6 @@ class Batcher:
         """Start waiting sequences in turn, until one does not fit."""
         # Copied because starting one takes it off the list; not at all when nobody can start.
         waiting = list(self._waiting) if budget and len(self._running) < self.max_sequences else ()
-        promised = sum(self._lacks(sequence) for sequence in self._running) if waiting else 0
         for sequence in waiting:
             if budget == 0 or len(self._running) >= self.max_sequences:
                 return
@@ -167,7 +161,8 @@ class Batcher:
             found = self._shared_prefix(sequence)
             if sequence.waits_for is not None:
                 continue
-            if promised + self._needs(sequence, found) > self.pool.available:
+            # Whatever runs has its blocks already, unless it used up the budget.
+            if self._needs(sequence, found) > self.pool.available:
                 return
             self._start(sequence, found)
             count = min(sequence.pending, budget)
@@ -175,7 +170,6 @@ class Batcher:
             sequence.blocks += self.pool.take(self.pool.blocks_for(stop) - len(sequence.blocks))
             pieces[sequence] = Piece(sequence, sequence.computed, stop)
             budget -= count
-            promised += self._lacks(sequence)
 
     def _shared_prefix(self, sequence: TokenSequence) -> list[int]:
         """Cached blocks to begin with; sets `waits_for` when the next one is on its way."""
@@ -186,10 +180,6 @@ class Batcher:
         following = keys[len(found)] if len(found) < most else None
         sequence.waits_for = following if following in self._filling else None
         return found
-
-    def _lacks(self, sequence: TokenSequence) -> int:
-        """Blocks that a running sequence will still take for the tokens it has."""
-        return max(self.pool.blocks_for(len(sequence.tokens)) - len(sequence.blocks), 0)
 
     def _needs(self, sequence: TokenSequence, found: list[int]) -> int:
         """Blocks that all its tokens so far, and one more, would withdraw from the pool."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tinkex.engine.base import SampleResult
-from tinkex.engine.sampler.pick import Draw, seed_of, uniforms
+from tinkex.engine.sampler.pick import Draw, seed_of
 from tinkex.engine.sampler.prompt import PromptScores
 from tinkex.engine.sampler.sequence import TokenSequence
 from tinkex.types import SampledSequence, SampleResponse, TopkLogprobs
@@ -68,16 +68,10 @@ class SampleRun:
         """Whether the next row of `sequence` is to become a token."""
         return len(sequence.tokens) < sequence.max_length
 
-    def draw(self, sequence: TokenSequence) -> Draw:
-        """How to draw the next token of `sequence`."""
+    def draw(self, uniform: float) -> Draw:
+        """How to draw a token, given its random number."""
         params = self.op.params
-        place = len(sequence.tokens)
-        return Draw(
-            params.temperature,
-            params.top_k,
-            params.top_p,
-            float(uniforms(self.seed, sequence.sample, place)) if params.temperature > 0 else 0.0,
-        )
+        return Draw(params.temperature, params.top_k, params.top_p, uniform)
 
     def scored(self) -> None:
         """Note progress of the prompt scores: what is scored may come from the cache next time."""

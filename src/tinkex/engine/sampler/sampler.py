@@ -11,13 +11,14 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+import numpy as np
 import torch
 
 from tinkex.clock import SystemClock
 from tinkex.engine.sampler.batcher import Batcher
 from tinkex.engine.sampler.blocks import BlockPool
 from tinkex.engine.sampler.checks import check
-from tinkex.engine.sampler.pick import best, normalizers, pick
+from tinkex.engine.sampler.pick import best, normalizers, pick, uniforms
 from tinkex.engine.sampler.request import SampleRun
 from tinkex.engine.sampler.runner import NoAdapters, Runner
 from tinkex.engine.sampler.stops import stop_rule
@@ -232,7 +233,12 @@ class Sampler:
 
     def _draw_chunk(self, logits_BV: Tensor, sequences: list[TokenSequence]) -> None:
         runs = [self._runs[sequence] for sequence in sequences]
-        draws = [run.draw(sequence) for run, sequence in zip(runs, sequences, strict=True)]
+        numbers = uniforms(
+            np.array([run.seed for run in runs], np.uint64),
+            np.array([sequence.sample for sequence in sequences]),
+            np.array([len(sequence.tokens) for sequence in sequences]),
+        )
+        draws = [run.draw(float(u)) for run, u in zip(runs, numbers, strict=True)]
         lse_B = normalizers(logits_BV)
         tokens_B = pick(logits_BV, draws)
         logprobs_B = logits_BV.gather(1, tokens_B[:, None])[:, 0] - lse_B

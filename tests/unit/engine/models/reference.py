@@ -51,9 +51,9 @@ def plain_attention(lengths: Sequence[int]) -> Attend:
     def attend(layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
         outputs: list[Tensor] = []
         for parts in zip(*(x.split(list(lengths)) for x in (q_THd, k_TGd, v_TGd)), strict=True):
-            q, k, v = (part.transpose(0, 1) for part in parts)
+            q, k, v = (part.transpose(0, 1)[None] for part in parts)
             o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-            outputs.append(o.transpose(0, 1).flatten(1))
+            outputs.append(o[0].transpose(0, 1).flatten(1))
         return torch.cat(outputs)
 
     return attend

@@ -29,7 +29,6 @@ EOS = 256
 
 @cache
 def tiny() -> Decoder:
-    torch.set_num_threads(2)
     return tiny_decoder()
 
 

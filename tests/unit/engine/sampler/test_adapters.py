@@ -20,14 +20,20 @@ from tests.unit.engine.sampler.kit import (
     tiny,
     tokens,
 )
+from tinkex.engine.lora import Segment as LoraSegment
+from tinkex.engine.lora import Targets, adapted_projections, initial, sweep
 from tinkex.engine.models.base import base_projections
+from tinkex.engine.packing import PackedAttention
+from tinkex.engine.sampler import LoraAdapters
 from tinkex.engine.sampler.runner import NoAdapters
+from tinkex.types import LoraConfig
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
+    from tinkex.engine.lora import LoraWeights
     from tinkex.engine.models.base import Project
     from tinkex.engine.sampler import Segment
 
@@ -126,6 +132,64 @@ def test_versions_give_their_own_text_and_their_own_logprobs(adapters: LowRank) 
     assert np.abs(scores[1:] - others[1:]).max() > 0.1
 
 
+def lora(seed: int, **config: Any) -> LoraWeights:
+    """A trained-looking adapter: B is no longer zero."""
+    weights = initial(tiny().config, LoraConfig(**config), seed)
+    weights.flat_P.add_(torch.randn(weights.flat_P.shape, generator=_generator(seed)) * 0.05)
+    return weights
+
+
+def _generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+VERSIONS: dict[str, LoraWeights | None] = {
+    "base": None,
+    "small": lora(1, rank=1),
+    "odd": lora(2, rank=5, train_unembed=False),
+    "mlp": lora(3, rank=16, train_attn=False, train_unembed=False),
+}
+
+
+def test_lora_versions_of_any_rank_and_targets_sample_together_as_alone() -> None:
+    adapters = LoraAdapters(tiny(), VERSIONS.__getitem__)
+    together = sampler(adapters=adapters)
+    runs = {
+        version: together.submit(op(text(11), op_id=version, max_tokens=10), version=version)
+        for version in (*VERSIONS, "unknown")
+    }
+    drive(together)
+    assert runs.pop("unknown").error is not None
+    assert len({tuple(tokens(answer(run))[0]) for run in runs.values()}) == len(VERSIONS)
+    for version, run in runs.items():
+        alone = sample(sampler(adapters=adapters), op(text(11), max_tokens=10), version=version)
+        assert tokens(answer(run)) == tokens(alone)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_sampled_logprobs_are_those_of_the_trainers_own_layers(version: str) -> None:
+    weights = VERSIONS[version]
+    adapters = LoraAdapters(tiny(), VERSIONS.__getitem__)
+    found = sample(
+        sampler(adapters=adapters),
+        op(text(11), temperature=1.0, seed=1, max_tokens=30),
+        version=version,
+    ).response.sequences[0]
+    ids = text(11) + found.tokens
+    with torch.no_grad():
+        segments = [LoraSegment(0, len(ids), weights)]
+        h_TD = tiny().hidden(
+            torch.tensor(ids),
+            torch.arange(len(ids)),
+            PackedAttention([len(ids)]),
+            adapted_projections(tiny(), segments),
+        )
+        targets = Targets(torch.tensor([*ids[1:], 0]), [1] * len(ids))
+        swept = sweep(h_TD, tiny().unembed_VD, segments, targets)
+    trained = swept.logprobs_M[10:-1].numpy()
+    assert np.abs(trained - found.logprobs_np).max() < TOLERANCE
+
+
 def test_a_version_that_cannot_be_used_fails_its_own_request_only(adapters: LowRank) -> None:
     target = sampler(adapters=adapters)
     good = target.submit(op(text(9), op_id="good"), version="v1")
@@ -171,6 +235,24 @@ def test_weights_that_are_not_finite_fail_their_request_and_leave_nothing_behind
     assert tokens(sample(target, op(text(9), max_tokens=20))) == reference
     whole = sample(target, op(text(40), max_tokens=3))
     assert tokens(whole) == tokens(sample(sampler(), op(text(40), max_tokens=3)))
+
+
+def test_numbers_of_a_neighbour_that_still_runs_are_never_read() -> None:
+    target = sampler(adapters=Diverged(tiny()), pass_tokens=24, max_sequences=8)
+    first = target.submit(op([1, 2], op_id="first"))
+    # Contexts of three and four blocks are attended together; the shorter one is filled up.
+    good = [target.submit(op(text(n, n), op_id=str(n), max_tokens=12)) for n in (9, 14)]
+    target.step()
+    target.step()
+    target.cancel(first)
+    bad = target.submit(op(text(100, 2), op_id="bad"), version="nan")
+    target.step()
+    assert bad.sequences[0].blocks[0] == 0  # where a careless filling would point
+    drive(target)
+    assert bad.error is not None
+    for n, run in zip((9, 14), good, strict=True):
+        alone = sample(sampler(), op(text(n, n), max_tokens=12))
+        assert tokens(answer(run)) == tokens(alone)
 
 
 class OutOfMemory(NoAdapters):

@@ -186,3 +186,13 @@ def test_scoring_without_drawing_ends() -> None:
     assert result.generated_tokens == 0
     assert result.response.prompt_logprobs_np is not None
     assert np.isfinite(result.response.prompt_logprobs_np[1:]).all()
+
+
+def test_what_is_scored_may_come_from_the_cache_after_a_preemption() -> None:
+    target = sampler(pass_tokens=4, max_sequences=4)
+    run = target.submit(op(PROMPT, extra={"prompt_logprobs": True}))
+    seen = [run.sequences[0].reusable]
+    for _ in range(3):
+        target.step()
+        seen.append(run.sequences[0].reusable)
+    assert seen == [0, 4, 8, 12]

@@ -75,15 +75,19 @@ def test_the_order_of_operations_does_not_change_a_bit():
         assert torch.equal(gradient(forth, model_id), gradient(back, model_id))
 
 
-def test_smaller_passes_give_the_same_logprobs_and_nearly_the_same_gradient():
+def test_the_size_of_passes_changes_nothing_but_rounding():
+    # The rows of an adapter's own products are grouped differently: float32 rounding.
     whole, sliced = _made(), _made(max_pass_tokens=16)
     for left, right in zip(run(whole, *_batch()), run(sliced, *_batch()), strict=True):
-        assert left.output.loss_fn_outputs == right.output.loss_fn_outputs
-    # Sums over tokens are grouped differently: float32 rounding.
+        for one, other in zip(
+            left.output.loss_fn_outputs, right.output.loss_fn_outputs, strict=True
+        ):
+            gap = one["logprobs"].to_numpy() - other["logprobs"].to_numpy()
+            assert np.abs(gap).max() < 2e-6
     for model_id in ADAPTERS:
         expected = gradient(whole, model_id)
         gap = (gradient(sliced, model_id) - expected).abs().max() / expected.abs().max()
-        assert gap < 1e-6
+        assert gap < 2e-6
 
 
 def test_gradients_accumulate_over_calls_and_the_step_clears_them():
@@ -159,22 +163,17 @@ class _Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("loss_fn", ["cross_entropy", "ppo"])
 def test_logits_never_exist_whole(loss_fn):
-    rows = 16
+    rows, lengths = 16, (64, 96, 128)
     made = trainer(logits_bytes=4 * rows * CONFIG.vocab_size)
     add(made, "m", 2)
-    sizes = []
-    for length in (32, 64, 128):
-        data = [datum(length, 1, 0, loss_fn)]
+    sizes: list[int] = []
+    for length in lengths:
         with _Largest() as largest:
-            run(made, op("m", data, loss_fn))
+            run(made, op("m", [datum(length, 1, 0, loss_fn)], loss_fn))
         sizes.append(largest.elements)
-        # Activations are T x intermediate at most; whole logits would be T x vocabulary.
-        assert largest.elements < length * CONFIG.vocab_size
-    parameters = len(made.adapters["m"].weights.flat_P)
-    widest = CONFIG.intermediate_size
-    assert sizes == [
-        max(length * widest, rows * CONFIG.vocab_size, parameters) for length in (32, 64, 128)
-    ]
+    # The largest are the MLP's activations. Whole logits would be half as large again.
+    assert sizes == [length * CONFIG.intermediate_size for length in lengths]
+    assert CONFIG.intermediate_size < CONFIG.vocab_size
 
 
 GOOD = {"target_tokens": [1, 2, 3], "weights": [1.0, 1.0, 1.0]}

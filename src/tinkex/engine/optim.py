@@ -6,7 +6,7 @@ Shapes: P all parameters of an adapter.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -90,4 +90,5 @@ def adamw_step(
 
 
 def _norm(flat_P: Tensor) -> float:
-    return float(flat_P.norm(dtype=torch.float64))
+    norm = torch.linalg.vector_norm(flat_P, dtype=torch.float64)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType] -- torch's own stub
+    return float(cast("Tensor", norm))

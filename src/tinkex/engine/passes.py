@@ -79,7 +79,7 @@ def run_pass(room: Room, works: Sequence[Work], slices: Sequence[Slice]) -> None
     targets = _targets(parts, room.device)
     slope_M = _known_slopes(parts) if backward else None
     swept = _sweep(room, h_TD, segments, targets, slope_M)
-    logprobs = swept.logprobs_M.cpu().split([part.targets for part in parts])
+    logprobs = torch.split(swept.logprobs_M.cpu(), [part.targets for part in parts])
     if backward and slope_M is None:
         slope_M = _slopes(parts, logprobs)
         swept = _sweep(room, h_TD, segments, targets, slope_M)
@@ -219,7 +219,7 @@ def _derivative(value: Tensor, p: Tensor) -> Tensor:
         (slope,) = torch.autograd.grad(value, p, allow_unused=True)
     except RuntimeError as error:
         raise InputError(f"has no gradient: {error}", "graph") from error
-    return torch.zeros_like(p) if slope is None else slope
+    return torch.zeros_like(p) if slope is None else slope  # pyright: ignore[reportUnnecessaryComparison] -- allow_unused
 
 
 def _gradients(parts: list[_Part], h_TD: Tensor, swept: Swept) -> list[Tensor | None]:

@@ -29,6 +29,7 @@ _WEYL = (np.uint64(0x9E3779B9), np.uint64(0xBB67AE85))
 _ROUNDS = 10
 # Below this a temperature and its reciprocal are no float32; the draw is greedy long before.
 _COLDEST = 1e-30
+_CANDIDATES = 1024
 
 
 def philox(counter: Sequence[Any], key: Sequence[Any]) -> list[NDArray[np.uint64]]:
@@ -150,18 +151,47 @@ def _filter(scaled_BV: Tensor, draws: Sequence[Draw]) -> Tensor:
 
     Of equally likely tokens at an edge the lower ids stay, on every device.
     """
-    sorted_BV, order_BV = torch.sort(scaled_BV, dim=-1, descending=True, stable=True)
+    size, device = scaled_BV.shape[-1], scaled_BV.device
+    top_k = [min(draw.top_k, size) if draw.top_k > 0 else size for draw in draws]
+    top_k_B1 = torch.tensor([[k] for k in top_k], device=device)
+    top_p_B1 = torch.tensor([[d.top_p] for d in draws], dtype=torch.float64, device=device)
+    # Sorting a whole vocabulary is slow and rarely needed: the likeliest tokens settle it.
+    width = min(size, max(_CANDIDATES, *(k for k in top_k if k < size), 1))
+    kept = _kept(scaled_BV, width, top_k_B1, top_p_B1)
+    if kept is None:
+        kept = _kept(scaled_BV, size, top_k_B1, top_p_B1)
+        assert kept is not None
+    count_B1, edge_B1 = kept
+    # Values are compared, not places in a sorted list, whose order among equals may vary.
+    above_BV = scaled_BV > edge_B1
+    at_edge_BV = scaled_BV == edge_B1
+    room_B1 = count_B1 - above_BV.sum(-1, keepdim=True)
+    stays_BV = above_BV | (at_edge_BV & (at_edge_BV.cumsum(-1) <= room_B1))
+    return scaled_BV.masked_fill(~stays_BV, -torch.inf)
+
+
+def _kept(
+    scaled_BV: Tensor, width: int, top_k_B1: Tensor, top_p_B1: Tensor
+) -> tuple[Tensor, Tensor] | None:
+    """How many tokens stay in each row and the value of the last of them.
+
+    Looks at the `width` likeliest; None when they do not settle it.
+    """
     size = scaled_BV.shape[-1]
-    top_k_B = torch.tensor(
-        [min(d.top_k, size) if d.top_k > 0 else size for d in draws], device=scaled_BV.device
+    sorted_BW = torch.topk(scaled_BV, width, dim=-1).values
+    ranks_W = torch.arange(width, device=scaled_BV.device)
+    weights_BW = sorted_BW.exp().to(torch.float64)
+    in_top_k_BW = ranks_W < top_k_B1
+    total_B1 = torch.where(
+        top_k_B1 < size,
+        (weights_BW * in_top_k_BW).sum(-1, keepdim=True),
+        scaled_BV.exp().sum(-1, keepdim=True, dtype=torch.float64),
     )
-    top_p_B = torch.tensor([d.top_p for d in draws], dtype=torch.float64, device=scaled_BV.device)
-    rank_V = torch.arange(size, device=scaled_BV.device)
-    sorted_BV = sorted_BV.masked_fill(rank_V >= top_k_B[:, None], -torch.inf)
-    weights_BV = sorted_BV.exp().to(torch.float64)
-    before_BV = weights_BV.cumsum(-1) - weights_BV
     # A token stays while the likelier ones have not reached top_p; the likeliest always does.
-    enough_BV = before_BV >= top_p_B[:, None] * weights_BV.sum(-1, keepdim=True)
-    enough_BV[:, 0] = False
-    sorted_BV = sorted_BV.masked_fill(enough_BV, -torch.inf)
-    return torch.empty_like(scaled_BV).scatter_(-1, order_BV, sorted_BV)
+    short_BW = weights_BW.cumsum(-1) - weights_BW < top_p_B1 * total_B1
+    short_BW |= top_p_B1 >= 1
+    short_BW &= in_top_k_BW
+    count_B1 = short_BW.sum(-1, keepdim=True).clamp_(min=1)
+    if width < size and bool(((count_B1 == width) & (top_k_B1 > width)).any()):
+        return None
+    return count_B1, sorted_BW.gather(-1, count_B1 - 1)

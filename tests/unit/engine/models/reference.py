@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import transformers
-from torch import nn
 from torch.nn import functional as F
 
 from tinkex.engine.models.base import base_projections
@@ -71,10 +70,8 @@ def logits(decoder: Decoder, sequences: Sequence[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def reference_logits(model: Any, sequences: Sequence[Tensor]) -> Tensor:
-    """The logits of `transformers`: padding behind a sequence cannot be seen from within it."""
-    padded = nn.utils.rnn.pad_sequence(list(sequences), batch_first=True)
-    rows = model(padded).logits
-    return torch.cat([row[: len(tokens)] for row, tokens in zip(rows, sequences, strict=True)])
+    """The logits of `transformers`, one sequence at a time."""
+    return torch.cat([model(tokens[None]).logits[0] for tokens in sequences])
 
 
 def random_tokens(vocab_size: int, *lengths: int) -> list[Tensor]:

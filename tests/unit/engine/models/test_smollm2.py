@@ -68,6 +68,7 @@ def test_without_the_hub_and_the_package_it_says_what_to_install(monkeypatch: py
 def test_its_logits_equal_those_of_transformers(ours: BaseModel, theirs: Any):
     assert ours.tokenizer is not None
     sequences = [torch.tensor(ours.tokenizer.encode(text)) for text in TEXTS]
+    sequences.append(torch.cat(sequences).repeat(3))
     difference = logits(ours.decoder, sequences) - reference_logits(theirs, sequences)
     # float32 sums in another order, through 30 layers.
     assert difference.abs().max().item() == pytest.approx(0.0, abs=1e-4)

@@ -135,12 +135,10 @@ def test_versions_give_their_own_text_and_their_own_logprobs(adapters: LowRank) 
 def lora(seed: int, **config: Any) -> LoraWeights:
     """A trained-looking adapter: B is no longer zero."""
     weights = initial(tiny().config, LoraConfig(**config), seed)
-    weights.flat_P.add_(torch.randn(weights.flat_P.shape, generator=_generator(seed)) * 0.05)
+    noise_P = torch.randn(weights.flat_P.shape, generator=torch.Generator().manual_seed(seed))
+    # The scale is 32 / rank; without this a small rank would drown the base model.
+    weights.flat_P.add_(noise_P, alpha=0.1 * (weights.lora.rank / 32) ** 0.5)
     return weights
-
-
-def _generator(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 VERSIONS: dict[str, LoraWeights | None] = {

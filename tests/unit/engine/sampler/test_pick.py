@@ -158,6 +158,31 @@ def test_top_k_above_the_vocabulary_keeps_everything() -> None:
     assert found == {0, 1, 2, 3}
 
 
+@pytest.mark.parametrize("flat", [0.05, 5.0])
+@pytest.mark.parametrize(("top_k", "top_p"), [(-1, 0.9), (3000, 1.0), (2000, 0.6), (50, 0.99)])
+def test_large_vocabularies_are_filtered_as_by_sorting_them(
+    flat: float, top_k: int, top_p: float
+) -> None:
+    # With 5.0 few tokens make up top_p, with 0.05 it takes thousands.
+    logits = torch.randn(1, 5000, generator=torch.Generator().manual_seed(0)) * flat
+    logits = (logits * 16).round() / 16  # many are equal
+    p = np.exp(logits[0].double().numpy())
+    order = np.argsort(-p, kind="stable")[: top_k if top_k > 0 else None]
+    before = np.cumsum(p[order]) - p[order]
+    kept = order[before < top_p * p[order].sum()] if top_p < 1 else order
+    grid = np.linspace(0, 1, 20_001)[:-1]
+    draws_ = [Draw(1.0, top_k, top_p, float(u)) for u in grid[:: 20_000 // 40]]
+    found = {int(t) for draw in draws_ for t in pick(logits, [draw])}
+    assert found <= set(kept.tolist())
+    reference = np.zeros_like(p)
+    reference[kept] = p[kept]
+    cumulative = np.cumsum(reference)
+    for draw in draws_:
+        expected = int(np.searchsorted(cumulative, draw.uniform * cumulative[-1], side="right"))
+        # float32 and float64 exponentials may put a boundary on either side of a number.
+        assert abs(kept.size and int(pick(logits, [draw])) - expected) <= 3
+
+
 @pytest.mark.parametrize("u", [0.0, 1.0 - 2.0**-53])
 def test_the_ends_of_the_interval_give_tokens_that_can_be(u: float) -> None:
     impossible = -torch.inf

@@ -6,13 +6,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from tests.unit.engine.training.kit import QWEN, add, datum, op, run, step, trainer
-from tinkex.engine.trainer import Trainer
 from tinkex.errors import RequestFailedError
+
+if TYPE_CHECKING:
+    from tinkex.engine.trainer import Trainer
 
 ROOT = Path(__file__).parents[4]
 

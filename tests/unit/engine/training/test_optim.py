@@ -141,7 +141,9 @@ def test_an_optimizer_that_is_not_there_is_refused_when_the_model_is_made():
         lora=LoraConfig(rank=2),
         optimizer=DimuonOptimizerConfig(),
     )
-    with pytest.raises(RequestFailedError, match="optimizer_config.type: 'dimuon' is not offered"):
+    with pytest.raises(
+        RequestFailedError, match=r"optimizer_config\.type: 'dimuon' is not offered"
+    ):
         trainer().create(spec)
 
 

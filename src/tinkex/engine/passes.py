@@ -264,7 +264,7 @@ def _record(work: Work, logprobs: Tensor, gradient_P: Tensor | None) -> None:
                 "user",
             )
             return
-        if work.gradient_P is not None:
-            gradient_P = work.gradient_P + gradient_P
-        work.gradient_P = gradient_P
+        work.gradient_P = (
+            gradient_P if work.gradient_P is None else work.gradient_P.add_(gradient_P)
+        )
     work.logprobs.append(logprobs)

@@ -62,11 +62,6 @@ class Batcher:
         yield from self._running
         yield from self._waiting
 
-    @property
-    def num_running(self) -> int:
-        """Sequences that hold blocks."""
-        return len(self._running)
-
     def add(self, sequence: TokenSequence) -> None:
         """Take a sequence in; the caller has made sure that it fits into the empty pool."""
         insort(self._waiting, sequence, key=_turn)

@@ -163,10 +163,12 @@ def _filter(scaled_BV: Tensor, draws: Sequence[Draw]) -> Tensor:
         assert kept is not None
     count_B1, edge_B1 = kept
     # Values are compared, not places in a sorted list, whose order among equals may vary.
-    above_BV = scaled_BV > edge_B1
-    at_edge_BV = scaled_BV == edge_B1
-    room_B1 = count_B1 - above_BV.sum(-1, keepdim=True)
-    stays_BV = above_BV | (at_edge_BV & (at_edge_BV.cumsum(-1) <= room_B1))
+    stays_BV = scaled_BV >= edge_B1
+    if bool((stays_BV.sum(-1, keepdim=True) > count_B1).any()):
+        above_BV = scaled_BV > edge_B1
+        room_B1 = count_B1 - above_BV.sum(-1, keepdim=True)
+        at_edge_BV = stays_BV & ~above_BV
+        stays_BV = above_BV | (at_edge_BV & (at_edge_BV.cumsum(-1) <= room_B1))
     return scaled_BV.masked_fill(~stays_BV, -torch.inf)
 
 

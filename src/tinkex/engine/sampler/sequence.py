@@ -1,6 +1,6 @@
 """One sequence while it is sampled: its tokens and how far the cache has them.
 
-The batcher moves `computed` and `blocks`, the sampler appends tokens; nothing else writes
+The batcher moves `computed` and `blocks`, the request appends tokens; nothing else writes
 here. No tensors.
 """
 

@@ -169,18 +169,15 @@ def test_large_vocabularies_are_filtered_as_by_sorting_them(
     p = np.exp(logits[0].double().numpy())
     order = np.argsort(-p, kind="stable")[: top_k if top_k > 0 else None]
     before = np.cumsum(p[order]) - p[order]
-    kept = order[before < top_p * p[order].sum()] if top_p < 1 else order
-    grid = np.linspace(0, 1, 20_001)[:-1]
-    draws_ = [Draw(1.0, top_k, top_p, float(u)) for u in grid[:: 20_000 // 40]]
-    found = {int(t) for draw in draws_ for t in pick(logits, [draw])}
-    assert found <= set(kept.tolist())
-    reference = np.zeros_like(p)
-    reference[kept] = p[kept]
-    cumulative = np.cumsum(reference)
-    for draw in draws_:
-        expected = int(np.searchsorted(cumulative, draw.uniform * cumulative[-1], side="right"))
-        # float32 and float64 exponentials may put a boundary on either side of a number.
-        assert abs(kept.size and int(pick(logits, [draw])) - expected) <= 3
+    kept = np.sort(order[before < top_p * p[order].sum()] if top_p < 1 else order)
+    share = p[kept] / p[kept].sum()
+    # Numbers in the middle of a token's share, which rounding cannot move to its neighbour.
+    middles = np.cumsum(share) - share / 2
+    clear = np.flatnonzero(share > 1e-5)
+    clear = clear[:: max(len(clear) // 300, 1)]
+    rows = [Draw(1.0, top_k, top_p, float(u)) for u in middles[clear]]
+    found = pick(logits.expand(len(rows), -1), rows)
+    assert found.tolist() == kept[clear].tolist()
 
 
 @pytest.mark.parametrize("u", [0.0, 1.0 - 2.0**-53])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,9 +22,11 @@ from tests.unit.engine.sampler.kit import (
     text,
     tokens,
 )
+from tinkex.engine.models.tiny import tiny_decoder
 
 if TYPE_CHECKING:
     from tinkex.engine.base import SampleOp, SampleResult
+    from tinkex.engine.sampler import SampleRun
 
 # Rounding in float32 only. The bits differ because matrix products and attention sum in an
 # order that depends on how many rows a pass has and how far the keys reach.
@@ -111,6 +115,33 @@ def test_requests_that_arrive_while_others_run_change_nothing(
     drive(target)
     for run in runs:
         compare(answer(run), alone[run.op.op_id])
+
+
+@pytest.mark.parametrize("schedule", range(6))
+def test_any_order_of_arrivals_and_cancellations_leaves_the_other_results_alone(
+    schedule: int, alone: dict[str, SampleResult]
+) -> None:
+    chance = random.Random(schedule)
+    target = sampler(
+        cache_tokens=chance.choice([56, 100, 400]),
+        block_size=chance.choice([1, 2, 4]),
+        pass_tokens=chance.choice([6, 16, 64]),
+        max_sequences=chance.choice([2, 6]),
+    )
+    arrivals = [chance.choice(mixed_ops()) for _ in range(15)]
+    runs: list[SampleRun] = []
+    while arrivals or not target.idle:
+        if arrivals and chance.random() < 0.4:
+            runs.append(target.submit(arrivals.pop()))
+        if runs and chance.random() < 0.05:
+            target.cancel(chance.choice(runs))
+        target.step()
+        target.check()
+    kept = [run for run in runs if not run.cancelled]
+    assert len(kept) > 5
+    for run in kept:
+        compare(answer(run), alone[run.op.op_id])
+    assert target.free_tokens == target.cache_tokens
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0, 2.5])
@@ -244,12 +275,13 @@ def test_end_of_text_stops_by_default_and_is_kept() -> None:
 
 
 def test_the_context_ends_a_sequence() -> None:
-    context = 8192
-    target = sampler(cache_tokens=context, block_size=64, pass_tokens=4096)
-    result = sample(target, op(text(context - 3), max_tokens=50)).response.sequences[0]
+    decoder = tiny_decoder()
+    decoder.config = replace(decoder.config, max_context=64)
+    target = sampler(decoder=decoder)
+    result = sample(target, op(text(61), max_tokens=50)).response.sequences[0]
     assert len(result.tokens) == 3
     assert result.stop_reason == "length"
-    full = sample(target, op(text(context), max_tokens=1, extra={"prompt_logprobs": True})).response
+    full = sample(target, op(text(64), max_tokens=1, extra={"prompt_logprobs": True})).response
     assert full.sequences[0].tokens == []
     assert full.prompt_logprobs_np is not None
     assert np.isfinite(full.prompt_logprobs_np[1:]).all()

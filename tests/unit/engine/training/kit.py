@@ -16,7 +16,9 @@ from torch.nn import functional as F
 from tinkex.engine.base import AdapterSpec, OptimOp, TrainOp, TrainResult
 from tinkex.engine.lora import wrap
 from tinkex.engine.models.base import DecoderConfig
+from tinkex.engine.models.families import family
 from tinkex.engine.models.llama import Llama
+from tinkex.engine.models.qwen2 import Qwen2
 from tinkex.engine.models.qwen3 import Qwen3
 from tinkex.engine.trainer import Trainer
 from tinkex.types import AdamOptimizerConfig, AdamParams, Datum, LoraConfig, ModelInput
@@ -51,14 +53,16 @@ CONFIG = DecoderConfig(
 QWEN = replace(
     CONFIG, name="test/qwen", arch=Qwen3.arch, qk_norm=True, tied_embeddings=False, head_dim=16
 )
+QWEN2 = replace(CONFIG, name="test/qwen2", arch=Qwen2.arch, attention_bias=True)
 
 
 def decoder(config: DecoderConfig = CONFIG, dtype: torch.dtype = torch.float32) -> StoredDecoder:
     """A model of random weights, the same ones in every precision."""
-    made = (Qwen3 if config.qk_norm else Llama)(config, dtype=dtype, device=torch.device("cpu"))
+    made = family(config.arch, config.name)(config, dtype=dtype, device=torch.device("cpu"))
     generator = torch.Generator().manual_seed(7)
     for _, slot in made.stored.named():
         noise = torch.randn(slot.shape, generator=generator)
+        # One-dimensional ones are norms and biases.
         slot.copy_(1 + 0.1 * noise if slot.ndim == 1 else noise * (2.0 / slot.shape[-1]) ** 0.5)
     return made
 

@@ -12,6 +12,7 @@ import torch
 from tests.unit.engine.training.kit import (
     CONFIG,
     QWEN,
+    QWEN2,
     Reference,
     add,
     column,
@@ -205,8 +206,9 @@ def test_any_rank_has_the_reference_gradient(rank):
     check("ppo", plain_ppo, [datum(7, 1, 0, "ppo")], rank=rank, tolerance=3e-5)
 
 
-def test_a_model_with_untied_head_and_head_norms_has_the_reference_gradient():
-    check("ppo", plain_ppo, [datum(20, 1, 0, "ppo")], made=trainer(QWEN))
+@pytest.mark.parametrize("config", [QWEN, QWEN2], ids=["untied head, head norms", "biases"])
+def test_every_family_has_the_reference_gradient(config):
+    check("ppo", plain_ppo, [datum(20, 1, 0, "ppo")], made=trainer(config))
 
 
 @pytest.mark.parametrize(

@@ -122,3 +122,36 @@ def test_closing_the_engine_ends_whatever_waits(tmp_path: Path):
             await engine.sample(op)
 
     asyncio.run(scenario())
+
+
+def test_a_snapshot_stays_valid_while_a_sample_uses_it(tmp_path: Path):
+    from tinkex.engine.base import AdapterSpec
+    from tinkex.types import AdamOptimizerConfig, LoraConfig
+
+    async def scenario() -> None:
+        async with LocalEngine([load_model(MODEL)], tmp_path) as engine:
+            await engine.create_adapter(
+                AdapterSpec(
+                    model_id="m",
+                    base_model=MODEL,
+                    lora=LoraConfig(rank=2),
+                    optimizer=AdamOptimizerConfig(),
+                )
+            )
+            await engine.publish("m", "snap")
+            op = SampleOp(
+                op_id="o",
+                weights=Weights(base_model=MODEL, snapshot="snap"),
+                prompt=ModelInput.from_ints([1]),
+                params=SamplingParams(max_tokens=50, stop=[], seed=1),
+                sequence_ids=["s"],
+            )
+            heard = asyncio.Event()
+            running = asyncio.ensure_future(engine.sample(op, lambda *_: heard.set()))
+            await heard.wait()
+            await engine.drop_snapshot("snap")
+            assert (await running).generated_tokens == 50
+            with pytest.raises(RequestFailedError, match="not published"):
+                await engine.sample(op)
+
+    asyncio.run(scenario())

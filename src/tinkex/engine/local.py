@@ -24,10 +24,14 @@ from tinkex.engine import checkpoints
 from tinkex.engine.base import ModelSpec
 from tinkex.engine.lora import wrap
 from tinkex.engine.peft import export_peft
-from tinkex.engine.sampler.runner import cache_bytes_per_token
-from tinkex.engine.sampler.sampler import BASE, Sampler, SamplerSettings
+from tinkex.engine.sampler import (
+    BASE,
+    LoraAdapters,
+    Sampler,
+    SamplerSettings,
+    cache_bytes_per_token,
+)
 from tinkex.engine.trainer import Trainer
-from tinkex.engine.versions import Versions
 from tinkex.errors import ClosedError, InputError, RequestFailedError
 
 if TYPE_CHECKING:
@@ -46,6 +50,7 @@ if TYPE_CHECKING:
         TrainResult,
         Weights,
     )
+    from tinkex.engine.lora import LoraWeights
     from tinkex.engine.models.loader import BaseModel
     from tinkex.engine.sampler.request import SampleRun
 
@@ -82,14 +87,21 @@ class _Served:
         self.trainer = Trainer(
             decoder, weight.device, weight.dtype, max_pass_tokens=settings.max_pass_tokens
         )
-        self.versions = Versions(decoder)
+        # Mutable state: weights by version, which keeps them for good, and versions to forget
+        # as soon as no sample uses them.
+        self.versions: dict[str, LoraWeights] = {}
+        self.unwanted: set[str] = set()
         tokens = settings.cache_bytes // cache_bytes_per_token(config, weight.dtype)
         self.sampler = Sampler(
             decoder,
             SamplerSettings(cache_tokens=tokens, max_sequences=settings.max_sequences),
-            adapters=self.versions,
+            adapters=LoraAdapters(decoder, self.weights_of),
             decode=None if model.tokenizer is None else model.tokenizer.decode,
         )
+
+    def weights_of(self, version: str) -> LoraWeights | None:
+        """The weights of a version; None for the base model."""
+        return None if version == BASE else self.versions[version]
 
     def path(self, location: str) -> Path:
         """Where a saved adapter lies; a location is a name, never a path of its own."""
@@ -202,7 +214,7 @@ class LocalEngine:
 
         def publish() -> None:
             served = self._home(model_id)
-            served.versions.add(snapshot, served.trainer.snapshot(model_id).weights)
+            served.versions[snapshot] = served.trainer.snapshot(model_id).weights
             self._homes[snapshot] = served
 
         await self._do(publish)
@@ -213,7 +225,8 @@ class LocalEngine:
         def drop() -> None:
             served = self._homes.pop(snapshot, None)
             if served is not None:
-                served.versions.drop(snapshot)
+                served.unwanted.add(snapshot)
+                self._forget(served)
 
         await self._do(drop)
 
@@ -246,16 +259,17 @@ class LocalEngine:
 
     def _version(self, served: _Served, weights: Weights) -> str:
         if weights.snapshot is not None:
-            if weights.snapshot not in served.versions:
+            if weights.snapshot not in served.versions.keys() - served.unwanted:
                 raise _user(f"snapshot {weights.snapshot!r} is not published")
             return weights.snapshot
         if weights.location is None:
             return BASE
         version = f"saved:{weights.location}"
-        if version not in served.versions:
+        if version not in served.versions.keys() - served.unwanted:
             state = checkpoints.load(self._saved(weights.location)[1], served.config)
             flat_P = state.weights.flat_P.to(served.device)
-            served.versions.add(version, wrap(served.config, state.weights.lora, flat_P))
+            served.versions[version] = wrap(served.config, state.weights.lora, flat_P)
+            served.unwanted.discard(version)
         return version
 
     # -- what was saved -----------------------------------------------------------------------
@@ -275,7 +289,8 @@ class LocalEngine:
         def delete() -> None:
             for served in self._served.values():
                 served.path(location).unlink(missing_ok=True)
-                served.versions.drop(f"saved:{location}")
+                served.unwanted.add(f"saved:{location}")
+                self._forget(served)
 
         await self._do(delete)
 
@@ -360,11 +375,19 @@ class LocalEngine:
     def _sampling(self) -> bool:
         return any(not served.sampler.idle for served in self._served.values())
 
+    def _forget(self, served: _Served) -> None:
+        """Let go of unwanted versions that no sample uses any more."""
+        for version in served.unwanted - {run.version for run in self._waiting}:
+            served.versions.pop(version, None)
+            served.unwanted.discard(version)
+
     def _step(self, served: _Served) -> None:
         for run in served.sampler.step():
             tell = self._waiting.pop(run, None)
             if tell is not None:
                 tell(run)
+        if served.unwanted:
+            self._forget(served)
 
     async def close(self) -> None:
         """End the thread after what it is doing now; whoever still waits gets a `ClosedError`."""
@@ -395,7 +418,11 @@ def _relay(loop: asyncio.AbstractEventLoop, on_token: OnToken | None) -> OnToken
     """`on_token` on the loop of whoever gave it."""
     if on_token is None:
         return None
-    return lambda *token: _hop(loop, lambda: on_token(*token))
+
+    def relay(sample: int, token: int, logprob: float) -> None:
+        _hop(loop, lambda: on_token(sample, token, logprob))
+
+    return relay
 
 
 def _settle(answer: asyncio.Future[Any], outcome: object) -> None:

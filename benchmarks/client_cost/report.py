@@ -83,7 +83,9 @@ class Row:
         text = f"{middle:#.3g}".rstrip(".") if middle < 1000 else f"{middle:.0f}"
         parts = [text, self.unit]
         if len(values) > 1 and middle:
-            parts.append(f"±{(max(values) - min(values)) / 2 / middle:.0%}")
+            spread = (max(values) - min(values)) / 2 / middle
+            # Next to nothing can vary by many times itself; the digits would say nothing.
+            parts.append(f"±{spread:.0%}" if spread < 1 else "±>99%")
         return " ".join(part for part in parts if part)
 
     def as_json(self) -> dict[str, object]:
@@ -122,7 +124,7 @@ def table(rows: Sequence[Row]) -> str:
                     row.title,
                     row.cell("official"),
                     row.cell("tinkex"),
-                    "" if ratio is None else f"{ratio:.2f}",
+                    "" if ratio is None else f"{ratio:.2f}" if ratio < 100 else ">100",
                     str(row.bar) if row.bar else "",
                     verdicts[row.passed()],
                 )

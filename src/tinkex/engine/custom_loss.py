@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tinkex.engine.custom_loss_arguments import Values, decode_argument
 from tinkex.engine.custom_loss_tables import (
     ATTRIBUTES,
-    DTYPES,
     FUNCTIONS,
     MATH,
     METHODS,
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from tinkex.types import CustomLossGraph, CustomLossInput, CustomLossNode, Datum
 
 MAX_NODES: Final = 1000
-MAX_DEPTH: Final = 8
-"""How deep lists, tuples and dicts may be nested in an argument."""
 MAX_ELEMENTS: Final = 2**24
 """How large one value may become while a graph is evaluated."""
 MAX_TOTAL: Final = 2**28
@@ -44,9 +42,6 @@ MAX_TOTAL: Final = 2**28
 _MAX_INPUTS: Final = 16
 _NAME: Final = re.compile(r"[a-z_][a-z0-9_]{0,63}")
 _METRIC: Final = re.compile(r"custom/[a-z0-9_./-]{1,64}:(sum|mean)")
-
-Values = dict[Any, Any]
-"""Results of nodes by name; inputs under `("input", name)`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +131,8 @@ def _compile(
 ) -> Callable[[Values], Any]:
     if node.op == "placeholder":
         return _placeholder(node, declared, path)
-    arguments = [_argument(value, names, f"{path}.args") for value in node.args]
-    options = {key: _argument(v, names, f"{path}.kwargs") for key, v in node.kwargs.items()}
+    arguments = [decode_argument(value, names, f"{path}.args") for value in node.args]
+    options = {key: decode_argument(v, names, f"{path}.kwargs") for key, v in node.kwargs.items()}
     if "out" in options:
         raise InputError("results cannot be written into a tensor", f'{path}.kwargs["out"]')
     function = _callee(node, path)
@@ -297,78 +292,6 @@ def _elements(step: _Step, value: Any) -> int:
 
 
 _TOO_LARGE: Final = f"a value of a loss may have {MAX_ELEMENTS}"
-
-
-# Arguments: plain JSON, or an object with one member that names its kind.
-
-
-def _argument(value: Any, names: set[str], path: str, depth: int = 0) -> Callable[[Values], Any]:
-    if depth > MAX_DEPTH:
-        raise InputError("is nested too deeply", path)
-    if value is None or isinstance(value, bool | float | str):
-        return lambda results: value
-    if isinstance(value, int):
-        if abs(value) >= 2**63:
-            raise InputError("the number does not fit into 64 bits", path)
-        return lambda results: value
-    if isinstance(value, list):
-        return _sequence(cast("list[Any]", value), list, names, path, depth)
-    if isinstance(value, dict) and len(cast("dict[Any, Any]", value)) == 1:
-        ((kind, content),) = cast("dict[str, Any]", value).items()
-        return _wrapped(kind, content, names, path, depth)
-    raise InputError("expected a JSON value or an object with one member", path)
-
-
-def _wrapped(
-    kind: str, content: Any, names: set[str], path: str, depth: int
-) -> Callable[[Values], Any]:
-    if kind == "ref":
-        if not isinstance(content, str) or content not in names:
-            raise InputError(f"refers to {str(content)[:80]!r}, which is no earlier node", path)
-        return lambda results: results[content]
-    if kind == "tuple" and isinstance(content, list):
-        return _sequence(cast("list[Any]", content), tuple, names, path, depth)
-    if kind == "slice" and isinstance(content, list) and len(cast("list[Any]", content)) == 3:
-        edges = _sequence(cast("list[Any]", content), list, names, path, depth)
-        return lambda results: slice(*edges(results))
-    constant = _constant(kind, content)
-    if constant is _UNKNOWN:
-        raise InputError(f"an argument of kind {str(kind)[:80]!r} cannot be read", path)
-    return lambda results: constant
-
-
-_UNKNOWN: Final = object()
-
-
-def _constant(kind: str, content: Any) -> Any:
-    text = content if isinstance(content, str) else ""
-    match kind:
-        case "ellipsis":
-            return ...
-        case "float" if text in ("inf", "-inf", "nan"):
-            return float(text)
-        case "dtype":
-            return DTYPES.get(text, _UNKNOWN)
-        case "device":
-            # Losses are evaluated in one place; a graph cannot choose another.
-            return torch.device("cpu")
-        case "layout" if text == "strided":
-            return torch.strided
-        case "memory_format" if text in ("contiguous_format", "preserve_format"):
-            return torch.contiguous_format if text == "contiguous_format" else torch.preserve_format
-        case _:
-            return _UNKNOWN
-
-
-def _sequence(
-    items: list[Any],
-    kind: type[list[Any] | tuple[Any, ...]],
-    names: set[str],
-    path: str,
-    depth: int,
-) -> Callable[[Values], Any]:
-    parts = [_argument(item, names, path, depth + 1) for item in items]
-    return lambda results: kind(part(results) for part in parts)
 
 
 def _output(node: CustomLossNode, names: set[str], path: str) -> tuple[str, dict[str, str]]:

@@ -195,6 +195,9 @@ def _loss_inputs(
         elif key not in KEY_DTYPES:
             # What another loss reads may stay in the datum; a name nobody knows is a mistake.
             raise InputError(_no_such_input(name, key, known), place)
+    if "weights" in loss.inputs and "weights" not in values:
+        # Without weights every target counts once, as the plain loss has it.
+        values["weights"] = np.ones(shape, np.float32)
     for key in loss.inputs:
         if key not in values:
             raise InputError(f"is missing; {name} needs it", f'{path}.loss_fn_inputs["{key}"]')

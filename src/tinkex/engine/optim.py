@@ -5,6 +5,7 @@ Shapes: P all parameters of an adapter.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
@@ -75,10 +76,15 @@ def adamw_step(
         gradient_P = gradient_P * (params.grad_clip_norm / norm)
     step = moments.step + 1
     first_P = torch.lerp(moments.first_P, gradient_P, 1 - params.beta1)
-    second_P = torch.lerp(moments.second_P, gradient_P.square(), 1 - params.beta2)
-    scale_P = (second_P / (1 - params.beta2**step)).sqrt_().add_(params.eps)
-    update_P = (first_P / (1 - params.beta1**step)).div_(scale_P)
-    update_P.add_(flat_P, alpha=params.weight_decay).mul_(params.learning_rate)
+    second_P = moments.second_P * params.beta2
+    second_P.addcmul_(gradient_P, gradient_P, value=1 - params.beta2)
+    # Large vectors: few passes over them, and both bias corrections in one factor.
+    correction = math.sqrt(1 - params.beta2**step)
+    scale_P = second_P.sqrt().add_(params.eps * correction)
+    update_P = torch.div(first_P, scale_P, out=scale_P)
+    update_P.mul_(params.learning_rate * correction / (1 - params.beta1**step))
+    if params.weight_decay:
+        update_P.add_(flat_P, alpha=params.learning_rate * params.weight_decay)
     metrics = {
         "grad_norm": norm,
         "grad_norm_clipped": _norm(gradient_P) if clipped else norm,
@@ -90,5 +96,11 @@ def adamw_step(
 
 
 def _norm(flat_P: Tensor) -> float:
-    norm = torch.linalg.vector_norm(flat_P, dtype=torch.float64)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType] -- torch's own stub
-    return float(cast("Tensor", norm))
+    """Block by block: float32 loses digits over millions of terms."""
+    blocks = [_block_norm(part) for part in torch.split(flat_P, 2**16)]
+    return float(_block_norm(torch.stack(blocks).double()))
+
+
+def _block_norm(part: Tensor) -> Tensor:
+    norm = torch.linalg.vector_norm(part)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType] -- torch's own stub
+    return cast("Tensor", norm)

@@ -13,6 +13,7 @@ Shapes: T tokens of a pass, D hidden, M targets, P all parameters of an adapter.
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
@@ -22,7 +23,7 @@ from tinkex.clock import SystemClock
 from tinkex.engine import checkpoints
 from tinkex.engine.base import OptimResult, TrainResult
 from tinkex.engine.examples import check_op
-from tinkex.engine.lora import LOGITS_BYTES, check_lora, initial, parameter_count, seed_of, wrap
+from tinkex.engine.lora import LOGITS_BYTES, check_lora, initial, seed_of, wrap
 from tinkex.engine.optim import (
     Moments,
     adamw_step,
@@ -273,7 +274,7 @@ class Trainer:
         if gradient_P is None:
             gradient_P = torch.zeros_like(weights.flat_P)
         flat_P, moments, metrics = adamw_step(weights.flat_P, gradient_P, adapter.moments, params)
-        if not bool(flat_P.isfinite().all()):
+        if not all(math.isfinite(value) for value in metrics.values()):
             return _user("the step would make weights that are not finite", op.op_id)
         self._adapters[op.model_id] = Adapter(
             weights=wrap(self._config, weights.lora, flat_P),
@@ -287,11 +288,6 @@ class Trainer:
         if adapter is None:
             raise _user(f"model {model_id!r} is not loaded", op_id)
         return adapter
-
-
-def adapter_bytes(decoder: Decoder, spec: AdapterSpec) -> int:
-    """Device memory of one adapter while it trains: weights, gradient and two moments."""
-    return 4 * 4 * parameter_count(decoder.config, spec.lora)
 
 
 def _user(message: str, request_id: str | None = None) -> RequestFailedError:

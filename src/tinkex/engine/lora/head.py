@@ -144,15 +144,18 @@ class _Sweep:
             h_CD = F.pad(h_CD, (0, 0, 0, MIN_ROWS - rows))
         logits_CV = logits(h_CD, self._unembed_VD)
         inner = {piece: self._adapt(piece, logits_CV, start) for piece in chunk}
-        log_total_C = logits_CV.logsumexp(1)
         ids_CK, slope_CK, place_M = self._chosen(start, stop, len(logits_CV))
-        chosen_CK = logits_CV.gather(1, ids_CK) - log_total_C[:, None]
+        chosen_CK = logits_CV.gather(1, ids_CK)
+        # From here on the logits' memory holds exp(logit - largest), then the slopes.
+        largest_C1 = logits_CV.amax(1, keepdim=True)
+        total_C1 = logits_CV.sub_(largest_C1).exp_().sum(1, keepdim=True)
+        chosen_CK -= largest_C1 + total_C1.log()
         self.found.append(chosen_CK.flatten()[place_M].float())
         if slope_CK is None or self.dh_TD is None:
             return
-        # The slope by the logits, in their own memory: each target up, the softmax down.
-        down_C1 = slope_CK.sum(1, keepdim=True).neg_()
-        dlogits_CV = logits_CV.sub_(log_total_C[:, None]).exp_().mul_(down_C1)
+        # The slope by the logits: each target up, the softmax down.
+        down_C1 = slope_CK.sum(1, keepdim=True).neg_().div_(total_C1)
+        dlogits_CV = logits_CV.mul_(down_C1)
         dlogits_CV.scatter_add_(1, ids_CK, slope_CK)
         dh_CD = dlogits_CV.to(h_CD.dtype) @ self._unembed_VD
         self.dh_TD[start:stop] = dh_CD[:rows]

@@ -57,10 +57,6 @@ class LoraWeights:
         for target in targets(self.config, self.lora):
             yield target, self.pairs[target.layer, target.matrix]
 
-    def copy(self) -> LoraWeights:
-        """The same values in memory of their own."""
-        return wrap(self.config, self.lora, self.flat_P.detach().clone())
-
     def leaves(self) -> LoraWeights:
         """The same memory as fresh autograd leaves, one per factor.
 
@@ -72,10 +68,6 @@ class LoraWeights:
             for key, pair in self.pairs.items()
         }
         return LoraWeights(self.config, self.lora, self.flat_P, pairs)
-
-    def factors(self) -> list[Tensor]:
-        """All factors in memory order."""
-        return [factor for _, pair in self.named() for factor in pair]
 
 
 def wrap(config: DecoderConfig, lora: LoraConfig, flat_P: Tensor) -> LoraWeights:

@@ -200,7 +200,6 @@ def _bad(ids=(1, 2, 3), loss_fn="cross_entropy", config=None, **inputs):
         ),
         (_bad(target_tokens=np.zeros((3, 0), int)), "must be [3] or [3, K]"),
         (_bad(target_tokens=np.zeros((3, 1, 1), int)), "must be [3] or [3, K]"),
-        (_bad(weights=None), 'data[1].loss_fn_inputs["weights"]: is missing'),
         (_bad(weights=[1.0, 1.0]), 'data[1].loss_fn_inputs["weights"]: has shape [2]'),
         (
             _bad(weights=[1.0, math.nan, 1.0]),
@@ -311,3 +310,14 @@ def test_metrics_fold_by_their_names():
     assert all(name.count(":") == 1 for name in metrics)
     assert {name.split(":")[1] for name in metrics} <= {"sum", "mean", "min", "max"}
     assert metrics["ratio:min"] <= metrics["ratio:max"]
+
+
+def test_without_weights_every_target_counts_once():
+    made = trainer()
+    add(made, "m")
+    whole = datum(5)
+    targets = whole.loss_fn_inputs["target_tokens"]
+    bare = Datum(whole.model_input, {"target_tokens": targets})
+    ones = Datum(whole.model_input, {"target_tokens": targets, "weights": [1.0] * 5})
+    first, second = run(made, op("m", [bare], backward=False), op("m", [ones], backward=False))
+    assert first.output == second.output

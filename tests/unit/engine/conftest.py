@@ -1,3 +1,5 @@
+"""One torch thread: tests run side by side, and threads that wait for a core only spin."""
+
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
@@ -9,9 +11,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-@pytest.fixture(autouse=True, scope="module")
+@pytest.fixture(autouse=True, scope="session")
 def one_thread() -> Iterator[None]:
-    """The model is too small for a second thread, which on a busy machine only spins."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -112,15 +112,17 @@ class CompletionFeed:
                     last_life, failures = self._clock.now(), 0
                     self._send_scout()
                 except TinkerError as error:
+                    silent_s = self._clock.now() - last_life
                     decision = decide(
                         outcome_of(error),
                         "poll",
-                        Progress(failures, self._clock.now() - last_life),
+                        Progress(failures, silent_s),
                         Limits(self._silence_s),
                         jitter=random.random(),
                         wall=self._clock.wall(),
                     )
-                    if decision.wait_s is None:
+                    # Also out of a 402 pause: those who wait then sit it out by themselves.
+                    if decision.wait_s is None or silent_s >= self._silence_s:
                         self._give_up(error)
                         return
                     failures += 1

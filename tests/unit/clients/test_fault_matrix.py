@@ -7,6 +7,7 @@ time; and once the fault is gone, the same client must work again.
 
 from __future__ import annotations
 
+import datetime as dt
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,13 +15,23 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.unit.clients.world import MODEL, World, datum
-from tinkex import AdamParams, ModelInput, RestClient, SamplingParams, TinkerError
+from tinkex import (
+    AdamParams,
+    AdminClient,
+    ExperimentalWarning,
+    ModelInput,
+    RestClient,
+    SamplingClient,
+    SamplingParams,
+    TinkerError,
+)
 from tinkex.testing import faults
+from tinkex.types import SessionSearchRequest
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
 
-    from tinkex import SamplingClient, ServiceClient, TrainingClient
+    from tinkex import ServiceClient, TrainingClient
 
 PROMPT = ModelInput.from_ints([1, 2, 3])
 PARAMS = SamplingParams(max_tokens=3, seed=1)
@@ -65,7 +76,12 @@ FAULTS: dict[str, Callable[[], Any]] = {
 
 # Calls that need no client, only a fresh service.
 FIRST_CALLS: dict[str, tuple[str, ...]] = {
-    "capabilities": ("client_config", "client_dynamic_config", "get_server_capabilities"),
+    "capabilities": (
+        "client_config",
+        "auth_token",
+        "client_dynamic_config",
+        "get_server_capabilities",
+    ),
     "create model": ("create_session", "create_model", "retrieve_future"),
     "create sampler": ("create_sampling_session",),
 }
@@ -105,7 +121,7 @@ CALLS: dict[str, tuple[tuple[str, ...], Callable[[Cast], Awaitable[Any]]]] = {
         lambda cast: cast.service.create_training_client_from_state_async(PATH),
     ),
     "sample": (
-        ("asample", "retrieve_future", "retrieve_futures"),
+        ("asample", "retrieve_future"),
         lambda cast: cast.sampler.sample(PROMPT, 1, PARAMS),
     ),
     "compute_logprobs": (
@@ -161,6 +177,62 @@ CALLS: dict[str, tuple[tuple[str, ...], Callable[[Cast], Awaitable[Any]]]] = {
     ),
 }
 
+
+def _search(cast: Cast) -> Awaitable[Any]:
+    with pytest.warns(ExperimentalWarning):
+        return cast.rest.search_sessions(SessionSearchRequest())
+
+
+def _custom_loss(cast: Cast) -> Awaitable[Any]:
+    def loss(logprobs: Any) -> Any:
+        return -logprobs.sum(), {}
+
+    # A loss can be uploaded once in a session, and each fault gets a try.
+    cast.service.holder.custom_losses.clear()
+    return cast.service.create_custom_loss(loss, {"logprobs": 1})
+
+
+async def _first_sample(cast: Cast) -> Any:
+    # A sampler whose feed has failed for good polls alone from then on, so each try has its own.
+    sampler = await cast.service.create_sampling_client_async(base_model=MODEL)
+    return await sampler.sample(PROMPT, 1, PARAMS)
+
+
+HOUR = dt.datetime(2026, 1, 1, tzinfo=dt.UTC)
+CALLS |= {
+    "first sample": (("create_sampling_session", "retrieve_futures"), _first_sample),
+    "search": (("search_sessions",), _search),
+    "custom loss": (("create_custom_loss", "retrieve_future"), _custom_loss),
+    "sample by a copy": (
+        ("join_sampling_session",),
+        lambda cast: SamplingClient.from_sampler_handle(cast.sampler.get_sampler_handle()).sample(
+            PROMPT, 1, PARAMS
+        ),
+    ),
+    "archive": (
+        ("get_checkpoint_archive",),
+        lambda cast: cast.rest.get_checkpoint_archive_url_from_tinker_path(PATH),
+    ),
+    "audit": (("get_audit_log",), lambda cast: AdminClient(cast.service.holder).get_audit_log()),
+    "usage": (
+        ("get_billing_usage",),
+        lambda cast: AdminClient(cast.service.holder).get_billing_usage(
+            HOUR, HOUR + dt.timedelta(hours=1)
+        ),
+    ),
+    "storage": (
+        ("get_checkpoint_storage_usage",),
+        lambda cast: AdminClient(cast.service.holder).get_current_checkpoint_storage_usage(),
+    ),
+}
+# What the server must offer for a call or a route to be used at all.
+FLAGS: dict[str, dict[str, bool]] = {
+    "auth_token": {"pjwt_auth_enabled": True},
+    "retrieve_futures": {"sample_use_retrieve_futures": True},
+    "custom loss": {"custom_loss_server_side": True},
+    "join_sampling_session": {"sample_join_sampling_session": True},
+}
+
 # Background traffic that must never reach a caller, whatever becomes of it.
 BACKGROUND = ("session_heartbeat", "client_dynamic_config", "cancel_future", "telemetry")
 
@@ -214,13 +286,15 @@ def during(fault: str) -> Iterator[None]:
     ("call", "route"), [(call, route) for call, (routes, _) in CALLS.items() for route in routes]
 )
 def test_a_call_ends_and_the_client_goes_on(call: str, route: str):
-    flags = {"sample_use_retrieve_futures": route == "retrieve_futures"}
+    flags = FLAGS.get(call, {}) | FLAGS.get(route, {})
 
     async def scenario(world: World) -> None:
         cast = await _cast(world)
         for fault in each_fault(world, route):
             with during(fault):
+                struck = len(world.server.faults.fired)
                 await _ends(world, CALLS[call][1](cast))
+                assert len(world.server.faults.fired) > struck, f"{route} was not called"
                 world.server.faults.clear()
                 # B3, S25: whatever happened, the next operations have their turn.
                 await cast.training.optim_step(AdamParams())
@@ -247,12 +321,14 @@ def test_a_first_call_ends_and_may_be_made_again(call: str, route: str):
         for fault in each_fault(world, route):
             service = world.service()
             with during(fault):
+                struck = len(world.server.faults.fired)
                 await _ends(world, calls[call](service))
+                assert len(world.server.faults.fired) > struck, f"{route} was not called"
                 world.server.faults.clear()
                 await calls[call](service)
                 await service.close_async()
 
-    World(total_deadline_s=3000.0).run(scenario)
+    World(FLAGS.get(route), total_deadline_s=3000.0).run(scenario)
 
 
 @pytest.mark.parametrize("route", BACKGROUND)

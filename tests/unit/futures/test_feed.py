@@ -85,3 +85,10 @@ def test_when_the_feed_fails_for_good_everybody_goes_on_alone(stage: Stage, answ
 
     assert stage.run(work) == (None, None, None)
     assert stage.clock.now() < 120
+
+
+@pytest.mark.req("S22")
+def test_an_account_that_cannot_pay_does_not_hold_the_feed_for_ever(stage: Stage):
+    made = feed(stage, reply({}, 402))
+    assert stage.run(lambda: made.finished("a")) is None
+    assert stage.clock.now() < 120

@@ -174,8 +174,7 @@ def given(value: T | None, field: str, answer: str) -> T:
 
 
 def _total(results: list[Result]) -> Result:
-    """The times of several results, added up; unknown when none is known."""
-
+    """The longest queue time and all device time of several results; None when not known."""
     queue = [result.queue_s for result in results if result.queue_s is not None]
     device = [result.device_s for result in results if result.device_s is not None]
     return Result(None, max(queue, default=None), sum(device) if device else None)

@@ -14,6 +14,7 @@ import logging
 import os
 import threading
 import weakref
+from abc import ABC, abstractmethod
 from collections import deque
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -138,12 +139,39 @@ class _Duties:
             await asyncio.wait(others)
 
 
-class LoopThread:
+class _Dutiful(ABC):
+    """What both portals do alike."""
+
+    def __init__(self) -> None:
+        self._duties = _Duties()
+
+    @abstractmethod
+    def post(self, action: Callable[[], object]) -> None: ...
+
+    def spawn(
+        self, work: Coroutine[Any, Any, None], context: contextvars.Context | None = None
+    ) -> asyncio.Task[None]:
+        return self._duties.spawn(work, context)
+
+    def release(self, promise: Promise[Any], *, cancelled: bool) -> None:
+        task = self._duties.release(promise)
+        if cancelled and task is not None:
+            with contextlib.suppress(ClosedError):
+                self.post(task.cancel)
+
+    def alive(self) -> bool:
+        return self._duties.gone is None
+
+    async def end_work(self, error: ClosedError, *, keep: Promise[Any]) -> None:
+        await self._duties.end_work(error, keep)
+
+
+class LoopThread(_Dutiful):
     """One event loop in a daemon thread, started by the first post."""
 
     def __init__(self, name: str = "tinkex") -> None:
+        super().__init__()
         self._name = name
-        self._duties = _Duties()
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -164,11 +192,6 @@ class LoopThread:
             except RuntimeError:
                 raise self._duties.gone or ClosedError("the client's loop has ended") from None
 
-    def spawn(
-        self, work: Coroutine[Any, Any, None], context: contextvars.Context | None = None
-    ) -> asyncio.Task[None]:
-        return self._duties.spawn(work, context)
-
     def adopt(self, promise: Promise[Any]) -> None:
         promise.standing.loop_thread = self._thread.ident if self._thread else None
         promise.keeper = self
@@ -176,23 +199,11 @@ class LoopThread:
         if self._duties.gone is not None:
             self._duties.settle(self._duties.gone)
 
-    def release(self, promise: Promise[Any], *, cancelled: bool) -> None:
-        task = self._duties.release(promise)
-        if cancelled and task is not None:
-            with contextlib.suppress(ClosedError):
-                self.post(task.cancel)
-
     def on_loop(self) -> bool:
         return self._thread is not None and self._thread.ident == threading.get_ident()
 
-    def alive(self) -> bool:
-        return self._duties.gone is None
-
     def started(self) -> bool:
         return self._thread is not None
-
-    async def end_work(self, error: ClosedError, *, keep: Promise[Any]) -> None:
-        await self._duties.end_work(error, keep)
 
     def stop(self) -> None:
         loop = asyncio.get_running_loop()
@@ -237,11 +248,11 @@ class LoopThread:
         self._duties.owed.clear()
 
 
-class CurrentLoop:
+class CurrentLoop(_Dutiful):
     """Runs a client's work on the loop that is running when it is made; async calls only."""
 
     def __init__(self) -> None:
-        self._duties = _Duties()
+        super().__init__()
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
 
@@ -258,33 +269,16 @@ class CurrentLoop:
         except RuntimeError:
             raise ClosedError("the client's loop has ended") from None
 
-    def spawn(
-        self, work: Coroutine[Any, Any, None], context: contextvars.Context | None = None
-    ) -> asyncio.Task[None]:
-        return self._duties.spawn(work, context)
-
     def adopt(self, promise: Promise[Any]) -> None:
         promise.standing.loop_thread = self._thread
         promise.keeper = self
         self._duties.owed.add(promise)
 
-    def release(self, promise: Promise[Any], *, cancelled: bool) -> None:
-        task = self._duties.release(promise)
-        if cancelled and task is not None:
-            with contextlib.suppress(ClosedError):
-                self.post(task.cancel)
-
     def on_loop(self) -> bool:
         return threading.get_ident() == self._thread
 
-    def alive(self) -> bool:
-        return self._duties.gone is None
-
     def started(self) -> bool:
         return True
-
-    async def end_work(self, error: ClosedError, *, keep: Promise[Any]) -> None:
-        await self._duties.end_work(error, keep)
 
     def stop(self) -> None:
         """Nothing to do: the loop belongs to the caller."""

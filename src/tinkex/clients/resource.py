@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from tinkex.clients.arguments import given_text, one_of, whole_number
 from tinkex.clients.connection import Connection
-from tinkex.clients.operations import Operations
+from tinkex.clients.operations import Operations, awaited
 from tinkex.errors import ClosedError, InputError
 from tinkex.types import ParsedCheckpointTinkerPath
 
@@ -112,9 +112,7 @@ class ResourceClient:
         promise.finish(None)
         return promise.future
 
-    async def close_async(self) -> None:
-        """As `close`, awaiting the end."""
-        await self.close()
+    close_async = awaited(close)
 
     def __enter__(self) -> Self:
         if self._closing is not None:

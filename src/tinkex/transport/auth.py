@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import msgspec
 
@@ -42,14 +42,6 @@ _HELP = (
     "set TINKER_API_KEY (or pass api_key=), set TINKER_CREDENTIAL_CMD to a command that prints a "
     "credential, or store a key with `tinkex auth login`"
 )
-
-
-class Auth(Protocol):
-    """Where the value of the credential header comes from."""
-
-    async def header_value(self, raw: bool = False) -> str:
-        """The credential of the next request; `raw` skips the exchange for a token."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

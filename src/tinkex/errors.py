@@ -27,6 +27,7 @@
     │   └── ForkedError                     the client belongs to the parent process
     ├── TokenizerError      (RuntimeError)  the model's tokenizer cannot be had here
     ├── ModelError          (RuntimeError)  a base model's files cannot be used
+    ├── EngineDiedError     (RuntimeError)  the engine's process ended while work was waiting
     └── ResultError         (RuntimeError)  the server's answer breaks the protocol
 
 All of them pickle, and none ever holds a credential: `request` and `response` are small
@@ -280,6 +281,13 @@ class ModelError(TinkerError, RuntimeError):
     """A base model's files cannot be used; the message names the file and the tensor."""
 
     code = "model"
+
+
+class EngineDiedError(TinkerError, RuntimeError):
+    """The engine's process has ended; the message says how. What it held in memory is lost."""
+
+    code = "engine_died"
+    retryable = True
 
 
 class ResultError(TinkerError, RuntimeError):

@@ -34,6 +34,7 @@ TINKEX = [
     "DimuonParams",
     "DmelChunk",
     "EncodedTextChunk",
+    "EngineDiedError",
     "ExperimentalWarning",
     "ForkedError",
     "ForwardBackwardOutput",

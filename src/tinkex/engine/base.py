@@ -2,7 +2,8 @@
 
 An engine owns weights, optimizer state, snapshots and caches. It knows no HTTP, no
 sessions and no owners; the server hands it operations in the right order per model.
-A local process, a cluster and `tinkex.testing.FakeEngine` implement `Engine`.
+`LocalEngine`, `ProcessEngine` and `tinkex.testing.FakeEngine` implement `Engine`; what they all
+must do is in tests/contracts/engine_suite.py.
 """
 
 from __future__ import annotations
@@ -145,6 +146,8 @@ class SampleResult:
     cached_tokens: int
     generated_tokens: int
     device_s: float
+    version: str = ""
+    """The weights it came from: the snapshot's name, the location, or "base"."""
 
 
 if TYPE_CHECKING:
@@ -158,6 +161,8 @@ class Engine(Protocol):
     Every method may be cancelled. A batch answers operation by operation, in order: one
     bad operation is a `RequestFailedError` in its place and leaves the others alone.
     Calls for one `model_id` are never made concurrently; calls for different ones are.
+    Where the engine lives in another process, every call raises `EngineDiedError` once that has
+    ended, also those under way.
     """
 
     @property

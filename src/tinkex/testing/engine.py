@@ -130,7 +130,7 @@ class FakeEngine:
 
     async def create_adapter(self, spec: AdapterSpec) -> None:
         await self._enter("create_adapter", (spec.model_id,), self.delays.load_s)
-        zeros = np.zeros(self._toys[spec.base_model].vocab_size)
+        zeros = np.zeros(self._base(spec.base_model).vocab_size)
         self._adapters[spec.model_id] = _State(spec.base_model, spec.lora, zeros, zeros, zeros)
 
     async def load_adapter(self, model_id: str, location: str, *, optimizer: bool) -> None:
@@ -192,7 +192,7 @@ class FakeEngine:
 
     async def sample(self, op: SampleOp, on_token: OnToken | None = None) -> SampleResult:
         await self._enter("sample", (op.op_id,), self.delays.sample_s)
-        spec = next(s for s in self._specs if s.name == op.weights.base_model)
+        spec = self._base(op.weights.base_model)
         prompt = input_tokens(op.prompt)
         key = zlib.crc32(repr((op.weights, prompt)).encode())
         cached = len(prompt) - 1 if key in self._seen_prompts else 0
@@ -298,6 +298,12 @@ class FakeEngine:
         stepped, metrics = _optimize(state, op.params)
         self._adapters[op.model_id] = stepped
         return OptimResult(metrics=metrics, device_s=share_s + _DEVICE_S_PER_TOKEN)
+
+    def _base(self, name: str) -> ModelSpec:
+        for spec in self._specs:
+            if spec.name == name:
+                return spec
+        raise _user(f"no base model {name!r} here; there are: {', '.join(self._toys)}")
 
     def _adapter(self, model_id: str) -> _State:
         state = self._adapters.get(model_id)

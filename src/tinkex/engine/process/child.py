@@ -1,0 +1,205 @@
+"""What the engine's process runs: builds a `LocalEngine` and answers its parent.
+
+The main thread runs a loop that reads, answers and beats; the engine has a thread of its own, so
+heartbeats go on while it computes. The process ends when its parent does: that closes the
+connection, however the parent went. It ignores SIGINT and SIGTERM, which reach a whole process
+group or service at once: the parent decides what they mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import logging
+import os
+import signal
+import socket
+import threading
+import traceback
+from typing import TYPE_CHECKING, Final
+
+from tinkex.clock import SystemClock
+from tinkex.engine.process.answering import Answering
+from tinkex.engine.process.channel import open_channel
+from tinkex.engine.process.failures import sendable
+from tinkex.engine.process.messages import Beat, Broken, Call, Cancel, Logged, Phase, Ready, Start
+from tinkex.errors import ClosedError, InputError, MissingPackageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tinkex.engine.local import LocalEngine
+    from tinkex.engine.models.loader import BaseModel
+    from tinkex.engine.process.channel import Channel
+    from tinkex.engine.process.messages import Message
+    from tinkex.engine.process.spec import EngineSpec
+
+_BROKEN_CODE: Final = 3
+_FLUSH_TIMEOUT_S: Final = 2.0
+
+
+def main(fd: int) -> None:
+    """Serve on an inherited socket until told to stop; never returns."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    faulthandler.enable()
+    # What the engine starts, such as a compiler, must not keep the connection open.
+    os.set_inheritable(fd, False)
+    asyncio.run(_Child(SystemClock()).run(socket.socket(fileno=fd)))
+
+
+class _Child:
+    """The main thread's state."""
+
+    def __init__(self, clock: SystemClock) -> None:
+        self._clock = clock
+        self._started = asyncio.Event()
+        self._stopped = asyncio.Event()
+        # Mutable state: how it was asked to start, why it must end, and its parts once they are
+        # there.
+        self._start: Start | None = None
+        self._broken: BaseException | None = None
+        self._answering: Answering | None = None
+        self._channel: Channel | None = None
+        self._beating: asyncio.Task[None] | None = None
+
+    async def run(self, end: socket.socket) -> None:
+        channel = self._channel = await open_channel(end, self._take, _on_lost)
+        await self._started.wait()
+        assert self._start is not None
+        self._watch_threads()
+        _send_logs(channel, self._start.log_level)
+        self._beating = asyncio.get_running_loop().create_task(self._beat(channel))
+        engine = await self._build(self._start.spec)
+        if engine is not None:
+            self._answering = Answering(engine, channel.send, self._give_up)
+            channel.send(Ready(engine.models))
+            await self._stopped.wait()
+        if self._broken is not None:
+            await self._report(self._broken)
+        elif engine is not None:
+            await engine.close()
+        await channel.drained()
+        _leave(0)
+
+    async def _build(self, spec: EngineSpec) -> LocalEngine | None:
+        loop = asyncio.get_running_loop()
+
+        def say(text: str) -> None:
+            # Waits, so that the parent knows of a step that then holds up every thread.
+            asyncio.run_coroutine_threadsafe(self._say(text), loop).result()
+
+        try:
+            return await asyncio.to_thread(build_engine, spec, say)
+        except Exception as error:  # noqa: BLE001 - the parent is told
+            self._broken = error
+            return None
+
+    async def _say(self, text: str) -> None:
+        assert self._channel is not None
+        self._channel.send(Phase(text))
+
+    async def _report(self, error: BaseException) -> None:
+        assert self._channel is not None
+        # A device that hangs must not keep the process from saying so and ending.
+        threading.Timer(_FLUSH_TIMEOUT_S, _leave, [_BROKEN_CODE]).start()
+        self._channel.send(Broken(sendable(error)))
+        await self._channel.drained()
+        _leave(_BROKEN_CODE)
+
+    async def _beat(self, channel: Channel) -> None:
+        assert self._start is not None
+        while True:
+            channel.send(Beat())
+            await self._clock.sleep(self._start.heartbeat_interval_s)
+
+    def _take(self, message: Message) -> None:
+        if isinstance(message, Start):
+            self._start = message
+            self._started.set()
+        elif isinstance(message, Call | Cancel):
+            if self._answering is not None:
+                self._answering.take(message)
+        else:
+            self._stopped.set()
+
+    def _give_up(self, error: BaseException) -> None:
+        self._broken = self._broken or error
+        self._stopped.set()
+
+    def _watch_threads(self) -> None:
+        """A thread of the engine that ends with an error leaves callers waiting: give up."""
+        loop = asyncio.get_running_loop()
+        usual = threading.excepthook
+
+        def ended(args: threading.ExceptHookArgs) -> None:
+            usual(args)
+            error = args.exc_value or ClosedError("a thread of the engine ended")
+            loop.call_soon_threadsafe(self._give_up, error)
+
+        threading.excepthook = ended
+
+
+def build_engine(spec: EngineSpec, say: Callable[[str], None]) -> LocalEngine:
+    """Load what `spec` names; `say` is told what is going on."""
+    say("importing torch")
+    try:
+        import torch
+
+        from tinkex.engine.local import LocalEngine
+        from tinkex.engine.models.loader import load_model
+    except ModuleNotFoundError as error:
+        needs = f"the engine needs {error.name}"
+        raise MissingPackageError(needs, "'tinkex[engine]'") from error
+
+    _check_device(spec.device)
+    if spec.threads is not None:
+        torch.set_num_threads(spec.threads)
+    models: list[BaseModel] = []
+    for model in spec.models:
+        say(f"loading {model.name or model.source} on {spec.device} as {spec.dtype}")
+        dtype: torch.dtype = getattr(torch, spec.dtype)
+        models.append(load_model(model.source, dtype=dtype, device=spec.device, name=model.name))
+    say("preparing the engine")
+    return LocalEngine(models, spec.folder, spec.settings)
+
+
+def _check_device(name: str) -> None:
+    import torch
+
+    try:
+        kind = torch.device(name).type
+    except RuntimeError as error:
+        raise InputError(f"{name!r} is not a device: {error}", "device") from error
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise InputError(f"{name!r} was asked for, and torch sees no CUDA device here", "device")
+
+
+class _Forwarder(logging.Handler):
+    """Hands log records of any thread to the parent."""
+
+    def __init__(self, channel: Channel) -> None:
+        super().__init__()
+        self._channel = channel
+        self._loop = asyncio.get_running_loop()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        message = Logged(record.levelno, record.name, self.format(record))
+        self._loop.call_soon_threadsafe(self._channel.send, message)
+
+
+def _send_logs(channel: Channel, level: int) -> None:
+    logging.getLogger().addHandler(_Forwarder(channel))
+    logging.getLogger("tinkex").setLevel(level)
+
+
+def _on_lost(error: Exception | None) -> None:
+    """The parent has gone, or says what cannot be understood: either way it is over."""
+    if error is not None:
+        traceback.print_exception(error)
+    _leave(0 if error is None else _BROKEN_CODE)
+
+
+def _leave(code: int) -> None:
+    """End without clean-up of the interpreter, which could wait for a device that hangs."""
+    os._exit(code)

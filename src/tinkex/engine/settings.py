@@ -1,0 +1,40 @@
+"""How much of a machine an engine may use; plain values, read before torch is there.
+
+Apart from `local/`, so that the process that starts an engine can name its settings without
+importing what computes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalSettings:
+    """How much of the machine the engine may use."""
+
+    cache_bytes: int = 1 << 30
+    """Room of the key/value cache of each base model."""
+    max_pass_tokens: int = 8192
+    """Most tokens of a training pass; operations are cut by it, so it decides their last bits."""
+    shared_pass_tokens: int = 2048
+    """The same while samples run, so that no stream waits long; cuts nothing further."""
+    max_sequences: int = 64
+    """Most sequences that are sampled at the same time."""
+    memory_bytes: int | None = None
+    """What a training pass may take; None is a part of what the machine has, measured once."""
+    adapter_bytes: int | None = None
+    """What adapters and snapshots may take on the device before some are parked; None likewise."""
+    host_bytes: int | None = None
+    """What parked ones may take in host memory before they go to disk; None likewise."""
+    parking_folder: Path | None = None
+    """Where they go; None is the folder of the engine."""
+    strict: bool = False
+    """Whether training and sampling give the same bits whatever else is in the batch.
+
+    On a CPU they always do.
+    """

@@ -1,0 +1,56 @@
+"""Every engine against the one suite."""
+
+from __future__ import annotations
+
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.contracts.engine_suite import MODEL, EngineSuite
+from tinkex.engine.local import LocalEngine
+from tinkex.engine.models.loader import load_model
+from tinkex.engine.process import EngineSpec, LocalSettings, ModelSource, ProcessEngine
+from tinkex.testing import Delays, FakeEngine
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from tinkex.engine.base import Engine
+
+# One sequence at a time, so that a place which is not given back is missed.
+SETTINGS = LocalSettings(max_sequences=1, cache_bytes=1 << 24)
+
+
+@pytest.fixture(scope="module")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+class TestFakeEngine(EngineSuite):
+    def open_engine(self, tmp_path: Any) -> AbstractAsyncContextManager[Engine]:
+        @asynccontextmanager
+        async def fake() -> AsyncIterator[Engine]:
+            # With no time between tokens nothing could be cancelled.
+            yield FakeEngine(delays=Delays(token_s=1e-4))
+
+        return fake()
+
+
+class TestLocalEngine(EngineSuite):
+    def open_engine(self, tmp_path: Any) -> AbstractAsyncContextManager[Engine]:
+        return LocalEngine([load_model(MODEL)], tmp_path, SETTINGS)
+
+
+class TestProcessEngine(EngineSuite):
+    @pytest.fixture(scope="class")
+    async def engine(self, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Engine]:
+        """One child for all: starting it takes longer than all that it is asked."""
+        spec = EngineSpec(
+            models=(ModelSource(MODEL),),
+            folder=tmp_path_factory.mktemp("engine"),
+            threads=1,
+            settings=SETTINGS,
+        )
+        async with await ProcessEngine.start(spec) as engine:
+            yield engine

@@ -45,12 +45,13 @@ def check_params(params: OptimParams) -> AdamParams:
     if not isinstance(params, AdamParams):
         raise InputError(_no_such(params.type), "optim_params.type")
     for name, value, good in (
-        ("learning_rate", params.learning_rate, params.learning_rate >= 0),
+        ("learning_rate", params.learning_rate, 0 <= params.learning_rate < math.inf),
         ("beta1", params.beta1, 0 <= params.beta1 < 1),
         ("beta2", params.beta2, 0 <= params.beta2 < 1),
         # Parameters that never had a gradient would be 0/0 without it.
-        ("eps", params.eps, params.eps > 0),
-        ("weight_decay", params.weight_decay, params.weight_decay >= 0),
+        ("eps", params.eps, 0 < params.eps < math.inf),
+        ("weight_decay", params.weight_decay, 0 <= params.weight_decay < math.inf),
+        ("grad_clip_norm", params.grad_clip_norm, not math.isnan(params.grad_clip_norm)),
     ):
         if not good:
             raise InputError(f"{value} is out of range", f"optim_params.{name}")
@@ -97,6 +98,9 @@ def adamw_step(
 
 def _norm(flat_P: Tensor) -> float:
     """Block by block: float32 loses digits over millions of terms."""
+    if flat_P.is_cuda:  # one launch, summed in double precision
+        norm = torch.linalg.vector_norm(flat_P, dtype=torch.float64)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType] -- torch's own stub
+        return float(cast("Tensor", norm))
     blocks = [_block_norm(part) for part in torch.split(flat_P, 2**16)]
     return float(_block_norm(torch.stack(blocks).double()))
 

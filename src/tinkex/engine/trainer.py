@@ -12,7 +12,6 @@ Shapes: T tokens of a pass, D hidden, M targets, P all parameters of an adapter.
 
 from __future__ import annotations
 
-import logging
 import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
@@ -22,8 +21,11 @@ import torch
 from tinkex.clock import SystemClock
 from tinkex.engine import checkpoints
 from tinkex.engine.base import OptimResult, TrainResult
+from tinkex.engine.batch import Batch
 from tinkex.engine.examples import check_op
+from tinkex.engine.failures import failure, user_error
 from tinkex.engine.lora import LOGITS_BYTES, check_lora, initial, seed_of, wrap
+from tinkex.engine.memory import PassMemory
 from tinkex.engine.optim import (
     Moments,
     adamw_step,
@@ -31,13 +33,13 @@ from tinkex.engine.optim import (
     check_params,
     fresh_moments,
 )
-from tinkex.engine.packing import plan_passes
-from tinkex.engine.passes import Room, Work, run_pass
+from tinkex.engine.parking import Packed, Parking
+from tinkex.engine.passes import Room, Work
 from tinkex.engine.results import train_output
 from tinkex.errors import InputError, RequestFailedError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Generator, Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor
@@ -47,10 +49,7 @@ if TYPE_CHECKING:
     from tinkex.engine.examples import Job
     from tinkex.engine.lora import LoraWeights
     from tinkex.engine.models.base import Decoder
-    from tinkex.engine.packing import Slice
-    from tinkex.types import OptimizerConfig
-
-logger = logging.getLogger(__name__)
+    from tinkex.types import LoraConfig, OptimizerConfig
 
 MAX_PASS_TOKENS: Final = 8192
 
@@ -78,7 +77,8 @@ class Trainer:
     """The adapters of one base model.
 
     `dtype` is the precision of activations and must be that of the decoder's weights;
-    adapters, gradients and optimizer state are fp32.
+    adapters, gradients and optimizer state are fp32. A pass takes at most `memory_bytes`;
+    None means that there is always enough.
     """
 
     def __init__(
@@ -89,19 +89,31 @@ class Trainer:
         *,
         max_pass_tokens: int = MAX_PASS_TOKENS,
         logits_bytes: int = LOGITS_BYTES,
+        strict: bool = False,
+        memory_bytes: int | None = None,
+        parking: Parking | None = None,
         clock: Clock | None = None,
     ) -> None:
         if decoder.unembed_VD.dtype != dtype:
             raise InputError(
                 f"is {dtype}, but the model was loaded as {decoder.unembed_VD.dtype}", "dtype"
             )
-        self._room = Room(decoder, torch.device(device), logits_bytes)
+        self._room = Room(decoder, torch.device(device), logits_bytes, strict)
         self._config = decoder.config
         self._device = torch.device(device)
         self._max_pass_tokens = max_pass_tokens
         self._clock = clock or SystemClock()
-        # Mutable state: the adapters, each replaced when it changes.
-        self._adapters: dict[str, Adapter] = {}
+        self._memory = PassMemory(
+            config=decoder.config,
+            itemsize=dtype.itemsize,
+            logits_bytes=logits_bytes,
+            limit_bytes=memory_bytes,
+        )
+        self._parking = parking or Parking(device)
+        # Mutable state: the adapters, each replaced when it changes, and what they cover, which
+        # is needed while they are parked.
+        self._adapters = self._parking.shelf(f"training/{decoder.config.name}", _pack)
+        self._loras: dict[str, LoraConfig] = {}
 
     @property
     def adapters(self) -> Mapping[str, Adapter]:
@@ -111,12 +123,12 @@ class Trainer:
     def create(self, spec: AdapterSpec) -> None:
         """Make a fresh adapter; an id that exists is refused."""
         if spec.model_id in self._adapters:
-            raise _user(f"model {spec.model_id!r} exists already")
+            raise user_error(f"model {spec.model_id!r} exists already")
         try:
             check_lora(spec.lora)
             check_optimizer(spec.optimizer)
         except InputError as error:
-            raise _user(str(error)) from error
+            raise user_error(str(error)) from error
         seed = seed_of(spec.lora, spec.model_id)
         # The seed is kept, so that a checkpoint says how its adapter began.
         lora = spec.lora.model_copy(update={"seed": seed})
@@ -124,10 +136,12 @@ class Trainer:
         self._adapters[spec.model_id] = Adapter(
             weights=weights, optimizer=spec.optimizer, moments=fresh_moments(weights.flat_P)
         )
+        self._loras[spec.model_id] = lora
 
     def drop(self, model_id: str) -> None:
         """Forget an adapter; unknown ids are fine."""
-        self._adapters.pop(model_id, None)
+        if self._loras.pop(model_id, None) is not None:
+            del self._adapters[model_id]
 
     def snapshot(self, model_id: str) -> Snapshot:
         """The adapter's weights as they are now, for sampling."""
@@ -137,6 +151,22 @@ class Trainer:
 
     def train(self, batch: Sequence[TrainOp]) -> list[TrainResult | RequestFailedError]:
         """Run forward or forward_backward of many operations; answers come in their order."""
+        passes = self.passes(batch)
+        while True:
+            try:
+                next(passes)
+            except StopIteration as end:
+                return end.value
+
+    def passes(
+        self, batch: Sequence[TrainOp], most_tokens: Callable[[], int] | None = None
+    ) -> Generator[None, None, list[TrainResult | RequestFailedError]]:
+        """The same, one pass at a time: whoever drives it may do other things in between.
+
+        The adapters of the batch must not change meanwhile. `most_tokens` bounds the pass to
+        come; the first slice runs in any case. Closed early, it leaves each operation either
+        done or untouched.
+        """
         answers: list[TrainResult | RequestFailedError | None] = [None] * len(batch)
         works: list[Work] = []
         for place, op in enumerate(batch):
@@ -144,9 +174,21 @@ class Trainer:
                 works.append(self._work(place, op))
             except RequestFailedError as error:
                 answers[place] = error
-        self._run(works)
-        for work in works:
-            answers[work.place] = self._finish(work)
+        run = Batch(
+            self._room,
+            self._memory,
+            works,
+            max_pass_tokens=self._max_pass_tokens,
+            fits_adapters=self._fit,
+            clock=self._clock,
+        )
+        while not run.done:
+            bound = self._max_pass_tokens if most_tokens is None else most_tokens()
+            with self._parking.holding():
+                for work in run.step(min(bound, self._max_pass_tokens)):
+                    answers[work.place] = self._finish(work)
+            if not run.done:
+                yield
         return [answer for answer in answers if answer is not None]
 
     def optim_step(self, batch: Sequence[OptimOp]) -> list[OptimResult | RequestFailedError]:
@@ -156,35 +198,45 @@ class Trainer:
         """
         return [self._step(op) for op in batch]
 
+    def state(self, model_id: str, *, optimizer: bool) -> checkpoints.State:
+        """An adapter as it is now, in host memory: training may go on while it is written."""
+        adapter = self._adapter(model_id)
+        weights, moments = adapter.weights, adapter.moments
+        gradient_P = adapter.gradient_P
+        return checkpoints.State(
+            base_model=self._config.name,
+            weights=wrap(self._config, weights.lora, weights.flat_P.cpu()),
+            optimizer=adapter.optimizer,
+            moments=_moved(moments, "cpu") if optimizer else None,
+            gradient_P=None if gradient_P is None or not optimizer else gradient_P.cpu(),
+        )
+
     def save(self, model_id: str, path: Path, *, optimizer: bool) -> SavedAdapter:
         """Write an adapter to a file; complete and durable when it returns."""
-        adapter = self._adapter(model_id)
-        state = checkpoints.State(
-            base_model=self._config.name,
-            weights=adapter.weights,
-            optimizer=adapter.optimizer,
-            moments=adapter.moments if optimizer else None,
-            gradient_P=adapter.gradient_P if optimizer else None,
-        )
-        return checkpoints.save(state, path)
+        return checkpoints.save(self.state(model_id, optimizer=optimizer), path)
 
     def load(self, model_id: str, path: Path, *, optimizer: bool) -> None:
+        """Replace an adapter by one that was saved."""
+        self._adapter(model_id)
+        self.restore(model_id, checkpoints.load(path, self._config), optimizer=optimizer)
+
+    def restore(self, model_id: str, state: checkpoints.State, *, optimizer: bool) -> None:
         """Replace an adapter's weights and, when asked, its optimizer state and gradient.
 
         Without the optimizer state training starts afresh from these weights.
         """
         adapter = self._adapter(model_id)
-        state = checkpoints.load(path, self._config)
         lora, wanted = state.weights.lora, adapter.weights.lora
         for name in ("rank", "train_attn", "train_mlp", "train_unembed"):
             if getattr(lora, name) != getattr(wanted, name):
-                raise _user(
+                raise user_error(
                     f"the checkpoint has {name}={getattr(lora, name)}, "
                     f"the model {name}={getattr(wanted, name)}"
                 )
         if optimizer and state.moments is None:
-            raise _user("the checkpoint has no optimizer state; load its weights alone")
+            raise user_error("the checkpoint has no optimizer state; load its weights alone")
         self._adapters[model_id] = self._restored(adapter, state, optimizer=optimizer)
+        self._loras[model_id] = lora
 
     def _restored(self, adapter: Adapter, state: checkpoints.State, *, optimizer: bool) -> Adapter:
         flat_P = state.weights.flat_P.to(self._device)
@@ -193,64 +245,49 @@ class Trainer:
             return Adapter(
                 weights=weights, optimizer=adapter.optimizer, moments=fresh_moments(flat_P)
             )
-        moments = Moments(
-            state.moments.first_P.to(self._device),
-            state.moments.second_P.to(self._device),
-            state.moments.step,
-        )
+        moments = _moved(state.moments, self._device)
         gradient_P = None if state.gradient_P is None else state.gradient_P.to(self._device)
         return Adapter(
             weights=weights, optimizer=state.optimizer, moments=moments, gradient_P=gradient_P
         )
 
     def _work(self, place: int, op: TrainOp) -> Work:
-        adapter = self._adapter(op.model_id, op.op_id)
+        lora = self._loras.get(op.model_id)
+        if lora is None:
+            raise user_error(_not_loaded(op.model_id), op.op_id)
         try:
             job = check_op(op, self._config)
+            self._check_memory(job, lora)
         except InputError as error:
-            raise _user(str(error), op.op_id) from error
-        return Work(place, job, adapter.weights)
+            raise user_error(str(error), op.op_id) from error
+        return Work(place, job, lora, lambda: self._adapters[op.model_id].weights)
 
-    def _run(self, works: list[Work]) -> None:
-        lengths = [work.job.lengths for work in works]
-        for planned in plan_passes(lengths, self._max_pass_tokens):
-            slices = [piece for piece in planned if works[piece.op].error is None]
-            if not slices:
-                continue
-            before = self._clock.now()
-            try:
-                run_pass(self._room, works, slices)
-            except (RuntimeError, MemoryError) as error:
-                self._run_alone(works, slices, error)
-            spent, tokens = self._clock.now() - before, sum(piece.tokens for piece in slices)
-            for piece in slices:
-                works[piece.op].device_s += spent * piece.tokens / tokens
+    def _check_memory(self, job: Job, lora: LoraConfig) -> None:
+        most = self._memory.most_tokens(lora, backward=job.op.backward, recompute=True)
+        for number, length in enumerate(job.lengths):
+            if most is not None and length > most:
+                raise InputError(
+                    f"has {length} tokens; a training pass of rank {lora.rank} has memory for "
+                    f"{most}",
+                    f"data[{number}].model_input",
+                )
 
-    def _run_alone(self, works: list[Work], slices: list[Slice], error: BaseException) -> None:
-        """After a pass that failed: each operation by itself, so that only the culprit fails."""
-        for piece in slices:
-            work = works[piece.op]
-            if len(slices) > 1:
-                try:
-                    run_pass(self._room, works, [piece])
-                    continue
-                except (RuntimeError, MemoryError) as own:
-                    error = own
-            logger.warning("operation %s failed on the device", work.job.op.op_id, exc_info=error)
-            work.error = _failed(error, work.job)
+    def _fit(self, model_ids: set[str]) -> bool:
+        """Whether these adapters can be on the device at the same time."""
+        room = self._parking.device_bytes
+        return room is None or sum(map(self._adapters.size_of, model_ids)) <= room
 
     def _finish(self, work: Work) -> TrainResult | RequestFailedError:
-        op = work.job.op
-        if work.error is None:
-            try:
-                output = train_output(work)
-            except InputError as error:
-                work.error = _user(str(error), op.op_id)
-            else:
-                self._accumulate(work)
-                tokens = sum(work.job.lengths)
-                return TrainResult(output=output, tokens=tokens, device_s=work.device_s)
-        return work.error
+        op_id = work.job.op.op_id
+        if work.error is not None:
+            return work.error
+        try:
+            output = train_output(work)
+            self._accumulate(work)
+        except Exception as error:  # noqa: BLE001 - whatever it is ends in the operation's error
+            return failure(error, "while adding up the gradient", op_id)
+        tokens = sum(work.job.lengths)
+        return TrainResult(output=output, tokens=tokens, device_s=work.device_s)
 
     def _accumulate(self, work: Work) -> None:
         if work.gradient_P is None:
@@ -264,45 +301,58 @@ class Trainer:
     def _step(self, op: OptimOp) -> OptimResult | RequestFailedError:
         before = self._clock.now()
         try:
-            adapter = self._adapter(op.model_id, op.op_id)
-            params = check_params(op.params)
-        except RequestFailedError as error:
-            return error
-        except InputError as error:
-            return _user(str(error), op.op_id)
+            metrics = self._stepped(op)
+        except Exception as error:  # noqa: BLE001 - whatever it is ends in the operation's error
+            return failure(error, "in an optimizer step", op.op_id)
+        return OptimResult(metrics=metrics, device_s=self._clock.now() - before)
+
+    def _stepped(self, op: OptimOp) -> dict[str, float]:
+        adapter = self._adapter(op.model_id)
+        params = check_params(op.params)
         weights, gradient_P = adapter.weights, adapter.gradient_P
         if gradient_P is None:
             gradient_P = torch.zeros_like(weights.flat_P)
         flat_P, moments, metrics = adamw_step(weights.flat_P, gradient_P, adapter.moments, params)
         if not all(math.isfinite(value) for value in metrics.values()):
-            return _user("the step would make weights that are not finite", op.op_id)
+            raise user_error("the step would make weights that are not finite")
         self._adapters[op.model_id] = Adapter(
             weights=wrap(self._config, weights.lora, flat_P),
             optimizer=adapter.optimizer,
             moments=moments,
         )
-        return OptimResult(metrics=metrics, device_s=self._clock.now() - before)
+        return metrics
 
-    def _adapter(self, model_id: str, op_id: str | None = None) -> Adapter:
-        adapter = self._adapters.get(model_id)
-        if adapter is None:
-            raise _user(f"model {model_id!r} is not loaded", op_id)
-        return adapter
-
-
-def _user(message: str, request_id: str | None = None) -> RequestFailedError:
-    return RequestFailedError(message, request_id, "user")
+    def _adapter(self, model_id: str) -> Adapter:
+        if model_id not in self._adapters:
+            raise user_error(_not_loaded(model_id))
+        return self._adapters[model_id]
 
 
-def _failed(error: BaseException, job: Job) -> RequestFailedError:
-    tokens = max(job.lengths)
-    reason = "ran out of memory" if _is_memory(error) else "failed"
-    failure = RequestFailedError(
-        f"the device {reason} on a sequence of {tokens} tokens: {error}", job.op.op_id, "server"
-    )
-    failure.__cause__ = error
-    return failure
+def _not_loaded(model_id: str) -> str:
+    return f"model {model_id!r} is not loaded"
 
 
-def _is_memory(error: BaseException) -> bool:
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate" in str(error)
+def _moved(moments: Moments, device: torch.device | str) -> Moments:
+    return Moments(moments.first_P.to(device), moments.second_P.to(device), moments.step)
+
+
+def _pack(adapter: Adapter) -> Packed[Adapter]:
+    weights, moments, optimizer = adapter.weights, adapter.moments, adapter.optimizer
+    config, lora, step = weights.config, weights.lora, moments.step
+    tensors = {
+        "weights": weights.flat_P,
+        "first": moments.first_P,
+        "second": moments.second_P,
+    }
+    if adapter.gradient_P is not None:
+        tensors["gradient"] = adapter.gradient_P
+
+    def rebuild(found: dict[str, Tensor]) -> Adapter:
+        return Adapter(
+            weights=wrap(config, lora, found["weights"]),
+            optimizer=optimizer,
+            moments=Moments(found["first"], found["second"], step),
+            gradient_P=found.get("gradient"),
+        )
+
+    return Packed(tensors, rebuild)

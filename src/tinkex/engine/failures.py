@@ -1,0 +1,48 @@
+"""Turns whatever went wrong on the device into the failure of one request."""
+
+from __future__ import annotations
+
+import logging
+from traceback import format_exception
+
+import torch
+
+from tinkex.errors import InputError, RequestFailedError
+
+_log = logging.getLogger(__name__)
+
+
+def user_error(message: str, request_id: str | None = None) -> RequestFailedError:
+    """A failure that the caller can mend."""
+    return RequestFailedError(message, request_id, "user")
+
+
+def failure(error: BaseException, doing: str, request_id: str | None) -> RequestFailedError:
+    """The failure of a request because of `error`, which stays its cause.
+
+    `doing` completes "the device failed ...", such as "on a sequence of 9 tokens".
+    """
+    if isinstance(error, InputError):
+        found = user_error(str(error), request_id)
+    elif isinstance(error, RequestFailedError):
+        found = RequestFailedError(error.message, request_id, error.category)
+    else:
+        _log.warning("failed %s: %s", doing, "".join(format_exception(error)))
+        reason = "ran out of memory" if is_memory(error) else "failed"
+        found = RequestFailedError(f"the device {reason} {doing}: {error}", request_id, "server")
+    found.__cause__ = forget_frames(error)
+    return found
+
+
+def is_memory(error: BaseException) -> bool:
+    """Whether there was not enough memory."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate" in str(error)
+
+
+def forget_frames(error: BaseException) -> BaseException:
+    """Let go of the tracebacks: their frames hold the tensors that took the memory."""
+    link: BaseException | None = error
+    while link is not None:
+        link.__traceback__ = None
+        link = link.__cause__ or link.__context__
+    return error

@@ -1,0 +1,84 @@
+"""How much memory the engine gives to what, decided once when it starts.
+
+The settings say it, or it is a part of what the machine has: of what is free on a CUDA device
+once the base models and their caches are there, and of all memory where the CPU computes.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+if TYPE_CHECKING:
+    from tinkex.engine.settings import LocalSettings
+
+# The rest is for the sampler's passes, for the allocator, and for whoever else is there.
+_CUDA_PASS: Final = 0.6
+_CUDA_ADAPTERS: Final = 0.25
+_CPU_PASS: Final = 0.4
+_CPU_ADAPTERS: Final = 0.25
+_CUDA_HOST: Final = 0.5
+_CGROUP_LIMITS: Final = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budgets:
+    """Bytes of a training pass, of adapters on the device, and of parked ones in memory."""
+
+    pass_bytes: int
+    adapter_bytes: int
+    host_bytes: int
+
+
+def budgets(settings: LocalSettings, device: torch.device, cache_bytes: int) -> Budgets:
+    """What the settings say; the rest from the machine. `cache_bytes` will yet be taken."""
+    if device.type == "cuda":
+        found = _on_cuda(torch.cuda.mem_get_info(device)[0] - cache_bytes, machine_bytes())
+    else:
+        found = _on_cpu(machine_bytes())
+    return Budgets(
+        pass_bytes=_either(settings.memory_bytes, found.pass_bytes),
+        adapter_bytes=_either(settings.adapter_bytes, found.adapter_bytes),
+        host_bytes=_either(settings.host_bytes, found.host_bytes),
+    )
+
+
+def machine_bytes() -> int:
+    """The memory of this machine, or of the container when that is less."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min([total, *filter(None, map(_limit, _CGROUP_LIMITS))])
+
+
+def _on_cuda(free: int, host: int) -> Budgets:
+    return Budgets(
+        pass_bytes=max(int(free * _CUDA_PASS), 0),
+        adapter_bytes=max(int(free * _CUDA_ADAPTERS), 0),
+        host_bytes=int(host * _CUDA_HOST),
+    )
+
+
+def _on_cpu(host: int) -> Budgets:
+    return Budgets(
+        pass_bytes=int(host * _CPU_PASS),
+        adapter_bytes=int(host * _CPU_ADAPTERS),
+        host_bytes=0,  # the device is the host: what leaves the one leaves the other
+    )
+
+
+def _either(wanted: int | None, found: int) -> int:
+    return found if wanted is None else wanted
+
+
+def _limit(path: Path) -> int | None:
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None  # "max" is no limit

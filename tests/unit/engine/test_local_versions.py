@@ -1,0 +1,213 @@
+"""What a sample is drawn from: frozen, named, kept while used, gone afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.unit.engine.local_kit import (
+    data,
+    engine,
+    optim_op,
+    sample_op,
+    spec,
+    train_op,
+    trained,
+)
+from tinkex.errors import RequestFailedError
+
+
+async def _learn(target, model_id="m", steps=1):
+    for number in range(steps):
+        await trained(target, train_op(model_id, [data(20, number)]))
+        (found,) = await target.optim_step([optim_op(model_id, learning_rate=0.05)])
+        assert not isinstance(found, Exception)
+
+
+def _numbers(result):
+    sequence = result.response.sequences[0]
+    return sequence.tokens, sequence.logprobs, result.response.prompt_logprobs
+
+
+def _held(target):
+    (served,) = target._served.values()
+    return len(served.versions)
+
+
+@pytest.mark.req("B15")
+def test_each_sample_names_its_version(tmp_path):
+    async def scenario():
+        async with engine(tmp_path) as target:
+            await target.create_adapter(spec("m"))
+            await target.publish("m", "first")
+            await target.save_adapter("m", "run/saved", optimizer=False)
+            base = await target.sample(sample_op())
+            frozen = await target.sample(sample_op(snapshot="first"))
+            loaded = await target.sample(sample_op(location="run/saved"))
+            return [result.version for result in (base, frozen, loaded)]
+
+    assert asyncio.run(scenario()) == ["base", "first", "run/saved"]
+
+
+def test_a_snapshot_is_apart_from_what_is_trained(tmp_path):
+    async def scenario():
+        async with engine(tmp_path) as target:
+            await target.create_adapter(spec("m"))
+            await _learn(target)
+            await target.publish("m", "old")
+            before = _numbers(await target.sample(sample_op(snapshot="old")))
+            await _learn(target, steps=2)
+            await target.publish("m", "new")
+            after = _numbers(await target.sample(sample_op(snapshot="new")))
+            again = _numbers(await target.sample(sample_op(snapshot="old")))
+            await target.drop_adapter("m")
+            orphan = _numbers(await target.sample(sample_op(snapshot="old")))
+            return before, after, again, orphan
+
+    before, after, again, orphan = asyncio.run(scenario())
+    assert before == again == orphan
+    assert after != before
+
+
+def test_a_name_that_is_published_again_means_the_new_weights_and_not_the_cached_ones(tmp_path):
+    async def scenario():
+        async with engine(tmp_path) as target:
+            await target.create_adapter(spec("m"))
+            await target.publish("m", "live")
+            first = _numbers(await target.sample(sample_op(snapshot="live")))
+            await _learn(target, steps=2)
+            await target.publish("m", "live")
+            second = _numbers(await target.sample(sample_op(snapshot="live")))
+            await target.publish("m", "other")
+            third = _numbers(await target.sample(sample_op(snapshot="other")))
+            return first, second, third, _held(target)
+
+    first, second, third, held = asyncio.run(scenario())
+    assert first != second
+    assert second == third
+    assert held == 2  # the first one is gone
+
+
+def test_a_location_that_is_written_again_means_what_was_written_last(tmp_path):
+    async def scenario():
+        async with engine(tmp_path) as target:
+            await target.create_adapter(spec("m"))
+            await target.save_adapter("m", "a", optimizer=False)
+            first = _numbers(await target.sample(sample_op(location="a")))
+            await _learn(target, steps=2)
+            await target.save_adapter("m", "a", optimizer=True)
+            second = _numbers(await target.sample(sample_op(location="a")))
+            await target.save_adapter("m", "b", optimizer=False)
+            await target.create_adapter(spec("n", seed=9))
+            await target.save_adapter("n", "c", optimizer=False)
+            await target.copy_saved("c", "a")
+            third = _numbers(await target.sample(sample_op(location="a")))
+            same = _numbers(await target.sample(sample_op(location="b")))
+            return first, second, third, same
+
+    first, second, third, same = asyncio.run(scenario())
+    assert first == third  # both are adapters that have learned nothing
+    assert second == same != first
+
+
+def test_dropped_versions_live_while_a_sample_uses_them_and_are_then_freed(tmp_path):
+    async def scenario():
+        async with engine(tmp_path) as target:
+            await target.create_adapter(spec("m"))
+            await _learn(target)
+            await target.publish("m", "snap")
+            await target.save_adapter("m", "saved", optimizer=False)
+            tokens, logprobs, _ = _numbers(
+                await target.sample(sample_op(snapshot="snap", max_tokens=40))
+            )
+            heard = [asyncio.Event(), asyncio.Event()]
+            running = [
+                asyncio.ensure_future(target.sample(op, lambda *_, own=own: own.set()))
+                for op, own in zip(
+                    (
+                        sample_op(snapshot="snap", max_tokens=40),
+                        sample_op(location="saved", max_tokens=40),
+                    ),
+                    heard,
+                    strict=True,
+                )
+            ]
+            for own in heard:
+                await own.wait()
+            await target.drop_snapshot("snap")
+            await target.delete_saved("saved")
+            for sample in running:
+                found = _numbers(await sample)
+                assert found[0] == tokens
+                # They share passes, whose shapes decide the last bits.
+                assert found[1] == pytest.approx(logprobs, abs=1e-5)
+            for gone in ({"snapshot": "snap"}, {"location": "saved"}):
+                with pytest.raises(RequestFailedError) as caught:
+                    await target.sample(sample_op(**gone))
+                assert caught.value.category == "user"
+            await target.drop_snapshot("snap")  # unknown by now, and that is fine
+            return _held(target)
+
+    assert asyncio.run(scenario()) == 0
+
+
+def test_a_cancelled_sample_lets_go_of_its_version(tmp_path):
+    async def scenario():
+        async with engine(tmp_path) as target:
+            await target.create_adapter(spec("m"))
+            await target.publish("m", "snap")
+            heard = asyncio.Event()
+            running = asyncio.ensure_future(
+                target.sample(sample_op(snapshot="snap", max_tokens=4000), lambda *_: heard.set())
+            )
+            await heard.wait()
+            await target.drop_snapshot("snap")
+            assert _held(target) == 1
+            running.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await running
+            await target.publish("m", "next")  # by then the cancellation has been seen to
+            return _held(target), target._thread.sampling
+
+    assert asyncio.run(scenario()) == (1, False)
+
+
+def test_many_adapters_and_snapshots_on_little_room_give_the_same_numbers(tmp_path):
+    async def scenario(folder, **settings):
+        async with engine(folder, **settings) as target:
+            names = [f"m{number}" for number in range(20)]
+            for number, name in enumerate(names):
+                await target.create_adapter(spec(name, 2 + number % 3, seed=number))
+            outputs = []
+            for turn in range(2):
+                batch = [
+                    train_op(name, [data(8, 20 * turn + number)])
+                    for number, name in enumerate(names)
+                ]
+                outputs += [result.output for result in await trained(target, *batch)]
+                steps = await target.optim_step([optim_op(name) for name in names])
+                outputs += [found.metrics for found in steps]
+                for name in names:
+                    await target.publish(name, f"{name}-{turn}")
+            samples = await asyncio.gather(
+                *(
+                    target.sample(sample_op(snapshot=f"{name}-{turn}", max_tokens=3))
+                    for name in names
+                    for turn in range(2)
+                )
+            )
+            outputs += [sample.version for sample in samples]
+            parked = sorted(path.name for path in folder.rglob(".parked-*/*.safetensors"))
+            # Sampled one after another: the passes of samples that race are not the same ones.
+            for name in names[::5]:
+                outputs.append(_numbers(await target.sample(sample_op(snapshot=f"{name}-1"))))
+        assert list(folder.rglob(".parked-*")) == []
+        return outputs, parked
+
+    free = asyncio.run(scenario(tmp_path / "free"))
+    # Three adapters of 4,456 parameters per rank, with weights, two moments and a gradient.
+    tight = asyncio.run(scenario(tmp_path / "tight", adapter_bytes=3 * 4 * 4 * 4456 * 4))
+    assert free[1] == []
+    assert len(tight[1]) > 20
+    assert tight[0] == free[0]

@@ -1,6 +1,6 @@
 """One pass through the base model over slices of many operations, forward and backward.
 
-Every operation has autograd leaves of its own, so its gradient is known apart from all
+Every operation's gradient is written to memory of its own, so it is known apart from all
 others: it can be checked, and dropped, without disturbing them.
 
 Shapes: T tokens, D hidden, M targets, P all parameters of an adapter.
@@ -9,24 +9,32 @@ Shapes: T tokens, D hidden, M targets, P all parameters of an adapter.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
+from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType] -- torch's own stub
 
+from tinkex.engine.attention import packed_attention
+from tinkex.engine.kernels import has_kernels
 from tinkex.engine.lora import Segment, Targets, adapted_projections, sweep, wrap
-from tinkex.engine.packing import MIN_ROWS, PackedAttention, positions
+from tinkex.engine.models.base import plainly
+from tinkex.engine.packing import MIN_ROWS, positions
+from tinkex.engine.rows import FixedRows
 from tinkex.errors import InputError, RequestFailedError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
     from tinkex.engine.examples import Job
     from tinkex.engine.lora import LoraWeights, Swept
+    from tinkex.engine.lora.strict_cuda import StrictCuda
     from tinkex.engine.models.base import Decoder
-    from tinkex.engine.packing import Slice
+    from tinkex.engine.slices import Slice
+    from tinkex.types import LoraConfig
 
 
 @dataclass(slots=True)
@@ -35,7 +43,9 @@ class Work:
 
     place: int
     job: Job
-    weights: LoraWeights
+    lora: LoraConfig
+    weights: Callable[[], LoraWeights]
+    """Asked for in every pass, so that a long batch does not keep all adapters on the device."""
     logprobs: list[Tensor] = field(default_factory=list["Tensor"])
     """Per slice and on the CPU: the log-probability of every target."""
     gradient_P: Tensor | None = None
@@ -50,12 +60,14 @@ class _Part:
     work: Work
     first: int
     last: int
-    leaves: LoraWeights
+    weights: LoraWeights
+    gradient: LoraWeights | None
+    """Filled in by the backward pass; None when the operation has none."""
     targets: int
 
     @property
     def backward(self) -> bool:
-        return self.work.job.op.backward
+        return self.gradient is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,37 +77,52 @@ class Room:
     decoder: Decoder
     device: torch.device
     logits_bytes: int
+    strict: bool = False
+    """Whether log-probabilities are to have the bits that the sampler gets."""
+    rows: FixedRows = field(default_factory=FixedRows)
 
 
-def run_pass(room: Room, works: Sequence[Work], slices: Sequence[Slice]) -> None:
+def run_pass(
+    room: Room, works: Sequence[Work], slices: Sequence[Slice], *, recompute: bool = False
+) -> None:
     """Run some slices; log-probabilities and gradients are added to their operations.
 
-    When it raises, nothing has been added.
+    With `recompute` only the input of every block is kept for the backward pass: less memory,
+    one more forward pass, and the same bits. When it raises, nothing has been added.
     """
     parts = [_part(works[piece.op], piece) for piece in slices]
     backward = any(part.backward for part in parts)
+    anchor = torch.zeros((), device=room.device, requires_grad=True) if backward else None
     with torch.set_grad_enabled(backward):
-        h_TD, segments = _hidden(room, parts)
-    targets = _targets(parts, room.device)
+        h_TD, segments, products = _hidden(room, parts, anchor, recompute=recompute)
+    head = partial(_sweep, room, h_TD, segments, products, _targets(parts, room.device))
+    counts = [part.targets for part in parts]
     slope_M = _known_slopes(parts) if backward else None
-    swept = _sweep(room, h_TD, segments, targets, slope_M)
-    logprobs = torch.split(swept.logprobs_M.cpu(), [part.targets for part in parts])
+    swept = head(slope_M)
+    found_M = swept.logprobs_M
     if backward and slope_M is None:
-        slope_M = _slopes(parts, logprobs)
-        swept = _sweep(room, h_TD, segments, targets, slope_M)
-    gradients = _gradients(parts, h_TD, swept) if backward else [None] * len(parts)
-    for part, found, gradient_P in zip(parts, logprobs, gradients, strict=True):
-        _record(part.work, found, gradient_P)
+        found_M = found_M.cpu()
+        swept = head(_slopes(parts, found_M.split_with_sizes(counts)))
+    if anchor is not None:
+        _fill_gradients(parts, h_TD, swept, anchor)
+    # Read last: on a device everything above is only queued until here.
+    for part, found in zip(parts, found_M.cpu().split_with_sizes(counts), strict=True):
+        _record(part.work, found, None if part.gradient is None else part.gradient.flat_P)
 
 
 def _part(work: Work, piece: Slice) -> _Part:
     targets = sum(example.targets.size for example in work.job.examples[piece.first : piece.last])
-    leaves = work.weights.leaves() if work.job.op.backward else work.weights
-    return _Part(work, piece.first, piece.last, leaves, targets)
+    weights = work.weights()
+    gradient = None
+    if work.job.op.backward:
+        gradient = wrap(weights.config, weights.lora, torch.empty_like(weights.flat_P))
+    return _Part(work, piece.first, piece.last, weights, gradient, targets)
 
 
-def _hidden(room: Room, parts: list[_Part]) -> tuple[Tensor, list[Segment]]:
-    """Hidden states of all tokens, one segment per part."""
+def _hidden(
+    room: Room, parts: list[_Part], anchor: Tensor | None, *, recompute: bool
+) -> tuple[Tensor, list[Segment], StrictCuda | None]:
+    """Hidden states of all tokens, one segment per part, and how products are computed."""
     tokens: list[int] = []
     lengths: list[int] = []
     segments: list[Segment] = []
@@ -104,18 +131,31 @@ def _hidden(room: Room, parts: list[_Part]) -> tuple[Tensor, list[Segment]]:
         for example in part.work.job.examples[part.first : part.last]:
             tokens += example.tokens
             lengths.append(len(example.tokens))
-        segments.append(Segment(start, len(tokens), part.leaves))
+        segments.append(Segment(start, len(tokens), part.weights, part.gradient))
     if len(tokens) < MIN_ROWS:
         # A sequence that nobody reads keeps small batches on the usual matrix kernels.
         lengths.append(MIN_ROWS - len(tokens))
         tokens += [0] * lengths[-1]
+    products = None
+    if room.strict and has_kernels(room.decoder.unembed_VD):
+        from tinkex.engine.lora.strict_cuda import StrictCuda
+
+        products = StrictCuda(room.decoder, room.rows, segments)
     h_TD = room.decoder.hidden(
         torch.tensor(tokens, device=room.device),
         positions(lengths, room.device),
-        PackedAttention(lengths),
-        adapted_projections(room.decoder, segments),
+        packed_attention(lengths, like=room.decoder.unembed_VD, strict=False),
+        adapted_projections(room.decoder, segments, anchor=anchor, packed=True),
+        _again if recompute else plainly,
     )
-    return h_TD, segments
+    return h_TD, segments, products
+
+
+def _again(block: Callable[[Tensor], Tensor], h_TD: Tensor) -> Tensor:
+    """A `RunBlock` that computes the block again for the backward pass."""
+    # Nothing in a block is random.
+    again = cast("Any", checkpoint)  # it has no types
+    return again(block, h_TD, use_reentrant=False, preserve_rng_state=False)
 
 
 def _targets(parts: list[_Part], device: torch.device) -> Targets:
@@ -131,14 +171,15 @@ def _sweep(
     room: Room,
     h_TD: Tensor,
     segments: list[Segment],
+    products: StrictCuda | None,
     targets: Targets,
     slope_M: Tensor | None,
 ) -> Swept:
     if slope_M is not None:
         kind = torch.float64 if h_TD.dtype == torch.float64 else torch.float32
         slope_M = slope_M.to(device=h_TD.device, dtype=kind)
-    unembed_VD, limit = room.decoder.unembed_VD, room.logits_bytes
-    return sweep(h_TD, unembed_VD, segments, targets, slope_M, logits_bytes=limit)
+    head, limit = room.decoder.head, room.logits_bytes
+    return sweep(*(h_TD, head, segments, targets, slope_M), logits_bytes=limit, products=products)
 
 
 def _known_slopes(parts: list[_Part]) -> Tensor | None:
@@ -222,35 +263,15 @@ def _derivative(value: Tensor, p: Tensor) -> Tensor:
     return torch.zeros_like(p) if slope is None else slope  # pyright: ignore[reportUnnecessaryComparison] -- allow_unused
 
 
-def _gradients(parts: list[_Part], h_TD: Tensor, swept: Swept) -> list[Tensor | None]:
-    """Each part's gradient as a flat vector, None for those that run forward only."""
-    leaves = {
-        id(factor): factor
-        for part in parts
-        if part.backward
-        for key, pair in part.leaves.pairs.items()
-        if key[0] is not None
-        for factor in pair
-    }
-    found: dict[int, Tensor] = {}
-    if leaves:
-        slopes = torch.autograd.grad(h_TD, list(leaves.values()), swept.dh_TD)
-        found = dict(zip(leaves, slopes, strict=True))
-    return [
-        _flat(part, found, swept, index) if part.backward else None
-        for index, part in enumerate(parts)
-    ]
-
-
-def _flat(part: _Part, found: dict[int, Tensor], swept: Swept, index: int) -> Tensor:
-    leaves = part.leaves
-    gradient = wrap(leaves.config, leaves.lora, torch.empty_like(leaves.flat_P))
-    for key, pair in leaves.pairs.items():
-        into = gradient.pairs[key]
-        slopes = swept.pairs[index] if key[0] is None else [found[id(factor)] for factor in pair]
-        for target, slope in zip(into, slopes, strict=True):
-            target.copy_(slope)
-    return gradient.flat_P
+def _fill_gradients(parts: list[_Part], h_TD: Tensor, swept: Swept, anchor: Tensor) -> None:
+    """Run the backward pass, which writes the gradients of all parts that want one."""
+    if h_TD.requires_grad:  # not if all adapters cover the unembedding alone
+        torch.autograd.grad(h_TD, anchor, swept.dh_TD, allow_unused=True)
+    for index, part in enumerate(parts):
+        into = None if part.gradient is None else part.gradient.pair(None, "unembed")
+        if into is not None:
+            for target, slope in zip(into, swept.pairs[index], strict=True):
+                target.copy_(slope)
 
 
 def _record(work: Work, logprobs: Tensor, gradient_P: Tensor | None) -> None:

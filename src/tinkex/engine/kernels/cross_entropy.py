@@ -156,14 +156,14 @@ def _join_parts(
     top = tl.load(largest + row * PARTS + part, mask=part < PARTS, other=-3.0e38)
     amount = tl.load(total + row * PARTS + part, mask=part < PARTS, other=0.0)
     most = tl.max(top, 0)
-    log_total = tl.log(tl.sum(amount * tl.exp(top - most), 0))
-    tl.store(lse + row, most + log_total)
+    row_lse = most + tl.log(tl.sum(amount * tl.exp(top - most), 0))
+    tl.store(lse + row, row_lse)
     target = tl.arange(0, TARGETS_BLOCK)
     live = target < targets
     place = row * targets + target
     chosen = tl.load(logits + row * stride + tl.load(ids + place, mask=live, other=0), mask=live)
-    # By the largest first: a likely token's difference is exact, a large lse would round it.
-    tl.store(logprobs + place, (chosen.to(tl.float32) - most) - log_total, mask=live)
+    # One subtraction: whoever has the logit and the lse gets the same bits.
+    tl.store(logprobs + place, chosen.to(tl.float32) - row_lse, mask=live)
 
 
 @triton.jit(do_not_specialize=["targets"])

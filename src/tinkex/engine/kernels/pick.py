@@ -178,7 +178,8 @@ def _draw(
     weights = warm.to(tl.float64) * factors
     target = uniform * tl.sum(weights, 0)
     # The first block whose sum exceeds the target, or, where rounding leaves none, the last one
-    # that weighs anything. The same for the token within it.
+    # that weighs anything. The same for the token within it. Sums made in parallel may grow by
+    # a rounding error where the weight is 0: such a place is not taken.
     exceeds = (tl.cumsum(weights, 0) > target) & (weights > 0.0)
     last = tl.max(tl.where(weights > 0.0, blocks, 0), 0)
     block = tl.min(tl.where(exceeds, blocks, last), 0)

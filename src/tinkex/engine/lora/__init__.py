@@ -1,6 +1,6 @@
 """LoRA adapters: shapes, weights, and the layers that serve many at once."""
 
-from tinkex.engine.lora.head import LOGITS_BYTES, Swept, Targets, logits, sweep
+from tinkex.engine.lora.head import LOGITS_BYTES, Swept, Targets, adapt_, logits, sweep
 from tinkex.engine.lora.layers import Segment, adapted_projections
 from tinkex.engine.lora.shapes import (
     ALPHA,
@@ -24,6 +24,7 @@ __all__ = [
     "Swept",
     "Target",
     "Targets",
+    "adapt_",
     "adapted_projections",
     "check_lora",
     "initial",

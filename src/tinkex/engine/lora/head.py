@@ -14,11 +14,13 @@ K targets of a row, M targets of all rows, one after the other.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 import torch
 from torch.nn import functional as F
 
+from tinkex.engine.logprobs import exponentials_
+from tinkex.engine.lora.thin import expand_add_, shrink
 from tinkex.engine.lora.weights import Pair
 from tinkex.engine.packing import MIN_ROWS
 
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tinkex.engine.lora.layers import Segment
+    from tinkex.engine.lora.weights import LoraWeights
+    from tinkex.engine.models.linear import Linear
 
 LOGITS_BYTES: Final = 64 * 2**20
 """How large a chunk of logits may be."""
@@ -51,6 +55,14 @@ class Swept:
     """Gradients of the unembedding's factors, by segment."""
 
 
+class HeadProducts(Protocol):
+    """How logits are computed, adapters included, where that is not the usual way."""
+
+    def logits(self, h_CD: Tensor, start: int, stop: int) -> Tensor:
+        """The fp32 logits of the pass's tokens from `start` to `stop`."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class _Piece:
     """Rows of one segment."""
@@ -62,12 +74,13 @@ class _Piece:
 
 def sweep(
     h_TD: Tensor,
-    unembed_VD: Tensor,
+    head: Linear,
     segments: Sequence[Segment],
     targets: Targets,
     slope_M: Tensor | None = None,
     *,
     logits_bytes: int = LOGITS_BYTES,
+    products: HeadProducts | None = None,
 ) -> Swept:
     """Log-probabilities of the targets and, given slopes, the gradients they lead to.
 
@@ -75,8 +88,8 @@ def sweep(
     are ignored.
     """
     with torch.no_grad():
-        state = _Sweep(h_TD.detach(), unembed_VD, segments, targets, slope_M)
-        for chunk in _chunks(segments, chunk_rows(unembed_VD.shape[0], logits_bytes)):
+        state = _Sweep(h_TD.detach(), head, segments, targets, slope_M, products)
+        for chunk in _chunks(segments, chunk_rows(head.weight_OI.shape[0], logits_bytes)):
             state.run(chunk)
         return Swept(torch.cat(state.found), state.dh_TD, state.pairs)
 
@@ -105,13 +118,56 @@ def _chunks(segments: Sequence[Segment], limit: int) -> list[list[_Piece]]:
     return chunks
 
 
-def logits(h_CD: Tensor, unembed_VD: Tensor) -> Tensor:
+def logits(h_CD: Tensor, head: Linear) -> Tensor:
     """The base model's logits in fp32 or better."""
-    if h_CD.dtype in (torch.float32, torch.float64):
-        return F.linear(h_CD, unembed_VD)
-    if h_CD.device.type == "cuda":
-        return torch.mm(h_CD, unembed_VD.T, out_dtype=torch.float32)
-    return F.linear(h_CD, unembed_VD).float()
+    if h_CD.device.type == "cuda" and h_CD.dtype not in (torch.float32, torch.float64):
+        return torch.mm(h_CD, head.weight_OI.T, out_dtype=torch.float32)
+    logits_CV = head.multiply(h_CD, packed=True)
+    return logits_CV if logits_CV.dtype == torch.float64 else logits_CV.float()
+
+
+def adapt_(logits_SV: Tensor, h_SD: Tensor, weights: LoraWeights | None) -> Tensor | None:
+    """Add an adapter's low-rank product to logits of its rows; return the inner activations."""
+    pair = None if weights is None else weights.pair(None, "unembed")
+    if weights is None or pair is None:
+        return None
+    z_SR = shrink(h_SD, pair.a_RI.to(h_SD.dtype)).to(logits_SV.dtype)
+    expand_add_(logits_SV, z_SR, pair.b_OR.to(z_SR.dtype), weights.scale)
+    return z_SR
+
+
+def _softmax(
+    logits_CV: Tensor, ids_CK: Tensor, slope_CK: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probabilities of the chosen tokens and, given slopes, the slope by the logits.
+
+    The logits' memory may be used for the answer.
+    """
+    if logits_CV.is_cuda and logits_CV.dtype == torch.float32 and dtype != torch.float32:
+        from tinkex.engine.kernels import cross_entropy
+
+        chosen_CK, lse_C = cross_entropy.logprobs(logits_CV, ids_CK)
+        if slope_CK is None:
+            return chosen_CK, None
+        return chosen_CK, cross_entropy.dlogits(logits_CV, lse_C, ids_CK, slope_CK, dtype)
+    chosen_CK = logits_CV.gather(1, ids_CK)
+    # From here on the logits' memory holds exp(logit - largest), then the slopes.
+    lse_C1, total_C1 = exponentials_(logits_CV)
+    chosen_CK -= lse_C1
+    if slope_CK is None:
+        return chosen_CK, None
+    # The slope by the logits: each target up, the softmax down.
+    down_C1 = slope_CK.sum(1, keepdim=True).neg_().div_(total_C1)
+    dlogits_CV = logits_CV.mul_(down_C1)
+    dlogits_CV.scatter_add_(1, ids_CK, slope_CK)
+    return chosen_CK, dlogits_CV.to(dtype)
+
+
+def _over_tokens(left: Tensor, right: Tensor) -> Tensor:
+    """A product over tokens: many terms, so it comes in the precision of the masters."""
+    if left.is_cuda and left.dtype not in (torch.float32, torch.float64):
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return left @ right
 
 
 class _Sweep:
@@ -120,13 +176,15 @@ class _Sweep:
     def __init__(
         self,
         h_TD: Tensor,
-        unembed_VD: Tensor,
+        head: Linear,
         segments: Sequence[Segment],
         targets: Targets,
         slope_M: Tensor | None,
+        products: HeadProducts | None,
     ) -> None:
+        self._products = products
         self._h_TD = h_TD
-        self._unembed_VD = unembed_VD
+        self._head = head
         self._segments = segments
         self._targets = targets
         self._slope_M = slope_M
@@ -142,23 +200,17 @@ class _Sweep:
         h_CD = self._h_TD[start:stop]
         if rows < MIN_ROWS:
             h_CD = F.pad(h_CD, (0, 0, 0, MIN_ROWS - rows))
-        logits_CV = logits(h_CD, self._unembed_VD)
+        if self._products is None:
+            logits_CV = logits(h_CD, self._head)
+        else:
+            logits_CV = self._products.logits(h_CD, start, stop)
         inner = {piece: self._adapt(piece, logits_CV, start) for piece in chunk}
         ids_CK, slope_CK, place_M = self._chosen(start, stop, len(logits_CV))
-        chosen_CK = logits_CV.gather(1, ids_CK)
-        # From here on the logits' memory holds exp(logit - largest), then the slopes.
-        largest_C1 = logits_CV.amax(1, keepdim=True)
-        total_C1 = logits_CV.sub_(largest_C1).exp_().sum(1, keepdim=True)
-        chosen_CK -= largest_C1 + total_C1.log()
+        chosen_CK, dlogits_CV = _softmax(logits_CV, ids_CK, slope_CK, h_CD.dtype)
         self.found.append(chosen_CK.flatten()[place_M].float())
-        if slope_CK is None or self.dh_TD is None:
+        if dlogits_CV is None or self.dh_TD is None:
             return
-        # The slope by the logits: each target up, the softmax down.
-        down_C1 = slope_CK.sum(1, keepdim=True).neg_().div_(total_C1)
-        dlogits_CV = logits_CV.mul_(down_C1)
-        dlogits_CV.scatter_add_(1, ids_CK, slope_CK)
-        dh_CD = dlogits_CV.to(h_CD.dtype) @ self._unembed_VD
-        self.dh_TD[start:stop] = dh_CD[:rows]
+        torch.mm(dlogits_CV[:rows], self._head.weight_OI, out=self.dh_TD[start:stop])
         for piece, z_SR in inner.items():
             if z_SR is not None:
                 self._gradient(piece, dlogits_CV[piece.start - start : piece.stop - start], z_SR)
@@ -166,14 +218,11 @@ class _Sweep:
     def _adapt(self, piece: _Piece, logits_CV: Tensor, start: int) -> Tensor | None:
         """Add the segment's low-rank product to its rows; return the inner activations."""
         weights = self._segments[piece.segment].weights
-        pair = None if weights is None else weights.pair(None, "unembed")
-        if weights is None or pair is None:
-            return None
-        z_SR = F.linear(self._h_TD[piece.start : piece.stop], pair.a_RI.to(self._h_TD.dtype))
-        z_SR = z_SR.to(logits_CV.dtype)
-        rows_SV = logits_CV[piece.start - start : piece.stop - start]
-        rows_SV.addmm_(z_SR, pair.b_OR.to(z_SR.dtype).T, alpha=weights.scale)
-        return z_SR
+        h_SD = self._h_TD[piece.start : piece.stop]
+        if self._products is not None:  # the product is in the logits already
+            pair = None if weights is None else weights.pair(None, "unembed")
+            return None if pair is None else F.linear(h_SD, pair.a_RI.to(h_SD.dtype))
+        return adapt_(logits_CV[piece.start - start : piece.stop - start], h_SD, weights)
 
     def _gradient(self, piece: _Piece, dlogits_SV: Tensor, z_SR: Tensor) -> None:
         weights = self._segments[piece.segment].weights
@@ -186,12 +235,12 @@ class _Sweep:
             found = self.pairs[piece.segment] = Pair(
                 torch.zeros_like(pair.a_RI), torch.zeros_like(pair.b_OR)
             )
-        kind = pair.a_RI.dtype
-        h_SD = self._h_TD[piece.start : piece.stop].to(kind)
-        dz_SR = (dlogits_SV.to(kind) @ pair.b_OR).mul_(weights.scale)
-        self.dh_TD[piece.start : piece.stop] += (dz_SR @ pair.a_RI).to(self.dh_TD.dtype)
-        found.a_RI.addmm_(dz_SR.T, h_SD)
-        found.b_OR.addmm_(dlogits_SV.to(kind).T, z_SR.to(kind), alpha=weights.scale)
+        kind = self._h_TD.dtype
+        h_SD = self._h_TD[piece.start : piece.stop]
+        dz_SR = (dlogits_SV @ pair.b_OR.to(kind)).mul_(weights.scale)
+        self.dh_TD[piece.start : piece.stop].addmm_(dz_SR, pair.a_RI.to(kind))
+        found.a_RI.add_(_over_tokens(dz_SR.T, h_SD))
+        found.b_OR.add_(_over_tokens(dlogits_SV.T, z_SR.to(kind)), alpha=weights.scale)
 
     def _chosen(self, start: int, stop: int, rows: int) -> tuple[Tensor, Tensor | None, Tensor]:
         """The chunk's targets and slopes as rectangles, and where each target lies in them.

@@ -1,130 +1,226 @@
 """Linear layers that serve many adapters at once.
 
 The tokens of a batch lie adapter by adapter. The base weight is multiplied with all of them
-in one go; then each segment adds its own low-rank product. `_Adapted.apply` is the one
-place where the two meet, so a grouped kernel has one function to replace.
+in one go; then each segment adds its own low-rank product. `_Adapted` is the one place where
+the two meet, so a grouped kernel has one function to replace.
 
 A segment's own products only ever see that segment's rows, so its gradients do not depend
-on what else is in the batch.
+on what else is in the batch. The backward pass writes them where the segment says, in the
+precision of the masters; autograd only carries the slopes from layer to layer.
 
-Shapes: T tokens, S tokens of a segment, R rank, I inputs and O outputs of one projection.
+Shapes: T tokens, S tokens of a segment, R rank, Z ranks of projections that share an input,
+I inputs, O outputs of one projection, Y outputs of those that share an input, side by side.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional as F
 
+from tinkex.engine.lora.thin import expand_add_, shrink
+from tinkex.engine.lora.weights import in_dtype
+
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
 
-    from tinkex.engine.lora.weights import LoraWeights
+    from tinkex.engine.lora.weights import Group, LoraWeights
     from tinkex.engine.models.base import Decoder, Project, Projection
+    from tinkex.engine.models.linear import Linear
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Consecutive tokens that share an adapter; None is the base model itself."""
+    """Consecutive tokens that share an adapter; None is the base model itself.
+
+    `gradient` is where the backward pass writes; without it the adapter gets no gradient.
+    """
 
     start: int
     stop: int
     weights: LoraWeights | None
+    gradient: LoraWeights | None = None
+
+
+class RowProducts:
+    """How the products of a pass are computed, where that is not the usual way.
+
+    `base` multiplies with a base weight; `add` adds all low-rank products to its result.
+    """
+
+    def base(self, linear: Linear, x_TI: Tensor) -> Tensor:
+        """Return x times the weight in fresh memory."""
+        raise NotImplementedError
+
+    def add(self, layer: int, names: tuple[Projection, ...], x_TI: Tensor, y_TY: Tensor) -> None:
+        """Add every segment's low-rank products to y."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Where one low-rank product applies: rows, output (index into names), scale."""
+    """The low-rank products of one segment that share an input.
+
+    `factors` are in the activations' precision, `gradient` in that of the masters.
+    """
 
     rows: slice
-    output: int
     scale: float
+    factors: Group
+    gradient: Group | None
+
+    def parts(self, y_SY: Tensor, z_SZ: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """The outputs of each projection, and the inner activations that belong to them."""
+        bs_OR = self.factors.bs_OR
+        widths, rank = [b_OR.shape[0] for b_OR in bs_OR], bs_OR[0].shape[1]
+        return zip(y_SY.split_with_sizes(widths, dim=1), z_SZ.split(rank, dim=1), strict=True)
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
     """Everything `_Adapted` needs besides the tensors it differentiates."""
 
-    weights: tuple[Tensor, ...]
-    biases: tuple[Tensor | None, ...]
+    linear: Linear
     pieces: tuple[_Piece, ...]
+    base: Callable[[Tensor], Tensor]
+    add: Callable[[Tensor, Tensor], None] | None
 
 
-def adapted_projections(decoder: Decoder, segments: Sequence[Segment]) -> Project:
-    """The base model's linear layers with the adapter of each segment on top."""
+def adapted_projections(
+    decoder: Decoder,
+    segments: Sequence[Segment],
+    *,
+    anchor: Tensor | None = None,
+    packed: bool = False,
+    products: RowProducts | None = None,
+) -> Project:
+    """The base model's linear layers with the adapter of each segment on top.
+
+    For gradients, `anchor` is any tensor that requires one: differentiating the result by it
+    makes the backward pass fill in the segments' gradients. `packed` chooses the way of
+    multiplying with base weights on a CPU: see `models/linear.py`.
+    """
+    dtype = decoder.unembed_VD.dtype
+    cast = [
+        (segment, in_dtype(segment.weights, dtype))
+        for segment in segments
+        if segment.weights is not None
+    ]
 
     def project(layer: int, names: tuple[Projection, ...], x_TI: Tensor) -> tuple[Tensor, ...]:
-        pieces: list[_Piece] = []
-        factors: list[Tensor] = []
-        for segment in segments:
-            adapter = segment.weights
-            if adapter is None:
-                continue
-            for output, name in enumerate(names):
-                pair = adapter.pair(layer, name)
-                if pair is not None:
-                    rows = slice(segment.start, segment.stop)
-                    pieces.append(_Piece(rows, output, adapter.scale))
-                    # Masters are fp32; the product runs in the precision of the activations.
-                    factors += (factor.to(x_TI.dtype) for factor in pair)
-        plan = _Plan(
-            tuple(decoder.weight(layer, name) for name in names),
-            tuple(decoder.bias(layer, name) for name in names),
-            tuple(pieces),
-        )
-        return _apply(plan, x_TI, factors)
+        linear = decoder.linear(layer, names)
+        found = (_piece(segment, weights, layer, names) for segment, weights in cast)
+        pieces = tuple(piece for piece in found if piece is not None)
+        if products is None:
+            plan = _Plan(linear, pieces, partial(linear.multiply, packed=packed), None)
+        else:
+            plan = _Plan(
+                linear,
+                pieces,
+                partial(products.base, linear),
+                partial(products.add, layer, names),
+            )
+        learns = any(piece.gradient is not None for piece in pieces)
+        return _apply(plan, x_TI, anchor if learns else None)
 
     return project
 
 
-def _apply(plan: _Plan, x_TI: Tensor, factors: list[Tensor]) -> tuple[Tensor, ...]:
-    return _Adapted.apply(plan, x_TI, *factors)  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType, reportReturnType] -- torch's own stub
+def _piece(
+    segment: Segment, weights: LoraWeights, layer: int, names: tuple[Projection, ...]
+) -> _Piece | None:
+    factors = weights.group(layer, names)
+    if factors is None:
+        return None
+    gradient = None if segment.gradient is None else segment.gradient.group(layer, names)
+    return _Piece(slice(segment.start, segment.stop), weights.scale, factors, gradient)
+
+
+def _apply(plan: _Plan, x_TI: Tensor, anchor: Tensor | None) -> tuple[Tensor, ...]:
+    if torch.is_grad_enabled() and (anchor is not None or x_TI.requires_grad):
+        return _Adapted.apply(plan, x_TI, anchor)  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType, reportReturnType] -- torch's own stub
+    return plan.linear.split(_forward(plan, x_TI)[0])
+
+
+def _forward(plan: _Plan, x_TI: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """The outputs side by side, and the inner activations of the pieces."""
+    y_TY = plan.base(x_TI)
+    if plan.add is not None:
+        plan.add(x_TI, y_TY)
+        return y_TY, []
+    inner: list[Tensor] = []
+    for piece in plan.pieces:
+        z_SZ = shrink(x_TI[piece.rows], piece.factors.a_ZI)
+        parts = piece.parts(y_TY[piece.rows], z_SZ)
+        for (y_SO, z_SR), b_OR in zip(parts, piece.factors.bs_OR, strict=True):
+            expand_add_(y_SO, z_SR, b_OR, piece.scale)
+        inner.append(z_SZ)
+    return y_TY, inner
 
 
 class _Adapted(torch.autograd.Function):
-    """`x @ W.T + b` for several W, plus `scale * (x @ A.T) @ B.T` on each piece's rows."""
+    """`x @ W.T + b` for joined W, plus `scale * (x @ A.T) @ B.T` on each piece's rows."""
 
     @staticmethod
-    def forward(ctx: Any, plan: _Plan, x_TI: Tensor, *factors: Tensor) -> tuple[Tensor, ...]:
-        outputs = tuple(
-            F.linear(x_TI, weight, bias)
-            for weight, bias in zip(plan.weights, plan.biases, strict=True)
-        )
-        inner: list[Tensor] = []
-        for piece, a_RI, b_OR in zip(plan.pieces, factors[::2], factors[1::2], strict=True):
-            z_SR = F.linear(x_TI[piece.rows], a_RI)
-            outputs[piece.output][piece.rows].addmm_(z_SR, b_OR.T, alpha=piece.scale)
-            inner.append(z_SR)
+    def forward(ctx: Any, plan: _Plan, x_TI: Tensor, anchor: Tensor | None) -> tuple[Tensor, ...]:
+        y_TY, inner = _forward(plan, x_TI)
         ctx.plan = plan
-        ctx.save_for_backward(x_TI, *factors, *inner)
-        return outputs
+        ctx.save_for_backward(x_TI, *inner)
+        return plan.linear.split(y_TY)
 
     @staticmethod
     def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
         plan: _Plan = ctx.plan
-        x_TI, *saved = ctx.saved_tensors
-        count = len(plan.pieces)
-        factors, inner = saved[: 2 * count], saved[2 * count :]
-        dx_TI = _input_slope(plan, slopes) if ctx.needs_input_grad[1] else None
-        gradients: list[Tensor | None] = []
-        for piece, a_RI, b_OR, z_SR in zip(
-            plan.pieces, factors[::2], factors[1::2], inner, strict=True
-        ):
-            dy_SO = slopes[piece.output][piece.rows]
-            dz_SR = (dy_SO @ b_OR).mul_(piece.scale)
+        x_TI, *inner = ctx.saved_tensors
+        dy_TY = _side_by_side(slopes)
+        dx_TI = plan.linear.slope(dy_TY) if ctx.needs_input_grad[1] else None
+        for number, piece in enumerate(plan.pieces):
+            x_SI, dy_SY = x_TI[piece.rows], dy_TY[piece.rows]
+            z_SZ = inner[number] if inner else F.linear(x_SI, piece.factors.a_ZI)
+            dz_SZ = _inner_slope(piece, dy_SY, z_SZ)
             if dx_TI is not None:
-                dx_TI[piece.rows].addmm_(dz_SR, a_RI)
-            gradients.append(dz_SR.T @ x_TI[piece.rows])
-            gradients.append((dy_SO.T @ z_SR).mul_(piece.scale))
-        return (None, dx_TI, *gradients)
+                dx_TI[piece.rows].addmm_(dz_SZ, piece.factors.a_ZI)
+            if piece.gradient is not None:
+                into, scale = piece.gradient, piece.scale
+                _product_into(into.a_ZI, dz_SZ.T, x_SI)
+                parts = piece.parts(dy_SY, z_SZ)
+                for (dy_SO, z_SR), b_OR in zip(parts, into.bs_OR, strict=True):
+                    _product_into(b_OR, dy_SO.T, z_SR, scale)
+        return None, dx_TI, None
 
 
-def _input_slope(plan: _Plan, slopes: tuple[Tensor, ...]) -> Tensor:
-    dx_TI = slopes[0] @ plan.weights[0]
-    for dy_TO, weight in zip(slopes[1:], plan.weights[1:], strict=True):
-        dx_TI.addmm_(dy_TO, weight)
-    return dx_TI
+def _inner_slope(piece: _Piece, dy_SY: Tensor, z_SZ: Tensor) -> Tensor:
+    """The slope by the inner activations, with the scale in it."""
+    dz_SZ = torch.empty_like(z_SZ)
+    parts = piece.parts(dy_SY, dz_SZ)
+    for (dy_SO, dz_SR), b_OR in zip(parts, piece.factors.bs_OR, strict=True):
+        torch.addmm(dz_SR, dy_SO, b_OR, beta=0, alpha=piece.scale, out=dz_SR)
+    return dz_SZ
+
+
+def _product_into(out: Tensor, left: Tensor, right: Tensor, scale: float = 1.0) -> None:
+    """A product over tokens: many terms, so it comes in the precision of the masters."""
+    if left.dtype == out.dtype:
+        torch.addmm(out, left, right, beta=0, alpha=scale, out=out)
+    elif left.is_cuda:
+        torch.mul(torch.mm(left, right, out_dtype=out.dtype), scale, out=out)
+    else:
+        torch.addmm(out, left.to(out.dtype), right.to(out.dtype), beta=0, alpha=scale, out=out)
+
+
+def _side_by_side(slopes: tuple[Tensor, ...]) -> Tensor:
+    """Slopes of several projections as one tensor; without a copy where they already lie so."""
+    first = slopes[0]
+    width, start = sum(slope.shape[1] for slope in slopes), first.storage_offset()
+    memory = first.untyped_storage().data_ptr()
+    for slope in slopes:
+        here = slope.untyped_storage().data_ptr(), slope.stride(), slope.storage_offset()
+        if here != (memory, (width, 1), start):
+            return torch.cat(slopes, dim=1)
+        start += slope.shape[1]
+    return first.as_strided((first.shape[0], width), (width, 1))

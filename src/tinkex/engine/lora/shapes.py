@@ -1,7 +1,7 @@
 """Which matrices of a base model an adapter covers, and how large its own are.
 
-Pure arithmetic on configurations: no tensors. The order of `targets` is the order in which
-an adapter's parameters lie in memory and in its checkpoints.
+Pure arithmetic on configurations: no tensors. The order of `groups` is the order in which an
+adapter's parameters lie in memory and in its checkpoints: for each group every A, then every B.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
-from tinkex.engine.models.base import Projection
+from tinkex.engine.models.base import SHARED_INPUT, Projection
 from tinkex.errors import InputError, NothingToTrain
 
 if TYPE_CHECKING:
@@ -62,17 +62,26 @@ def matrix_shape(config: DecoderConfig, matrix: Matrix) -> tuple[int, int]:
     return shapes[matrix]
 
 
-def targets(config: DecoderConfig, lora: LoraConfig) -> tuple[Target, ...]:
-    """Every matrix that an adapter of this configuration covers, layer by layer."""
-    names = (*(ATTENTION if lora.train_attn else ()), *(MLP if lora.train_mlp else ()))
+def groups(config: DecoderConfig, lora: LoraConfig) -> tuple[tuple[Target, ...], ...]:
+    """The matrices an adapter of this configuration covers; those of a group share an input."""
+    covered = [
+        names
+        for names in SHARED_INPUT
+        if (lora.train_attn if names[0] in ATTENTION else lora.train_mlp)
+    ]
     found = [
-        Target(layer, name, *matrix_shape(config, name))
+        tuple(Target(layer, name, *matrix_shape(config, name)) for name in names)
         for layer in range(config.num_layers)
-        for name in names
+        for names in covered
     ]
     if lora.train_unembed:
-        found.append(Target(None, "unembed", *matrix_shape(config, "unembed")))
+        found.append((Target(None, "unembed", *matrix_shape(config, "unembed")),))
     return tuple(found)
+
+
+def targets(config: DecoderConfig, lora: LoraConfig) -> tuple[Target, ...]:
+    """Every covered matrix, layer by layer."""
+    return tuple(target for group in groups(config, lora) for target in group)
 
 
 def parameter_count(config: DecoderConfig, lora: LoraConfig) -> int:

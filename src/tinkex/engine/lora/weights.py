@@ -1,8 +1,10 @@
 """An adapter's matrices: one flat vector, seen as A and B per covered matrix.
 
-The flat vector makes optimizer steps, norms, copies and checkpoints one operation each.
+The flat vector makes optimizer steps, norms, copies and checkpoints one operation each. The A
+of matrices that share an input lie one below the other, so that they are one matrix, too.
 
-Shapes: P all parameters, R rank, I inputs and O outputs of one matrix.
+Shapes: P all parameters, R rank, I inputs and O outputs of one matrix, Z = R times the number
+of matrices in a group.
 """
 
 from __future__ import annotations
@@ -10,11 +12,13 @@ from __future__ import annotations
 import hashlib
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from functools import lru_cache
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
-from tinkex.engine.lora.shapes import ALPHA, Matrix, Target, parameter_count, targets
+from tinkex.engine.lora.shapes import ALPHA, Matrix, Target, groups, parameter_count, targets
+from tinkex.engine.models.base import SHARED_INPUT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,7 +28,11 @@ if TYPE_CHECKING:
     from tinkex.engine.models.base import DecoderConfig
     from tinkex.types import LoraConfig
 
-Key = tuple[int | None, Matrix]
+_GroupKey = tuple[int | None, tuple[Matrix, ...]]
+_GROUP_OF: Final[dict[Matrix, tuple[Matrix, ...]]] = {
+    "unembed": ("unembed",),
+    **{name: names for names in SHARED_INPUT for name in names},
+}
 
 
 class Pair(NamedTuple):
@@ -34,57 +42,96 @@ class Pair(NamedTuple):
     b_OR: Tensor
 
 
+class Group(NamedTuple):
+    """The factors of matrices that share an input; the first R rows of A are the first's."""
+
+    a_ZI: Tensor
+    bs_OR: tuple[Tensor, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class LoraWeights:
-    """The matrices of one adapter; `pairs` are views of `flat_P`."""
+    """The matrices of one adapter, views of `flat_P` that are made when they are asked for."""
 
     config: DecoderConfig
     lora: LoraConfig
     flat_P: Tensor
-    pairs: dict[Key, Pair] = field(repr=False)
+    _made: dict[_GroupKey, Group] = field(repr=False, default_factory=dict["_GroupKey", "Group"])
 
     @property
     def scale(self) -> float:
         """What B @ A is multiplied with."""
         return ALPHA / self.lora.rank
 
+    def group(self, layer: int | None, matrices: tuple[Matrix, ...]) -> Group | None:
+        """A and B of matrices that share an input, or None when they are not covered."""
+        key = (layer, matrices)
+        made = self._made.get(key)
+        if made is None:
+            place = _layout(self.config, self.lora).get(key)
+            if place is None:
+                return None
+            made = self._made[key] = place.of(self.flat_P, self.lora.rank)
+        return made
+
     def pair(self, layer: int | None, matrix: Matrix) -> Pair | None:
         """A and B of one matrix, or None when the adapter does not cover it."""
-        return self.pairs.get((layer, matrix))
+        matrices = _GROUP_OF[matrix]
+        group = self.group(layer, matrices)
+        if group is None:
+            return None
+        rank, number = self.lora.rank, matrices.index(matrix)
+        return Pair(group.a_ZI[number * rank : (number + 1) * rank], group.bs_OR[number])
 
     def named(self) -> Iterator[tuple[Target, Pair]]:
         """Every covered matrix with its factors, in order."""
         for target in targets(self.config, self.lora):
-            yield target, self.pairs[target.layer, target.matrix]
+            pair = self.pair(target.layer, target.matrix)
+            assert pair is not None
+            yield target, pair
 
-    def leaves(self) -> LoraWeights:
-        """The same memory as fresh autograd leaves, one per factor.
 
-        Each operation differentiates leaves of its own, so its gradient is known apart from
-        those of other operations on the same adapter.
-        """
-        pairs = {
-            key: Pair(*(factor.detach().requires_grad_() for factor in pair))
-            for key, pair in self.pairs.items()
-        }
-        return LoraWeights(self.config, self.lora, self.flat_P, pairs)
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a group lies within the flat vector: every A, then every B."""
+
+    start: int
+    inputs: int
+    outputs: tuple[int, ...]
+
+    def of(self, flat_P: Tensor, rank: int) -> Group:
+        middle = self.start + len(self.outputs) * self.inputs * rank
+        end = middle + sum(self.outputs) * rank
+        return Group(
+            flat_P[self.start : middle].view(-1, self.inputs),
+            flat_P[middle:end].view(-1, rank).split_with_sizes(self.outputs),
+        )
+
+
+@lru_cache(maxsize=64)
+def _layout(config: DecoderConfig, lora: LoraConfig) -> dict[_GroupKey, _Place]:
+    places: dict[_GroupKey, _Place] = {}
+    start = 0
+    for group in groups(config, lora):
+        outputs = tuple(target.outputs for target in group)
+        names: tuple[Matrix, ...] = tuple(target.matrix for target in group)
+        places[group[0].layer, names] = _Place(start, group[0].inputs, outputs)
+        start += sum(target.parameters(lora.rank) for target in group)
+    return places
 
 
 def wrap(config: DecoderConfig, lora: LoraConfig, flat_P: Tensor) -> LoraWeights:
     """See a flat vector as the matrices of an adapter."""
     expected = parameter_count(config, lora)
     assert flat_P.shape == (expected,), f"expected {expected} parameters, got {flat_P.shape}"
-    pairs: dict[Key, Pair] = {}
-    start = 0
-    for target in targets(config, lora):
-        middle = start + lora.rank * target.inputs
-        end = middle + lora.rank * target.outputs
-        pairs[target.layer, target.matrix] = Pair(
-            flat_P[start:middle].view(lora.rank, target.inputs),
-            flat_P[middle:end].view(target.outputs, lora.rank),
-        )
-        start = end
-    return LoraWeights(config, lora, flat_P, pairs)
+    return LoraWeights(config, lora, flat_P)
+
+
+def in_dtype(weights: LoraWeights, dtype: torch.dtype) -> LoraWeights:
+    """The adapter in the precision of the activations: one conversion for all its matrices."""
+    if weights.flat_P.dtype == dtype:
+        return weights
+    return wrap(weights.config, weights.lora, weights.flat_P.to(dtype))
 
 
 def initial(

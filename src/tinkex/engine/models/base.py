@@ -2,7 +2,8 @@
 
 A decoder owns the frozen base weights and the order of operations. It owns neither the
 attention over earlier tokens (packing and caches belong to the caller, who passes
-`attend`) nor the adapters (the caller passes `project`).
+`attend`) nor the adapters (the caller passes `project`), nor what of a block is kept for the
+backward pass (the caller passes `run_block`).
 
 Tokens of all sequences lie one after the other: no padding, no batch dimension.
 
@@ -13,16 +14,25 @@ I inputs and O outputs of one projection.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, get_args
-
-from torch.nn import functional as F
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, get_args
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
+
+    from tinkex.engine.models.linear import Linear
 
 Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 PROJECTIONS: tuple[Projection, ...] = get_args(Projection)
+SHARED_INPUT: tuple[tuple[Projection, ...], ...] = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("o_proj",),
+    ("gate_proj", "up_proj"),
+    ("down_proj",),
+)
+"""The projections of a block by what they read: each group is asked for in one go."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,15 +97,44 @@ class Project(Protocol):
         ...
 
 
+class RunBlock(Protocol):
+    """Calls one transformer block; the caller may keep less of it and compute it again later."""
+
+    def __call__(self, block: Callable[[Tensor], Tensor], h_TD: Tensor) -> Tensor:
+        """Return `block(h_TD)`."""
+        ...
+
+
+def plainly(block: Callable[[Tensor], Tensor], h_TD: Tensor) -> Tensor:
+    """The usual `RunBlock`: everything that a backward pass needs is kept."""
+    return block(h_TD)
+
+
+class Joined(NamedTuple):
+    """The rows of several projections that share an input, one below the other."""
+
+    weight_OI: Tensor
+    bias_O: Tensor | None
+    widths: tuple[int, ...]
+    """How many of the O rows belong to each projection."""
+
+
 class Decoder(Protocol):
     """A base model. Its weights never require a gradient."""
 
     config: DecoderConfig
     unembed_VD: Tensor
     """The output head: the embedding itself when the two are tied."""
+    head: Linear
+    """The product with the output head."""
 
     def hidden(
-        self, tokens_T: Tensor, positions_T: Tensor, attend: Attend, project: Project
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        attend: Attend,
+        project: Project,
+        run_block: RunBlock = plainly,
     ) -> Tensor:
         """Return h_TD after the final norm, differentiable through `attend` and `project`."""
         ...
@@ -108,13 +147,23 @@ class Decoder(Protocol):
         """Return the base bias b_O of one projection, if it has one."""
         ...
 
+    def joined(self, layer: int, names: tuple[Projection, ...]) -> Joined:
+        """Return the weights of projections that share an input, as they lie in memory."""
+        ...
 
-def base_projections(decoder: Decoder) -> Project:
-    """The base model's own linear layers, without any adapter."""
+    def linear(self, layer: int, names: tuple[Projection, ...]) -> Linear:
+        """Return the product with the joined weights of projections that share an input."""
+        ...
+
+
+def base_projections(decoder: Decoder, *, packed: bool = False) -> Project:
+    """The base model's own linear layers, without any adapter.
+
+    `packed` chooses the way of multiplying on a CPU: see `models/linear.py`.
+    """
 
     def project(layer: int, names: tuple[Projection, ...], x_TI: Tensor) -> tuple[Tensor, ...]:
-        return tuple(
-            F.linear(x_TI, decoder.weight(layer, name), decoder.bias(layer, name)) for name in names
-        )
+        linear = decoder.linear(layer, names)
+        return linear.split(linear(x_TI, packed=packed))
 
     return project

@@ -6,17 +6,27 @@ M intermediate.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from torch.nn import functional as F
 
-from tinkex.engine.models.layers import rms_norm, rotation, split_heads, swiglu
+from tinkex.engine.models.base import plainly
+from tinkex.engine.models.layers import (
+    add_norm,
+    norm_rotated,
+    rms_norm,
+    rotation,
+    split_heads,
+    swiglu,
+)
 from tinkex.engine.models.weights import StoredDecoder
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tinkex.engine.models.base import Attend, Project
+    from tinkex.engine.models.base import Attend, Project, RunBlock
+    from tinkex.engine.models.layers import Rotation
 
 
 class Qwen3(StoredDecoder):
@@ -27,24 +37,33 @@ class Qwen3(StoredDecoder):
     qk_norm = True
 
     def hidden(
-        self, tokens_T: Tensor, positions_T: Tensor, attend: Attend, project: Project
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        attend: Attend,
+        project: Project,
+        run_block: RunBlock = plainly,
     ) -> Tensor:
         """Return h_TD after the final norm."""
-        head_dim, eps = self.config.head_dim, self.config.rms_eps
         rotate = rotation(positions_T, self.frequencies_F)
         h_TD = F.embedding(tokens_T, self.stored.embed_VD)
+        for layer in range(self.config.num_layers):
+            h_TD = run_block(partial(self._block, layer, rotate, attend, project), h_TD)
+        return rms_norm(h_TD, self.stored.final_norm_D, self.config.rms_eps)
 
-        for layer, block in enumerate(self.stored.layers):
-            x_TD = rms_norm(h_TD, block.input_norm_D, eps)
-            q_TX, k_TY, v_TY = project(layer, ("q_proj", "k_proj", "v_proj"), x_TD)
-            q_THd = rms_norm(split_heads(q_TX, head_dim), block.head_norms["q_norm"], eps)
-            k_TGd = rms_norm(split_heads(k_TY, head_dim), block.head_norms["k_norm"], eps)
-            v_TGd = split_heads(v_TY, head_dim)
-            o_TX = attend(layer, rotate(q_THd), rotate(k_TGd), v_TGd)
-            h_TD = h_TD + project(layer, ("o_proj",), o_TX)[0]
+    def _block(
+        self, layer: int, rotate: Rotation, attend: Attend, project: Project, h_TD: Tensor
+    ) -> Tensor:
+        weights = self.stored.layers[layer]
+        head_dim, eps = self.config.head_dim, self.config.rms_eps
+        x_TD = rms_norm(h_TD, weights.input_norm_D, eps)
+        q_TX, k_TY, v_TY = project(layer, ("q_proj", "k_proj", "v_proj"), x_TD)
+        q_norm, k_norm = weights.head_norms["q_norm"], weights.head_norms["k_norm"]
+        q_THd = norm_rotated(split_heads(q_TX, head_dim), q_norm, eps, rotate)
+        k_TGd = norm_rotated(split_heads(k_TY, head_dim), k_norm, eps, rotate)
+        o_TX = attend(layer, q_THd, k_TGd, split_heads(v_TY, head_dim))
+        (o_TD,) = project(layer, ("o_proj",), o_TX)
 
-            x_TD = rms_norm(h_TD, block.post_attention_norm_D, eps)
-            gate_TM, up_TM = project(layer, ("gate_proj", "up_proj"), x_TD)
-            h_TD = h_TD + project(layer, ("down_proj",), swiglu(gate_TM, up_TM))[0]
-
-        return rms_norm(h_TD, self.stored.final_norm_D, eps)
+        h_TD, x_TD = add_norm(h_TD, o_TD, weights.post_attention_norm_D, eps)
+        gate_TM, up_TM = project(layer, ("gate_proj", "up_proj"), x_TD)
+        return h_TD + project(layer, ("down_proj",), swiglu(gate_TM, up_TM))[0]

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 import torch
 
-from tinkex.engine.models.base import PROJECTIONS, Projection
+from tinkex.engine.models.base import PROJECTIONS, SHARED_INPUT, Joined, Projection, plainly
 from tinkex.engine.models.layers import rope_frequencies
+from tinkex.engine.models.linear import Linear
 from tinkex.errors import ModelError
 
 if TYPE_CHECKING:
@@ -22,16 +23,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from tinkex.engine.models.base import Attend, DecoderConfig, Project
+    from tinkex.engine.models.base import Attend, DecoderConfig, Project, RunBlock
 
 HeadNorm = Literal["q_norm", "k_norm"]
 ATTENTION: tuple[Projection, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
-_SHARED_INPUT: tuple[tuple[Projection, ...], ...] = (
-    ("q_proj", "k_proj", "v_proj"),
-    ("o_proj",),
-    ("gate_proj", "up_proj"),
-    ("down_proj",),
-)
 
 
 class TensorSource(Protocol):
@@ -62,6 +57,10 @@ class LayerWeights:
     post_attention_norm_D: Tensor
     weights: dict[Projection, Tensor] = field(default_factory=dict[Projection, "Tensor"])
     biases: dict[Projection, Tensor] = field(default_factory=dict[Projection, "Tensor"])
+    linears: dict[tuple[Projection, ...], Linear] = field(
+        default_factory=dict[tuple[Projection, ...], Linear]
+    )
+    """The same memory as `weights` and `biases`, by names that share an input."""
     head_norms: dict[HeadNorm, Tensor] = field(default_factory=dict[HeadNorm, "Tensor"])
 
 
@@ -115,10 +114,16 @@ class StoredDecoder:
         self.config = config
         self.stored = allocate(config, self.biased, dtype=dtype, device=device)
         self.unembed_VD = self.stored.unembed_VD
+        self.head = Linear(self.unembed_VD)
         self.frequencies_F = rope_frequencies(config).to(device)
 
     def hidden(
-        self, tokens_T: Tensor, positions_T: Tensor, attend: Attend, project: Project
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        attend: Attend,
+        project: Project,
+        run_block: RunBlock = plainly,
     ) -> Tensor:
         """Return h_TD after the final norm."""
         raise NotImplementedError
@@ -135,6 +140,15 @@ class StoredDecoder:
     def bias(self, layer: int, name: Projection) -> Tensor | None:
         """The base bias b_O of one projection, if it has one."""
         return self.stored.layers[layer].biases.get(name)
+
+    def joined(self, layer: int, names: tuple[Projection, ...]) -> Joined:
+        """The weights of projections that share an input, as they lie in memory."""
+        linear = self.linear(layer, names)
+        return Joined(linear.weight_OI, linear.bias_O, linear.widths)
+
+    def linear(self, layer: int, names: tuple[Projection, ...]) -> Linear:
+        """The product with the joined weights of projections that share an input."""
+        return self.stored.layers[layer].linears[names]
 
 
 def projection_shape(config: DecoderConfig, name: Projection) -> tuple[int, int]:
@@ -174,13 +188,15 @@ def allocate(
         if config.qk_norm:
             made.head_norms["q_norm"] = empty(config.head_dim)
             made.head_norms["k_norm"] = empty(config.head_dim)
-        for group in _SHARED_INPUT:
+        for group in SHARED_INPUT:
             shapes = [projection_shape(config, name) for name in group]
             rows = [outputs for outputs, _ in shapes]
-            joined_OI = empty(sum(rows), shapes[0][1])
+            joined_OI, bias_O = empty(sum(rows), shapes[0][1]), None
             made.weights.update(zip(group, joined_OI.split_with_sizes(rows), strict=True))
             if config.attention_bias and group[0] in biased:
-                made.biases.update(zip(group, empty(sum(rows)).split_with_sizes(rows), strict=True))
+                bias_O = empty(sum(rows))
+                made.biases.update(zip(group, bias_O.split_with_sizes(rows), strict=True))
+            made.linears[group] = Linear(joined_OI, bias_O, rows)
         return made
 
     embed_VD = empty(config.vocab_size, config.hidden_size)

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torch.nn import functional as F
-
 from tinkex.engine.lora import Segment as LoraSegment
-from tinkex.engine.lora import adapted_projections, logits
+from tinkex.engine.lora import adapt_, adapted_projections, logits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -31,24 +29,20 @@ class LoraAdapters:
 
     def __init__(self, decoder: Decoder, find: Callable[[str], LoraWeights | None]) -> None:
         self._decoder = decoder
-        self._find = find
+        self.find = find
 
     def project(self, segments: Sequence[Segment]) -> Project:
         """The base layers with each segment's adapter on top."""
         return adapted_projections(
             self._decoder,
-            [LoraSegment(s.start, s.stop, self._find(s.version)) for s in segments],
+            [LoraSegment(s.start, s.stop, self.find(s.version)) for s in segments],
+            packed=True,
         )
 
     def logits(self, h_RD: Tensor, segments: Sequence[Segment]) -> Tensor:
         """The head, with the unembedding's low-rank product where an adapter has one."""
-        logits_RV = logits(h_RD, self._decoder.unembed_VD)
+        logits_RV = logits(h_RD, self._decoder.head)
         for segment in segments:
-            weights = self._find(segment.version)
-            pair = None if weights is None else weights.pair(None, "unembed")
-            if weights is None or pair is None:
-                continue
             rows = slice(segment.start, segment.stop)
-            z_SR = F.linear(h_RD[rows], pair.a_RI.to(h_RD.dtype)).to(logits_RV.dtype)
-            logits_RV[rows].addmm_(z_SR, pair.b_OR.to(z_SR.dtype).T, alpha=weights.scale)
+            adapt_(logits_RV[rows], h_RD[rows], self.find(segment.version))
         return logits_RV

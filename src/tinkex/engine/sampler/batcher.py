@@ -73,16 +73,20 @@ class Batcher:
         """
         pieces: dict[TokenSequence, Piece] = {}
         budget = self.max_tokens
-        decoding = [s for s in self._running if s.pending == 1]
-        prefilling = [s for s in self._running if s.pending > 1]
+        decoding: list[TokenSequence] = []
+        prefilling: list[TokenSequence] = []
+        for sequence in self._running:
+            (decoding if sequence.pending == 1 else prefilling).append(sequence)
         for sequence in decoding + prefilling:
             if budget == 0 or not sequence.running:  # it may just have been preempted
                 continue
-            count = min(sequence.pending, budget)
-            self._make_room(sequence, sequence.computed + count, pieces)
+            start = sequence.computed
+            stop = start + min(sequence.pending, budget)
+            if stop > len(sequence.blocks) * self.pool.block_size:
+                self._make_room(sequence, stop, pieces)
             if sequence.running:
-                pieces[sequence] = Piece(sequence, sequence.computed, sequence.computed + count)
-                budget -= count
+                pieces[sequence] = Piece(sequence, start, stop)
+                budget -= stop - start
         self._admit(pieces, budget)
         return list(pieces.values())
 
@@ -90,6 +94,9 @@ class Batcher:
         """Note that a piece's keys and values are in the cache; full blocks become shareable."""
         sequence = piece.sequence
         size = self.pool.block_size
+        if sequence.computed // size == piece.stop // size:
+            sequence.computed = piece.stop  # no block became full
+            return
         keys = sequence.keys(size)
         for i in range(sequence.computed // size, piece.stop // size):
             self.pool.name(sequence.blocks[i], keys[i])

@@ -83,11 +83,6 @@ class Draw:
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1.0)
 
 
-def normalizers(logits_BV: Tensor) -> Tensor:
-    """log of the sum of exponentials, per row: logit minus this is the log-probability."""
-    return torch.logsumexp(logits_BV, dim=-1)
-
-
 def best(logits_BV: Tensor, lse_B: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k likeliest tokens of each row and their log-probabilities, best first."""
     values_BK, ids_BK = torch.topk(logits_BV, min(k, logits_BV.shape[-1]), dim=-1)

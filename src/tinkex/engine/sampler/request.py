@@ -43,6 +43,8 @@ class SampleRun:
         self.cancelled = False
         self.device_s = 0.0
         self.seed = seed_of(op.params.seed, op.op_id)
+        # Whether a token needs nothing but its temperature and random number.
+        self.plain = not (self.draw(0.0).filters or op.topk_sample_logprobs)
         self.scores = PromptScores(op, accepted.prompt, self.seed, vocab_size)
         self.sequences = [
             _sequence(accepted, version, number, sample) for sample in range(len(op.sequence_ids))
@@ -111,6 +113,7 @@ class SampleRun:
             cached_tokens=cached,
             generated_tokens=sum(len(sequence.logprobs) for sequence in self.sequences),
             device_s=self.device_s,
+            version=self.version,
         )
 
     def _reusable(self) -> int:

@@ -8,6 +8,7 @@ tokens, and returns the requests that ended with it.
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -15,10 +16,13 @@ import numpy as np
 import torch
 
 from tinkex.clock import SystemClock
+from tinkex.engine.kernels import has_kernels
+from tinkex.engine.logprobs import normalizers
+from tinkex.engine.sampler.adapters import LoraAdapters
 from tinkex.engine.sampler.batcher import Batcher
 from tinkex.engine.sampler.blocks import BlockPool
 from tinkex.engine.sampler.checks import check
-from tinkex.engine.sampler.pick import best, normalizers, pick, uniforms
+from tinkex.engine.sampler.pick import best, pick, uniforms
 from tinkex.engine.sampler.request import SampleRun
 from tinkex.engine.sampler.runner import NoAdapters, Runner
 from tinkex.engine.sampler.stops import stop_rule
@@ -27,12 +31,14 @@ from tinkex.errors import RequestFailedError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from tinkex.clock import Clock
     from tinkex.engine.base import OnToken, SampleOp
     from tinkex.engine.models.base import Decoder
     from tinkex.engine.sampler.batcher import Piece
+    from tinkex.engine.sampler.decode import DecodeGraphs, Decoding
     from tinkex.engine.sampler.request import Best
     from tinkex.engine.sampler.runner import Adapters, Pass
     from tinkex.engine.sampler.sequence import TokenSequence
@@ -59,6 +65,8 @@ class SamplerSettings:
     """Most sequences that run at the same time."""
     logit_rows: int = 64
     """Most rows of logits that exist at the same time."""
+    strict: bool = False
+    """Whether results have the same bits whatever else is in the batch."""
 
 
 class Sampler:
@@ -78,12 +86,7 @@ class Sampler:
         self._clock = clock or SystemClock()
         self._logit_rows = settings.logit_rows
         pool = BlockPool(settings.cache_tokens // settings.block_size, settings.block_size)
-        self._runner = Runner(
-            decoder,
-            adapters or NoAdapters(decoder),
-            num_blocks=pool.num_blocks,
-            block_size=pool.block_size,
-        )
+        self._runner, self._graphs = _runner(decoder, adapters, settings, pool)
         # All mutable state, besides the cache that the runner owns.
         self._batcher = Batcher(
             pool, max_tokens=settings.pass_tokens, max_sequences=settings.max_sequences
@@ -154,7 +157,7 @@ class Sampler:
         if pieces:
             began = self._clock.now()
             runs = [self._runs[piece.sequence] for piece in pieces]
-            for finished in self._passes(pieces):
+            for finished in self._passes(self._decode_pieces(pieces)):
                 self._use(finished)
             spent_s = self._clock.now() - began
             tokens = sum(len(piece) for piece in pieces)
@@ -170,8 +173,60 @@ class Sampler:
         self._batcher.check()
         assert set(self._batcher) == set(self._runs)
 
+    def _decode_pieces(self, pieces: list[Piece]) -> list[Piece]:
+        """Draw for all pieces that a captured graph can; return the others."""
+        if self._graphs is None:
+            return pieces
+        decoding = [piece for piece in pieces if len(piece) == 1 and self._only_draws(piece)]
+        if not decoding:
+            return pieces
+        decoding.sort(key=lambda piece: piece.sequence.version)
+        sequences = [piece.sequence for piece in decoding]
+        runs = [self._runs[sequence] for sequence in sequences]
+        temperatures = [run.op.params.temperature if run.plain else 0.0 for run in runs]
+        try:
+            step = self._graphs.start(decoding, temperatures, _uniforms(sequences, runs))
+        except Exception as error:  # noqa: BLE001 - the plain path finds whose fault it is
+            _log.warning("a captured step failed and is repeated plainly: %s", error)
+            return pieces
+        for piece in decoding:  # while the device is busy
+            self._batcher.done(piece)
+        try:
+            self._take_decoded(step, sequences, runs)
+        except Exception as error:  # noqa: BLE001 - whatever it is ends in the requests' errors
+            for run in dict.fromkeys(runs):
+                self._fail(run, f"sampling failed: {error}", error)
+        taken = set(sequences)
+        return [piece for piece in pieces if piece.sequence not in taken]
+
+    def _only_draws(self, piece: Piece) -> bool:
+        """Whether all that is wanted of a piece is the next token."""
+        sequence = piece.sequence
+        run = self._runs[sequence]
+        scored = sequence.sample != 0 or run.scores.complete
+        return piece.reaches_end and scored and run.draws(sequence)
+
+    @torch.no_grad()
+    def _take_decoded(
+        self,
+        step: Decoding,
+        sequences: list[TokenSequence],
+        runs: list[SampleRun],
+    ) -> None:
+        """Append what a captured graph drew; rows that filter or ask for more are drawn here."""
+        tokens, logprobs = step.wait()
+        special = [row for row, run in enumerate(runs) if not run.plain]
+        for chunk in _chunks(special, self._logit_rows):
+            logits_BV = step.logits_BV[torch.tensor(chunk, device=step.logits_BV.device)]
+            self._draw_chunk(logits_BV, [sequences[row] for row in chunk])
+        for sequence, run, token, logprob in zip(sequences, runs, tokens, logprobs, strict=True):
+            if run.plain:
+                self._grow(sequence, run, token, logprob, None)
+
     def _passes(self, pieces: list[Piece]) -> list[Pass]:
         """One pass over all pieces; when it fails, one per request, so that only culprits do."""
+        if not pieces:
+            return []
         try:
             return [self._runner.run(pieces)]
         except Exception as error:  # noqa: BLE001 - whatever it is ends in the request's error
@@ -233,12 +288,8 @@ class Sampler:
 
     def _draw_chunk(self, logits_BV: Tensor, sequences: list[TokenSequence]) -> None:
         runs = [self._runs[sequence] for sequence in sequences]
-        numbers = uniforms(
-            np.array([run.seed for run in runs], np.uint64),
-            np.array([sequence.sample for sequence in sequences]),
-            np.array([len(sequence.tokens) for sequence in sequences]),
-        )
-        draws = [run.draw(float(u)) for run, u in zip(runs, numbers, strict=True)]
+        numbers = _uniforms(sequences, runs).tolist()
+        draws = [run.draw(u) for run, u in zip(runs, numbers, strict=True)]
         lse_B = normalizers(logits_BV)
         tokens_B = pick(logits_BV, draws)
         logprobs_B = logits_BV.gather(1, tokens_B[:, None])[:, 0] - lse_B
@@ -248,20 +299,30 @@ class Sampler:
             runs,
             _list(tokens_B),
             _list(logprobs_B),
-            _list(lse_B.isfinite()),
             bests,
             strict=True,
         )
-        for sequence, run, token, logprob, finite, found in rows:
-            if run.done:  # another of its samples failed, or a callback cancelled it
-                continue
-            if not finite:
-                self._fail_not_finite(run)
-                continue
-            try:
-                run.grow(sequence, token, logprob, found)
-            except Exception as error:  # noqa: BLE001 - the caller's own code
-                self._fail(run, f"on_token or a stop string failed: {error}", error)
+        for sequence, run, token, logprob, found in rows:
+            self._grow(sequence, run, token, logprob, found)
+
+    def _grow(
+        self,
+        sequence: TokenSequence,
+        run: SampleRun,
+        token: int,
+        logprob: float,
+        found: Best | None,
+    ) -> None:
+        """Append a token; one whose logits were not finite fails its request."""
+        if run.done:  # another of its samples failed, or a callback cancelled it
+            return
+        if not math.isfinite(logprob):
+            self._fail_not_finite(run)
+            return
+        try:
+            run.grow(sequence, token, logprob, found)
+        except Exception as error:  # noqa: BLE001 - the caller's own code
+            self._fail(run, f"on_token or a stop string failed: {error}", error)
 
     def _settle(self, run: SampleRun) -> None:
         """Let go of sequences that ended, and finish the request with the last of them."""
@@ -291,6 +352,53 @@ class Sampler:
         for sequence in run.sequences:
             if self._runs.pop(sequence, None):
                 self._batcher.remove(sequence)
+
+
+def _runner(
+    decoder: Decoder, adapters: Adapters | None, settings: SamplerSettings, pool: BlockPool
+) -> tuple[Runner, DecodeGraphs | None]:
+    """The plain runner and, on a device that has kernels for it, captured decoding."""
+    adapters = adapters or NoAdapters(decoder)
+    if not has_kernels(decoder.unembed_VD):
+        return Runner(
+            decoder, adapters, num_blocks=pool.num_blocks, block_size=pool.block_size
+        ), None
+    # Imported here because a CPU need not have Triton.
+    from tinkex.engine.sampler.cuda_adapters import CudaAdapters
+    from tinkex.engine.sampler.decode import DecodeGraphs
+
+    find = adapters.find if isinstance(adapters, LoraAdapters) else _no_adapter
+    on_device = CudaAdapters(decoder, find, slots=settings.max_sequences, strict=settings.strict)
+    runner = Runner(
+        decoder,
+        on_device,
+        num_blocks=pool.num_blocks + 1,  # one that no sequence uses: see DecodeGraphs
+        block_size=pool.block_size,
+    )
+    graphs = DecodeGraphs(
+        decoder,
+        runner.cache,
+        on_device,
+        block_size=pool.block_size,
+        max_sequences=settings.max_sequences,
+        max_blocks=min(pool.blocks_for(decoder.config.max_context), pool.num_blocks),
+        spare_block=pool.num_blocks,
+        strict=settings.strict,
+    )
+    return runner, graphs
+
+
+def _uniforms(sequences: list[TokenSequence], runs: list[SampleRun]) -> NDArray[np.float64]:
+    """The random number of each sequence's next token."""
+    return uniforms(
+        np.array([run.seed for run in runs], np.uint64),
+        np.array([sequence.sample for sequence in sequences]),
+        np.array([len(sequence.tokens) for sequence in sequences]),
+    )
+
+
+def _no_adapter(version: str) -> None:
+    del version
 
 
 def _bests(logits_BV: Tensor, lse_B: Tensor, counts: list[int]) -> list[Best | None]:

@@ -63,7 +63,8 @@ def test_logits_far_from_zero_neither_overflow_nor_vanish(device: str) -> None:
     logits = made_logits(4, 3, 300, device) + torch.tensor([[-3e4], [0.0], [3e4]], device=device)
     ids = made_ids(5, 3, 2, 300, device)
     found, _ = logprobs(logits, ids, part=256)
-    torch.testing.assert_close(found.double(), exact(logits, ids), rtol=2e-6, atol=2e-6)
+    # One step of a float32 near 30,000 is 2e-3: that is how exact the row's lse can be.
+    torch.testing.assert_close(found.double(), exact(logits, ids), rtol=0, atol=2e-3)
 
 
 def test_a_nearly_certain_token_keeps_its_small_logprob(device: str) -> None:

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from tinkex.engine.logprobs import normalizers
 from tinkex.engine.sampler.pick import (
     Draw,
     best,
     invert,
-    normalizers,
     philox,
     pick,
     scaled,

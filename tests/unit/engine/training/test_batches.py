@@ -6,14 +6,14 @@ What is said to be equal here is equal bit for bit on the CPU.
 from __future__ import annotations
 
 import math
+from collections import deque
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.unit.engine.training.kit import (
-    CONFIG,
     Reference,
     add,
     column,
@@ -25,8 +25,9 @@ from tests.unit.engine.training.kit import (
     tokens,
     trainer,
 )
+from tinkex.engine.attention import PackedAttention
 from tinkex.engine.base import TrainResult
-from tinkex.engine.packing import PackedAttention, plan_passes
+from tinkex.engine.slices import cut, take_pass
 from tinkex.errors import RequestFailedError
 from tinkex.types import Datum, ImageChunk, ModelInput
 
@@ -134,46 +135,25 @@ def test_packed_attention_is_each_sequence_by_itself():
 
 def test_slices_keep_to_the_limit_and_lose_nothing():
     lengths = [[5, 5, 5], [30], [2], [9, 9, 2, 9]]
-    passes = plan_passes(lengths, 12)
+    slices = [cut(number, own, 12) for number, own in enumerate(lengths)]
+    waiting = deque(piece for own in slices for piece in own)
+    passes = []
+    while waiting:
+        room = [12]
+
+        def admit(piece, room=room):
+            room[0] -= piece.tokens
+            return room[0] >= 0
+
+        passes.append(take_pass(waiting, admit))
     seen = [
         (piece.op, index) for p in passes for piece in p for index in range(piece.first, piece.last)
     ]
-    assert sorted(seen) == [
-        (i, j) for i, op_lengths in enumerate(lengths) for j in range(len(op_lengths))
-    ]
+    assert seen == [(i, j) for i, own in enumerate(lengths) for j in range(len(own))]
     for one in passes:
         assert sum(piece.tokens for piece in one) <= 12 or len(one) == 1
-        assert len({piece.op for piece in one}) == len(one)
-
-
-class _Largest(TorchDispatchMode):
-    """Notes the size of the largest tensor that any operation makes."""
-
-    def __init__(self):
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **(kwargs or {}))
-        for tensor in made if isinstance(made, tuple | list) else (made,):
-            if isinstance(tensor, torch.Tensor):
-                self.elements = max(self.elements, tensor.numel())
-        return made
-
-
-@pytest.mark.parametrize("loss_fn", ["cross_entropy", "ppo"])
-def test_logits_never_exist_whole(loss_fn):
-    rows, lengths = 16, (64, 96, 128)
-    made = trainer(logits_bytes=4 * rows * CONFIG.vocab_size)
-    add(made, "m", 2)
-    sizes: list[int] = []
-    for length in lengths:
-        with _Largest() as largest:
-            run(made, op("m", [datum(length, 1, 0, loss_fn)], loss_fn))
-        sizes.append(largest.elements)
-    # The largest are the MLP's activations. Whole logits would be half as large again.
-    assert sizes == [length * CONFIG.intermediate_size for length in lengths]
-    assert CONFIG.intermediate_size < CONFIG.vocab_size
+    for number, own in enumerate(lengths):
+        assert sum(piece.tokens for piece in slices[number]) == sum(own)
 
 
 GOOD = {"target_tokens": [1, 2, 3], "weights": [1.0, 1.0, 1.0]}
@@ -280,10 +260,7 @@ class _Fragile:
 
 def test_running_out_of_memory_fails_the_culprit_alone():
     made, expected = _made(), _made()
-    made._room = type(made._room)(
-        _Fragile(made._room.decoder),
-        *(getattr(made._room, name) for name in ("device", "logits_bytes")),
-    )
+    made._room = replace(made._room, decoder=_Fragile(made._room.decoder))
     heavy = Datum(ModelInput.from_ints([96, 1, 2]), GOOD)
     light = Datum(
         ModelInput.from_ints([t % 90 for t in tokens(9)]),

@@ -1,0 +1,63 @@
+"""Causal attention, one file per way: packed for training, paged for sampling.
+
+The factories choose by device; a device of its own kind adds a file and a line in here.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from tinkex.engine.attention.packed import PackedAttention
+from tinkex.engine.attention.paged import PagedAttention, Span, cache_shape
+from tinkex.engine.kernels import has_kernels
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tinkex.engine.models.base import Attend, DecoderConfig
+
+__all__ = [
+    "PackedAttention",
+    "PagedAttention",
+    "Span",
+    "new_cache",
+    "packed_attention",
+    "paged_attention",
+]
+
+
+def packed_attention(lengths: Sequence[int], *, like: torch.Tensor, strict: bool) -> Attend:
+    """Differentiable attention within each sequence of a pack, without a cache.
+
+    `like` is any tensor of the device and type that the pack will have. Strict means: the bits
+    of a token's output depend on its own sequence alone. Without kernels they always do.
+    """
+    if has_kernels(like):
+        from tinkex.engine.attention.cuda import CudaPackedAttention
+
+        return CudaPackedAttention(lengths, device=like.device)
+    return PackedAttention(lengths, like.device)
+
+
+def new_cache(config: DecoderConfig, slots: int, like: torch.Tensor) -> torch.Tensor:
+    """An empty cache for so many tokens, on the device and in the type of `like`."""
+    shape = cache_shape(config, slots)
+    if has_kernels(like):
+        shape = (2, config.num_layers, slots, config.num_kv_heads, config.head_dim)
+    return torch.zeros(shape, dtype=like.dtype, device=like.device)
+
+
+def paged_attention(
+    cache: torch.Tensor, spans: Sequence[Span], *, block_size: int, strict: bool
+) -> Attend:
+    """Attention of packed spans over a paged cache that `new_cache` made.
+
+    Writes the spans' own keys and values first. Strict means the same as for a pack.
+    """
+    if has_kernels(cache):
+        from tinkex.engine.attention.cuda import CudaPagedAttention
+
+        return CudaPagedAttention(cache, spans, block_size=block_size, strict=strict)
+    return PagedAttention(cache, spans, block_size=block_size)

@@ -1,0 +1,183 @@
+"""Adapters on a CUDA device as a table of addresses: one kernel serves any mix of them.
+
+A slot is one version of the weights: a copy in the precision of the activations, and where
+each of its factors lies. Tables keep their place in memory, so captured graphs can read them.
+A pass names its rows' slots in tiles of at most `TILE_ROWS` rows that share one.
+
+Shapes: T rows, S slots, P projections that share an input, I inputs, O outputs, R rank.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import torch
+
+from tinkex.engine.kernels.lora import RowTiles, expand_add_, shrink
+from tinkex.engine.lora.weights import wrap
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from tinkex.engine.lora.shapes import Matrix
+    from tinkex.engine.lora.weights import LoraWeights
+    from tinkex.engine.models.base import DecoderConfig
+
+TILE_ROWS: Final = 16
+NO_SLOT: Final = -1
+GROUPS: Final[tuple[tuple[Matrix, ...], ...]] = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("o_proj",),
+    ("gate_proj", "up_proj"),
+    ("down_proj",),
+)
+"""Projections that share an input, and one output buffer."""
+_SMALLEST_RANK: Final = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Rows by slot, on the device: `table` is [3, tiles] of slot, first row and row count.
+
+    `rank` bounds the ranks of all slots named; 0 means that there is nothing to add.
+    """
+
+    table: Tensor
+    rank: int
+    unembed: bool
+
+
+def tile_table(runs: Sequence[tuple[int, int]]) -> NDArray[np.int32]:
+    """Cut runs of (slot, rows) into tiles [3, tiles]; rows without an adapter are in none."""
+    found: list[tuple[int, int, int]] = []
+    row = 0
+    for slot, count in runs:
+        if slot != NO_SLOT:
+            found += [
+                (slot, first, min(TILE_ROWS, row + count - first))
+                for first in range(row, row + count, TILE_ROWS)
+            ]
+        row += count
+    return np.array(found, np.int32).reshape(-1, 3).T.copy()
+
+
+class LoraSlots:
+    """The versions that are ready for the kernels, at most `slots` of them at a time."""
+
+    def __init__(
+        self, config: DecoderConfig, slots: int, *, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self._config = config
+        self._device = device
+        self._dtype = dtype
+        layers = config.num_layers
+        # Mutable state. On the device, never moved: addresses by group as [layer, 2, S, P],
+        # those of the unembedding as [2, S, 1], and rank and scale by slot. Here: which slot
+        # a version has, least recently used first, and the copies that the addresses are of.
+        self._tables = [
+            torch.zeros((layers, 2, slots, len(group)), dtype=torch.int64, device=device)
+            for group in GROUPS
+        ]
+        self._unembed = torch.zeros((2, slots, 1), dtype=torch.int64, device=device)
+        self._ranks = torch.zeros(slots, dtype=torch.int32, device=device)
+        self._scales = torch.zeros(slots, dtype=torch.float32, device=device)
+        self._used: OrderedDict[str, int] = OrderedDict()
+        self._kept: dict[str, LoraWeights] = {}
+        self._origins: dict[str, weakref.ref[Tensor]] = {}
+        self._free = list(range(slots - 1, -1, -1))
+
+    def place(self, versions: dict[str, LoraWeights]) -> dict[str, int]:
+        """Give every version a slot; one that has none takes the least recently used."""
+        for version in versions.keys() & self._used.keys():
+            if self._origins[version]() is versions[version].flat_P:
+                self._used.move_to_end(version)
+            else:
+                self.forget(version)  # a new meaning of an old name, or weights that came back
+        for version in versions.keys() - self._used.keys():
+            if not self._free:
+                self.forget(next(iter(self._used)))
+            self._fill(version, versions[version])
+        return {version: self._used[version] for version in versions}
+
+    def forget(self, version: str) -> None:
+        """Free a version's slot; unknown ones are fine."""
+        slot = self._used.pop(version, None)
+        if slot is not None:
+            del self._kept[version], self._origins[version]
+            self._free.append(slot)
+
+    def rank(self, versions: Sequence[str]) -> int:
+        """A bound for the ranks of these versions, a power of two."""
+        ranks = [self._kept[version].lora.rank for version in versions]
+        return max(_SMALLEST_RANK, 1 << (max(ranks) - 1).bit_length()) if ranks else 0
+
+    def unembeds(self, versions: Sequence[str]) -> bool:
+        """Whether one of these versions changes the unembedding."""
+        return any(self._kept[v].pair(None, "unembed") is not None for v in versions)
+
+    def add(self, layer: int, group: int, x_TI: Tensor, y_TO: Tensor, tiles: Tiles) -> None:
+        """Add the low-rank products of a group's projections to its joined output."""
+        if tiles.rank:
+            a_SP, b_SP = self._tables[group][layer]
+            self._add(x_TI, y_TO, a_SP, b_SP, tiles, self._widths(group))
+
+    def add_unembed(self, x_TI: Tensor, logits_TV: Tensor, tiles: Tiles) -> None:
+        """Add the low-rank product of the unembedding to the logits."""
+        if tiles.rank and tiles.unembed:
+            a_SP, b_SP = self._unembed
+            self._add(x_TI, logits_TV, a_SP, b_SP, tiles, (logits_TV.shape[1],))
+
+    def _add(
+        self,
+        x_TI: Tensor,
+        y_TO: Tensor,
+        a_SP: Tensor,
+        b_SP: Tensor,
+        tiles: Tiles,
+        widths: tuple[int, ...],
+    ) -> None:
+        rows = RowTiles(*tiles.table)
+        z = shrink(x_TI, a_SP, self._ranks, rows, max_rank=tiles.rank, block_rows=TILE_ROWS)
+        expand_add_(
+            *(y_TO, z, b_SP, self._ranks, self._scales, rows),
+            sizes=widths,
+            dtype=self._dtype,
+            block_rows=TILE_ROWS,
+        )
+
+    def _widths(self, group: int) -> tuple[int, ...]:
+        config = self._config
+        heads, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        middle, hidden = config.intermediate_size, config.hidden_size
+        return ((heads, kv, kv), (hidden,), (middle, middle), (hidden,))[group]
+
+    def _fill(self, version: str, weights: LoraWeights) -> None:
+        slot = self._free.pop()
+        copy_P = weights.flat_P.to(self._device, self._dtype, copy=True)
+        kept = wrap(weights.config, weights.lora, copy_P)
+        for table, group in zip(self._tables, GROUPS, strict=True):
+            found = [
+                [[_address(kept, layer, name, factor) for name in group] for factor in (0, 1)]
+                for layer in range(self._config.num_layers)
+            ]
+            table[:, :, slot] = torch.tensor(found, dtype=torch.int64).to(self._device)
+        heads = [[_address(kept, None, "unembed", factor)] for factor in (0, 1)]
+        self._unembed[:, slot] = torch.tensor(heads, dtype=torch.int64).to(self._device)
+        self._ranks[slot] = kept.lora.rank
+        self._scales[slot] = kept.scale
+        self._used[version] = slot
+        self._kept[version] = kept
+        self._origins[version] = weakref.ref(weights.flat_P)
+
+
+def _address(weights: LoraWeights, layer: int | None, name: Matrix, factor: int) -> int:
+    """Where a factor lies; 0 when the adapter does not cover the matrix."""
+    pair = weights.pair(layer, name)
+    return 0 if pair is None else pair[factor].data_ptr()

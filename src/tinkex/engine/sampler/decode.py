@@ -1,0 +1,244 @@
+"""Decoding on a CUDA device: one captured graph per batch size draws a token for every row.
+
+Launching each kernel of a decoding step would take longer than running it. A graph is
+captured the first time its batch size occurs; smaller batches are filled up with rows that
+write to a block of their own, which no sequence uses. Everything a step needs from here lies
+in two buffers and a table that keep their place on the device.
+
+Shapes: B rows, W blocks per row, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import torch
+
+from tinkex.engine.attention.cuda import tiles as attention_tiles
+from tinkex.engine.kernels.cross_entropy import logprobs
+from tinkex.engine.kernels.paged_attention import paged_attention
+from tinkex.engine.kernels.pick import pick
+from tinkex.engine.lora.slots import TILE_ROWS, Tiles, tile_table
+from tinkex.engine.rows import BLOCK_ROWS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from tinkex.engine.models.base import Decoder
+    from tinkex.engine.sampler.batcher import Piece
+    from tinkex.engine.sampler.cuda_adapters import CudaAdapters
+
+_TOKENS, _POSITIONS, _SLOTS, _CONTEXTS = range(4)
+_TEMPERATURES, _UNIFORMS = range(2)
+_BUSY_PROGRAMS: Final = 256
+_SPLIT_KEYS: Final = 512
+_SIZES: Final = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
+
+
+@dataclass(frozen=True, slots=True)
+class Decoding:
+    """A step that the device is busy with; its results stay there until the next one."""
+
+    drawn_2B: Tensor
+    logits_BV: Tensor
+
+    def wait(self) -> tuple[list[int], list[float]]:
+        """The tokens drawn and their log-probabilities, row by row."""
+        tokens, logprobs = self.drawn_2B.cpu().numpy()
+        return tokens.astype(np.int64).tolist(), logprobs.tolist()
+
+
+@dataclass(frozen=True, slots=True)
+class _Captured:
+    graph: torch.cuda.CUDAGraph
+    logits_BV: Tensor
+    drawn_2B: Tensor
+
+
+class DecodeGraphs:
+    """Runs passes in which every sequence computes exactly its last token."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        cache: Tensor,
+        adapters: CudaAdapters,
+        *,
+        block_size: int,
+        max_sequences: int,
+        max_blocks: int,
+        spare_block: int,
+        strict: bool,
+    ) -> None:
+        device = cache.device
+        self._decoder = decoder
+        self._cache = cache
+        self._adapters = adapters
+        self._block_size = block_size
+        self._spare = spare_block
+        self._strict = strict
+        self._sizes = _sizes(max_sequences, strict=strict)
+        most = self._sizes[-1]
+        # Inputs on the device that graphs read; then the same on the host, where a step writes
+        # them. All mutable state, with the graphs by (size, tiles, rank, unembed).
+        self._ints = torch.zeros((4, most), dtype=torch.int64, device=device)
+        self._floats = torch.zeros((2, most), dtype=torch.float64, device=device)
+        self._tables = torch.zeros((most, max_blocks), dtype=torch.int32, device=device)
+        self._tiles = torch.zeros((3, most), dtype=torch.int32, device=device)
+        self._first_rows = torch.arange(most + 1, dtype=torch.int32, device=device)
+        self._host_ints = torch.zeros((4, most), dtype=torch.int64, pin_memory=True)
+        self._host_floats = torch.zeros((2, most), dtype=torch.float64, pin_memory=True)
+        self._host_tables = torch.full(
+            (most, max_blocks), spare_block, dtype=torch.int32, pin_memory=True
+        )
+        self._rows: list[tuple[list[int], int] | None] = [None] * most
+        self._graphs: dict[tuple[int, int, int, bool], _Captured] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def start(
+        self, pieces: Sequence[Piece], temperatures: Sequence[float], uniforms: NDArray[np.float64]
+    ) -> Decoding:
+        """Have the device compute the pieces' last tokens and draw the next ones.
+
+        Rows lie in the order of `pieces`, which the caller sorts by version.
+        """
+        size = next(size for size in self._sizes if size >= len(pieces))
+        self._fill(pieces, temperatures, uniforms, size)
+        tiles = self._lay_tiles(pieces, size)
+        key = (size, tiles.table.shape[1], tiles.rank, tiles.unembed)
+        captured = self._graphs.get(key)
+        if captured is None:
+            captured = self._graphs[key] = self._capture(size, tiles)
+        captured.graph.replay()
+        return Decoding(captured.drawn_2B[:, : len(pieces)], captured.logits_BV)
+
+    def _fill(
+        self,
+        pieces: Sequence[Piece],
+        temperatures: Sequence[float],
+        uniforms: NDArray[np.float64],
+        size: int,
+    ) -> None:
+        count = len(pieces)
+        ints, floats = self._host_ints.numpy(), self._host_floats.numpy()
+        starts = np.fromiter((piece.start for piece in pieces), np.int64, count)
+        ints[_TOKENS, :count] = [piece.sequence.tokens[-1] for piece in pieces]
+        ints[_POSITIONS, :count] = starts
+        ints[_CONTEXTS, :count] = starts + 1
+        self._fill_tables(pieces)
+        blocks = self._host_tables.numpy()[np.arange(count), starts // self._block_size]
+        ints[_SLOTS, :count] = blocks.astype(np.int64) * self._block_size
+        ints[_SLOTS, :count] += starts % self._block_size
+        ints[:, count:size] = np.array([[0], [0], [self._spare * self._block_size], [1]])
+        floats[_TEMPERATURES, :count] = temperatures
+        floats[_UNIFORMS, :count] = uniforms
+        floats[:, count:size] = 0.0
+        self._ints.copy_(self._host_ints, non_blocking=True)
+        self._floats.copy_(self._host_floats, non_blocking=True)
+
+    def _fill_tables(self, pieces: Sequence[Piece]) -> None:
+        """Write the rows that changed since the last step, and the rows that became unused."""
+        tables = self._host_tables.numpy()
+        changed = False
+        for row, known in enumerate(self._rows):
+            if row < len(pieces):
+                # A sequence that starts over has a new list, one that grows a longer one.
+                blocks = pieces[row].sequence.blocks
+                if known is not None and known[0] is blocks and known[1] == len(blocks):
+                    continue
+                tables[row, : len(blocks)] = blocks
+                self._rows[row] = (blocks, len(blocks))
+            elif known is not None:
+                tables[row, 0] = self._spare
+                self._rows[row] = None
+            else:
+                break  # rows are used from the first on
+            changed = True
+        if changed:
+            self._tables.copy_(self._host_tables, non_blocking=True)
+
+    def _lay_tiles(self, pieces: Sequence[Piece], size: int) -> Tiles:
+        runs, rank, unembed = self._adapters.runs([piece.sequence.version for piece in pieces])
+        if not rank:
+            return Tiles(self._tiles[:, :0], 0, False)
+        found = tile_table(runs)
+        count = next(count for count in _tile_counts(size) if count >= found.shape[1])
+        table = np.zeros((3, count), np.int32)  # a tile without rows does nothing
+        table[:, : found.shape[1]] = found
+        self._tiles[:, :count] = torch.from_numpy(table)  # pyright: ignore[reportUnknownMemberType] -- torch's own stub
+        return Tiles(self._tiles[:, :count], rank, unembed)
+
+    def _capture(self, size: int, tiles: Tiles) -> _Captured:
+        """Run the step twice, so that every kernel is compiled and chosen, then capture it."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                self._step(size, tiles)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            logits_BV, drawn_2B = self._step(size, tiles)
+        return _Captured(graph, logits_BV, drawn_2B)
+
+    @torch.no_grad()
+    def _step(self, size: int, tiles: Tiles) -> tuple[Tensor, Tensor]:
+        ints, floats = self._ints[:, :size], self._floats[:, :size]
+        h_BD = self._decoder.hidden(
+            ints[_TOKENS],
+            ints[_POSITIONS],
+            partial(self._attend, size),
+            self._adapters.tiled(tiles),
+        )
+        logits_BV = self._adapters.tiled_logits(h_BD, tiles)
+        tokens_B = pick(logits_BV, floats[_TEMPERATURES].float(), floats[_UNIFORMS])[0]
+        # The same function as in training and for prompts, so that all agree to the bit.
+        logprobs_B1, _ = logprobs(logits_BV, tokens_B[:, None])
+        return logits_BV, torch.stack((tokens_B.double(), logprobs_B1[:, 0].double()))
+
+    def _split_keys(self, size: int) -> int | None:
+        """Few long contexts leave the device idle unless each is cut; strict cuts none."""
+        enough = size * self._decoder.config.num_kv_heads >= _BUSY_PROGRAMS
+        return None if enough or self._strict else _SPLIT_KEYS
+
+    def _attend(self, size: int, layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
+        """Write this step's keys and values, then attend to all that came before."""
+        keys_SGd, values_SGd = self._cache[0, layer], self._cache[1, layer]
+        slots_B = self._ints[_SLOTS, :size]
+        keys_SGd.index_copy_(0, slots_B, k_TGd)
+        values_SGd.index_copy_(0, slots_B, v_TGd)
+        o_BHd = paged_attention(
+            q_THd,
+            keys_SGd,
+            values_SGd,
+            cu_q=self._first_rows[: size + 1],
+            context_lens=self._ints[_CONTEXTS, :size].int(),
+            block_tables=self._tables[:size],
+            block_size=self._block_size,
+            max_q=1,
+            tiles=attention_tiles(q_THd, keys_SGd, 1, strict=self._strict),
+            split_keys=self._split_keys(size),
+        )
+        return o_BHd.flatten(1)
+
+
+def _sizes(most: int, *, strict: bool) -> tuple[int, ...]:
+    """The batch sizes to capture: some below the most there can be, and that.
+
+    Strict products run on whole blocks of rows, so smaller batches would save nothing.
+    """
+    if strict:
+        return tuple(range(BLOCK_ROWS, most + BLOCK_ROWS, BLOCK_ROWS))
+    return (*(size for size in _SIZES if size < most), most)
+
+
+def _tile_counts(rows: int) -> tuple[int, ...]:
+    """How many tiles a graph may have: few adapters, many, or one for every row."""
+    full = -(-rows // TILE_ROWS)
+    return tuple(sorted({min(full + 4, rows), min(full + 40, rows), rows}))

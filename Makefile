@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 PEERS := .venvs/conformance.stamp
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: all demo test unit conformance check fix types bench docs clean
+.PHONY: all demo test unit conformance gpu check fix types bench docs clean
 
 all: check test
 
@@ -35,6 +35,10 @@ unit: $(READY)
 conformance: $(READY) $(PEERS)
 	$(PYTEST) tests/conformance
 
+# Needs a CUDA device: kernels compiled, the engine on the device.
+gpu: $(READY)
+	$(PYTEST) tests/gpu tests/unit/engine/kernels
+
 check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -48,6 +52,7 @@ fix: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks.client_cost
+	$(BIN)/python -m benchmarks.engine_cpu
 
 clean:
 	rm -rf $(VENV) .venvs build dist out

@@ -77,9 +77,7 @@ class Sampling:
         """Sample at temperature 1; returns the number of tokens."""
         width = max(map(len, prompts))
         ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
-        kept = torch.tensor(
-            [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-        )
+        kept = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
         with torch.inference_mode():
             found = self._model.generate(
                 ids,

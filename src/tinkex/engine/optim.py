@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Final, cast
 
 import torch
 
@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tinkex.types import OptimizerConfig, OptimParams
+
+
+_BLOCK: Final = 2**17
+"""On a CPU so many parameters are updated at a time: what belongs to them stays in the cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,27 +77,52 @@ def adamw_step(
     """
     norm = _norm(gradient_P)
     clipped = 0 < params.grad_clip_norm < norm
-    if clipped:
-        gradient_P = gradient_P * (params.grad_clip_norm / norm)
+    clip = params.grad_clip_norm / norm if clipped else 1.0
+    old = (flat_P, gradient_P, moments.first_P, moments.second_P)
+    new = tuple(torch.empty_like(flat_P) for _ in range(3))
+    size = _BLOCK if flat_P.device.type == "cpu" else max(flat_P.numel(), 1)
+    blocks = zip(*(torch.split(vector_P, size) for vector_P in (*old, *new)), strict=True)
     step = moments.step + 1
-    first_P = torch.lerp(moments.first_P, gradient_P, 1 - params.beta1)
-    second_P = moments.second_P * params.beta2
-    second_P.addcmul_(gradient_P, gradient_P, value=1 - params.beta2)
-    # Large vectors: few passes over them, and both bias corrections in one factor.
-    correction = math.sqrt(1 - params.beta2**step)
-    scale_P = second_P.sqrt().add_(params.eps * correction)
-    update_P = torch.div(first_P, scale_P, out=scale_P)
-    update_P.mul_(params.learning_rate * correction / (1 - params.beta1**step))
-    if params.weight_decay:
-        update_P.add_(flat_P, alpha=params.learning_rate * params.weight_decay)
+    norms = [_update(*block, clip=clip, step=step, params=params) for block in blocks]
+    new_P, first_P, second_P = new
     metrics = {
         "grad_norm": norm,
-        "grad_norm_clipped": _norm(gradient_P) if clipped else norm,
-        "update_norm": _norm(update_P),
+        "grad_norm_clipped": params.grad_clip_norm if clipped else norm,
+        "update_norm": math.hypot(*norms),
         "learning_rate": params.learning_rate,
         "step": float(step),
     }
-    return flat_P - update_P, Moments(first_P, second_P, step), metrics
+    return new_P, Moments(first_P, second_P, step), metrics
+
+
+def _update(
+    flat_P: Tensor,
+    gradient_P: Tensor,
+    old_first_P: Tensor,
+    old_second_P: Tensor,
+    new_P: Tensor,
+    first_P: Tensor,
+    second_P: Tensor,
+    *,
+    clip: float,
+    step: int,
+    params: AdamParams,
+) -> float:
+    """Write a block's new parameters and moments; return the norm of its change."""
+    if clip != 1.0:
+        gradient_P = gradient_P * clip
+    torch.lerp(old_first_P, gradient_P, 1 - params.beta1, out=first_P)
+    torch.mul(old_second_P, params.beta2, out=second_P)
+    second_P.addcmul_(gradient_P, gradient_P, value=1 - params.beta2)
+    # Both bias corrections in one factor.
+    correction = math.sqrt(1 - params.beta2**step)
+    change_P = second_P.sqrt().add_(params.eps * correction)
+    torch.div(first_P, change_P, out=change_P)
+    change_P.mul_(params.learning_rate * correction / (1 - params.beta1**step))
+    if params.weight_decay:
+        change_P.add_(flat_P, alpha=params.learning_rate * params.weight_decay)
+    torch.sub(flat_P, change_P, out=new_P)
+    return _norm(change_P)
 
 
 def _norm(flat_P: Tensor) -> float:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from tinkex.engine.examples import Job
     from tinkex.engine.lora import LoraWeights, Swept
-    from tinkex.engine.lora.strict_cuda import StrictCuda
+    from tinkex.engine.lora.cuda_products import CudaProducts
     from tinkex.engine.models.base import Decoder
     from tinkex.engine.slices import Slice
     from tinkex.types import LoraConfig
@@ -93,18 +93,23 @@ def run_pass(
     parts = [_part(works[piece.op], piece) for piece in slices]
     backward = any(part.backward for part in parts)
     anchor = torch.zeros((), device=room.device, requires_grad=True) if backward else None
+    # Sent to the device before it has work: later, this would wait for all of that.
+    targets = _targets(parts, room.device)
+    slope_M = _known_slopes(parts) if backward else None
+    if slope_M is not None:
+        slope_M = slope_M.to(room.device, _slope_dtype(room))
     with torch.set_grad_enabled(backward):
         h_TD, segments, products = _hidden(room, parts, anchor, recompute=recompute)
-    head = partial(_sweep, room, h_TD, segments, products, _targets(parts, room.device))
+    head = partial(_sweep, room, h_TD, segments, products, targets)
     counts = [part.targets for part in parts]
-    slope_M = _known_slopes(parts) if backward else None
     swept = head(slope_M)
     found_M = swept.logprobs_M
     if backward and slope_M is None:
         found_M = found_M.cpu()
-        swept = head(_slopes(parts, found_M.split_with_sizes(counts)))
+        slope_M = _slopes(parts, found_M.split_with_sizes(counts))
+        swept = head(slope_M.to(room.device, _slope_dtype(room)))
     if anchor is not None:
-        _fill_gradients(parts, h_TD, swept, anchor)
+        _fill_gradients(h_TD, swept, anchor)
     # Read last: on a device everything above is only queued until here.
     for part, found in zip(parts, found_M.cpu().split_with_sizes(counts), strict=True):
         _record(part.work, found, None if part.gradient is None else part.gradient.flat_P)
@@ -121,7 +126,7 @@ def _part(work: Work, piece: Slice) -> _Part:
 
 def _hidden(
     room: Room, parts: list[_Part], anchor: Tensor | None, *, recompute: bool
-) -> tuple[Tensor, list[Segment], StrictCuda | None]:
+) -> tuple[Tensor, list[Segment], CudaProducts | None]:
     """Hidden states of all tokens, one segment per part, and how products are computed."""
     tokens: list[int] = []
     lengths: list[int] = []
@@ -137,15 +142,15 @@ def _hidden(
         lengths.append(MIN_ROWS - len(tokens))
         tokens += [0] * lengths[-1]
     products = None
-    if room.strict and has_kernels(room.decoder.unembed_VD):
-        from tinkex.engine.lora.strict_cuda import StrictCuda
+    if has_kernels(room.decoder.unembed_VD):
+        from tinkex.engine.lora.cuda_products import CudaProducts
 
-        products = StrictCuda(room.decoder, room.rows, segments)
+        products = CudaProducts(room.decoder, segments, room.rows if room.strict else None)
     h_TD = room.decoder.hidden(
         torch.tensor(tokens, device=room.device),
         positions(lengths, room.device),
         packed_attention(lengths, like=room.decoder.unembed_VD, strict=False),
-        adapted_projections(room.decoder, segments, anchor=anchor, packed=True),
+        adapted_projections(room.decoder, segments, anchor=anchor, packed=True, products=products),
         _again if recompute else plainly,
     )
     return h_TD, segments, products
@@ -171,15 +176,17 @@ def _sweep(
     room: Room,
     h_TD: Tensor,
     segments: list[Segment],
-    products: StrictCuda | None,
+    products: CudaProducts | None,
     targets: Targets,
     slope_M: Tensor | None,
 ) -> Swept:
-    if slope_M is not None:
-        kind = torch.float64 if h_TD.dtype == torch.float64 else torch.float32
-        slope_M = slope_M.to(device=h_TD.device, dtype=kind)
     head, limit = room.decoder.head, room.logits_bytes
     return sweep(*(h_TD, head, segments, targets, slope_M), logits_bytes=limit, products=products)
+
+
+def _slope_dtype(room: Room) -> torch.dtype:
+    exact = room.decoder.unembed_VD.dtype == torch.float64
+    return torch.float64 if exact else torch.float32
 
 
 def _known_slopes(parts: list[_Part]) -> Tensor | None:
@@ -263,15 +270,13 @@ def _derivative(value: Tensor, p: Tensor) -> Tensor:
     return torch.zeros_like(p) if slope is None else slope  # pyright: ignore[reportUnnecessaryComparison] -- allow_unused
 
 
-def _fill_gradients(parts: list[_Part], h_TD: Tensor, swept: Swept, anchor: Tensor) -> None:
-    """Run the backward pass, which writes the gradients of all parts that want one."""
+def _fill_gradients(h_TD: Tensor, swept: Swept, anchor: Tensor) -> None:
+    """Run the backward pass, which writes the gradients of all parts that want one.
+
+    Those of the unembedding are there already: the sweep wrote them.
+    """
     if h_TD.requires_grad:  # not if all adapters cover the unembedding alone
         torch.autograd.grad(h_TD, anchor, swept.dh_TD, allow_unused=True)
-    for index, part in enumerate(parts):
-        into = None if part.gradient is None else part.gradient.pair(None, "unembed")
-        if into is not None:
-            for target, slope in zip(into, swept.pairs[index], strict=True):
-                target.copy_(slope)
 
 
 def _record(work: Work, logprobs: Tensor, gradient_P: Tensor | None) -> None:

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 BLOCK_ROWS: Final = 256
 """The block that always works: it is the measure for the others."""
-LARGE_BLOCKS: Final = (4096, 2048, 1024)
+LARGE_BLOCKS: Final = (16384, 8192, 4096, 2048, 1024)
+_TRIAL_BYTES: Final = 2**30
+"""How large a product may be that is only tried."""
 _SEED: Final = 271_828
 
 
@@ -81,7 +83,8 @@ def _find_blocks(weight_OI: Tensor, dtype: torch.dtype) -> tuple[int, ...]:
         [_product(part, weight_OI, None, dtype) for part in (x_CI[:BLOCK_ROWS], x_CI[-BLOCK_ROWS:])]
     )
     found = [BLOCK_ROWS]
-    for size in reversed(LARGE_BLOCKS):
+    row_bytes = weight_OI.shape[0] * dtype.itemsize
+    for size in reversed([size for size in LARGE_BLOCKS if size * row_bytes <= _TRIAL_BYTES]):
         rows = torch.cat((x_CI[: size - BLOCK_ROWS], x_CI[-BLOCK_ROWS:]))
         y_CO = _product(rows, weight_OI, None, dtype)
         if torch.equal(torch.cat((y_CO[:BLOCK_ROWS], y_CO[-BLOCK_ROWS:])), wanted_CO):

@@ -75,7 +75,6 @@ def test_a_failed_pass_has_let_go_of_its_memory_before_anything_else_runs():
     assert answers[1].__cause__.__traceback__ is None
 
 
-@pytest.mark.req("B18")
 def test_the_engine_survives_each_kind_of_request_running_out_of_memory(tmp_path):
     async def scenario():
         model = load_model(TINY)

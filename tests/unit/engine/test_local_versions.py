@@ -35,7 +35,6 @@ def _held(target):
     return len(served.versions)
 
 
-@pytest.mark.req("B15")
 def test_each_sample_names_its_version(tmp_path):
     async def scenario():
         async with engine(tmp_path) as target:

@@ -1,24 +1,23 @@
 """Attention on a CUDA device: one kernel for training and for sampling.
 
 Both read keys in the same order and the same tiles, so a token's output has the same bits in
-a training pass, in a prompt and while decoding. The backward pass is the library's flash
-attention, told to be deterministic.
+a training pass, in a prompt and while decoding. The backward pass adds up in a fixed order too.
 
 Shapes: T tokens, H heads, G key/value heads, d head size, X = H*d, B spans, W blocks per span.
 """
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from tinkex.engine.kernels import paged_attention as kernels
+from tinkex.engine.kernels.attention_backward import packed_attention_backward
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
     from torch import Tensor
@@ -58,26 +57,10 @@ class _Packed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
         q_THd, k_TGd, v_TGd, cu, o_THd, lse_HT = ctx.saved_tensors
-        no_dropout = torch.zeros(2, dtype=torch.uint64, device=q_THd.device)
-        with _deterministic():
-            found = torch.ops.aten._flash_attention_backward(
-                *(slopes[0].contiguous(), q_THd, k_TGd, v_TGd, o_THd, lse_HT),
-                *(cu, cu, ctx.longest, ctx.longest),
-                *(0.0, True, no_dropout, no_dropout.new_empty(0)),
-            )
+        found = packed_attention_backward(
+            *(slopes[0].contiguous(), q_THd, k_TGd, v_TGd, o_THd, lse_HT, cu, ctx.longest)
+        )
         return (*found, None, None)
-
-
-@contextmanager
-def _deterministic() -> Generator[None]:
-    """The library adds up in a fixed order; without this, in whichever comes first."""
-    before = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before, warn_only=warn_only)
 
 
 class CudaPagedAttention:

@@ -13,6 +13,7 @@ token, its M heads one after the other), S keys, Q queries of a block.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import numpy as np
@@ -72,22 +73,20 @@ class PackedAttention:
 
 def _groups(lengths: Sequence[int], device: torch.device) -> tuple[list[_Group], Tensor]:
     """The groups, and where each token lies in their rows, one group after the other."""
-    starts: NDArray[np.int64] = np.cumsum([0, *lengths])
-    padded = np.array([round_up(length, KEY_STEP) for length in lengths])
+    starts = np.array([0, *accumulate(lengths)], np.int64)
+    padded = np.array([round_up(length, KEY_STEP) for length in lengths], np.int64)
     back_T = np.empty(starts[-1], np.int64)
     groups: list[_Group] = []
     before = 0
-    for length in np.unique(padded):
+    for length in sorted({int(width) for width in padded}):
         members = np.flatnonzero(padded == length)
-        tokens_NL: NDArray[np.int64] = starts[members][:, None] + np.arange(length)
+        tokens_NL = starts[members][:, None] + np.arange(length)
         is_token_NL = tokens_NL < starts[members + 1][:, None]
         back_T[tokens_NL[is_token_NL]] = before + np.flatnonzero(is_token_NL)
         before += tokens_NL.size
-        tokens_NL[~is_token_NL] = 0
         pads = np.flatnonzero(~is_token_NL)
-        groups.append(
-            _Group(int(length), _tensor(tokens_NL.ravel(), device), _tensor(pads, device))
-        )
+        tokens = np.where(is_token_NL, tokens_NL, 0).ravel()
+        groups.append(_Group(length, _tensor(tokens, device), _tensor(pads, device)))
     return groups, _tensor(back_T, device)
 
 

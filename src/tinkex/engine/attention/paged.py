@@ -13,13 +13,12 @@ one after the other, then pads), S keys that a group reads, n = G*B.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby
 from math import gcd
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import torch
-from torch.nn import functional as F
 
 from tinkex.engine.attention.invariant import KEY_STEP, ROW_STEP, mix, round_up, scores
 
@@ -88,7 +87,6 @@ class PagedAttention:
         keys_GSd, values_GSd = self._cache[0, layer], self._cache[1, layer]
         keys_GSd.index_copy_(1, self._slots_T, k_TGd.transpose(0, 1))
         values_GSd.index_copy_(1, self._slots_T, v_TGd.transpose(0, 1))
-        q_THd = q_THd * q_THd.shape[2] ** -0.5
         if self._turned is not None:
             q_THd = q_THd[self._turned[0]]
         start, outputs = 0, list[torch.Tensor]()
@@ -100,19 +98,17 @@ class PagedAttention:
         return o_TX if self._turned is None else o_TX[self._turned[1]]
 
     def _attend(self, q_THd: Tensor, keys_GSd: Tensor, values_GSd: Tensor, group: _Group) -> Tensor:
-        heads, _, dim = keys_GSd.shape
-        q_BQGMd = q_THd.view(group.size, group.length, heads, -1, dim)
-        q_GBQMd = _padded(q_BQGMd.permute(2, 0, 1, 3, 4))
+        q_GBQMd, shared = _queries(q_THd, group, keys_GSd.shape[0])
         k_nSd, v_nSd = self._gather(keys_GSd, group), self._gather(values_GSd, group)
-        o_GBQMd = torch.empty_like(q_GBQMd, memory_format=torch.contiguous_format)
-        for queries in _blocks(q_GBQMd, k_nSd):
-            q_nRd = q_GBQMd[:, :, queries].reshape(len(k_nSd), -1, dim)
-            s_nRS = scores(q_nRd, k_nSd)
-            s_GBQMS = s_nRS.view(*q_GBQMd[:, :, queries].shape[:4], -1)
-            s_GBQMS += group.mask_BQ1S[:, queries]
-            o_nRd = mix(s_nRS.softmax(-1), v_nSd)
-            o_GBQMd[:, :, queries] = o_nRd.view_as(o_GBQMd[:, :, queries])
-        kept_GBQMd = o_GBQMd[:, :, : group.length, : q_BQGMd.shape[3]]
+        parts: list[Tensor] = []
+        for block in _blocks(q_GBQMd, k_nSd):
+            part_GBQMd = q_GBQMd[:, :, block]
+            s_nRS = scores(part_GBQMd.reshape(k_nSd.shape[0], -1, k_nSd.shape[2]), k_nSd)
+            s_GBQMS = s_nRS.view(*part_GBQMd.shape[:4], -1)
+            s_GBQMS += group.mask_BQ1S[:, block]
+            parts.append(mix(s_nRS.softmax(-1), v_nSd).view(part_GBQMd.shape))
+        o_GBQMd = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+        kept_GBQMd = o_GBQMd[:, :, : group.length, :shared]
         return kept_GBQMd.permute(1, 2, 0, 3, 4).reshape(group.size * group.length, -1)
 
     def _gather(self, cached_GSd: Tensor, group: _Group) -> Tensor:
@@ -127,7 +123,7 @@ class PagedAttention:
         """The rows group by group, and back; None when they lie like that."""
         if order == sorted(order):
             return None
-        ends = np.cumsum([0, *map(len, spans)])
+        ends: list[int] = [0, *accumulate(map(len, spans))]
         rows = np.concatenate([np.arange(ends[i], ends[i + 1]) for i in order])
         return self._tensor(rows), self._tensor(np.argsort(rows))
 
@@ -153,7 +149,7 @@ class PagedAttention:
         length = len(spans[0])
         first_B1 = np.array([[span.start] for span in spans])
         # The queries that fill up the last step see as much as the last one.
-        positions_BQ = first_B1 + np.minimum(np.arange(_queries(length)), length - 1)
+        positions_BQ = first_B1 + np.minimum(np.arange(_padded_length(length)), length - 1)
         hidden = torch.from_numpy(np.arange(width * size) > positions_BQ[:, :, None, None])  # pyright: ignore[reportUnknownMemberType] -- torch's own stub
         mask_BQ1S = torch.zeros(hidden.shape, dtype=self._cache.dtype, device=self._cache.device)
         mask_BQ1S.masked_fill_(hidden.to(self._cache.device), -torch.inf)
@@ -172,19 +168,23 @@ class PagedAttention:
             self._cache.index_fill_(3, self._tensor(slots), 0.0)
 
 
-def _queries(length: int) -> int:
+def _padded_length(length: int) -> int:
     """How many tokens make whole steps of query rows; a lone token has its heads filled up."""
     return 1 if length == 1 else round_up(length, ROW_STEP)
 
 
-def _padded(q_GBQMd: Tensor) -> Tensor:
-    """Fill up to whole steps of rows."""
-    length, shared = q_GBQMd.shape[2:4]
-    more_heads = -shared % ROW_STEP if length == 1 else 0
-    more_tokens = _queries(length) - length
-    if not more_heads and not more_tokens:
-        return q_GBQMd
-    return F.pad(q_GBQMd, (0, 0, 0, more_heads, 0, more_tokens))
+def _queries(q_THd: Tensor, group: _Group, heads: int) -> tuple[Tensor, int]:
+    """The queries by key head, scaled and filled up with zeros to whole steps; and M."""
+    dim = q_THd.shape[2]
+    q_BQGMd = q_THd.view(group.size, group.length, heads, -1, dim)
+    shared = q_BQGMd.shape[3]
+    more_heads = -shared % ROW_STEP if group.length == 1 else 0
+    q_GBQMd = q_THd.new_zeros(
+        heads, group.size, _padded_length(group.length), shared + more_heads, dim
+    )
+    into_GBQMd = q_GBQMd[:, :, : group.length, :shared]
+    torch.mul(q_BQGMd.permute(2, 0, 1, 3, 4), dim**-0.5, out=into_GBQMd)
+    return q_GBQMd, shared
 
 
 def _blocks(q_GBQMd: Tensor, k_nSd: Tensor) -> Iterator[slice]:

@@ -15,6 +15,8 @@ from typing import Final
 import triton
 import triton.language as tl
 
+from tinkex.engine.kernels.quick import quick
+
 _LN_2: Final = tl.constexpr(0.6931471805599453)
 
 
@@ -84,6 +86,7 @@ def _fold(
     return new_max, row_sum, acc
 
 
+@quick
 @triton.jit(do_not_specialize=["num_tokens", "table_stride"])
 def attention_program(
     q_ptr,
@@ -194,6 +197,7 @@ def attention_program(
         tl.store(sum_ptr + place, row_sum, mask=valid)
 
 
+@quick
 @triton.jit(do_not_specialize=["part_stride"])
 def join_program(
     acc_ptr,

@@ -21,6 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tinkex.engine.kernels.quick import quick
+
 PART = 16384
 """Columns summed by one program; it decides the bits of the result."""
 
@@ -105,6 +107,7 @@ def dlogits(
     return dlogits_CV
 
 
+@quick
 @triton.jit
 def _sum_part(
     logits,
@@ -137,6 +140,7 @@ def _sum_part(
     tl.store(total + place, tl.sum(amount * tl.exp(top - most), 0))
 
 
+@quick
 @triton.jit(do_not_specialize=["targets"])
 def _join_parts(
     logits,
@@ -166,6 +170,7 @@ def _join_parts(
     tl.store(logprobs + place, chosen.to(tl.float32) - row_lse, mask=live)
 
 
+@quick
 @triton.jit(do_not_specialize=["targets"])
 def _slope_by_logits(
     logits,

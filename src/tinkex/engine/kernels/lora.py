@@ -33,6 +33,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tinkex.engine.kernels.quick import quick
 from tinkex.errors import InputError
 
 if TYPE_CHECKING:
@@ -210,6 +211,7 @@ def _shrink_part(
     return acc
 
 
+@quick
 @triton.jit(do_not_specialize=["num_tokens"])
 def _shrink_kernel(
     x_ptr,
@@ -309,6 +311,7 @@ def _expand_part(
     return tl.dot(z.to(b.dtype), tl.trans(b), acc, input_precision="ieee")
 
 
+@quick
 @triton.jit(do_not_specialize=["num_tokens"])
 def _expand_kernel(
     y_ptr,

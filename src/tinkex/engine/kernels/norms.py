@@ -20,6 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tinkex.engine.kernels.quick import quick
+
 TILE = 2048
 """Elements a program should hold: narrow rows share a program until they reach it."""
 
@@ -174,6 +176,7 @@ def _slopes(
     return dx
 
 
+@quick
 @triton.jit(do_not_specialize=["rows"])
 def _norm(
     x,
@@ -202,6 +205,7 @@ def _norm(
     tl.store(scale + row_R, scale_R, mask=row_R < rows)
 
 
+@quick
 @triton.jit(do_not_specialize=["rows"])
 def _add_norm(
     h,
@@ -241,6 +245,7 @@ def _add_norm(
     tl.store(scale + row_R, scale_R, mask=row_R < rows)
 
 
+@quick
 @triton.jit(do_not_specialize=["rows"])
 def _norm_backward(
     x,

@@ -20,79 +20,71 @@ import triton.language as tl
 from torch import Tensor
 
 from tinkex.engine.kernels.norms import row_strides, row_tile
+from tinkex.engine.kernels.quick import quick
 
 
-def rotate(x_TNd: Tensor, cos_T1F: Tensor, sin_T1F: Tensor) -> Tensor:
-    """Rotate each head's first half against its second; the result is contiguous.
+def rotate_pair(
+    q_THd: Tensor,
+    k_TGd: Tensor,
+    cos_T1F: Tensor,
+    sin_T1F: Tensor,
+    norms_2d: Tensor | None = None,
+    eps: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Rotate the heads of queries and keys in one pass; gradients go to both.
 
-    Tokens and heads of `x_TNd` may lie apart. `cos` and `sin` are float32 and contiguous.
+    With weights for both, heads are normalised before, rounded as the norm by itself would
+    be. Where queries and keys lie side by side, as a joined projection leaves them, nothing
+    is copied; the results lie side by side.
     """
-    y_TNd: Tensor = _Rotate.apply(x_TNd, cos_T1F, sin_T1F)
-    return y_TNd
+    q_new_THd, k_new_TGd = _Pair.apply(q_THd, k_TGd, cos_T1F, sin_T1F, norms_2d, eps)
+    return q_new_THd, k_new_TGd
 
 
-def norm_rotate(
-    x_TNd: Tensor, weight_d: Tensor, eps: float, cos_T1F: Tensor, sin_T1F: Tensor
-) -> Tensor:
-    """`rotate(rms_norm(x))` of every head in one pass; gradients go to `x_TNd` only."""
-    y_TNd: Tensor = _NormRotate.apply(x_TNd, weight_d, eps, cos_T1F, sin_T1F)
-    return y_TNd
-
-
-class _Rotate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_TNd: Tensor, cos_T1F: Tensor, sin_T1F: Tensor) -> Tensor:
-        ctx.save_for_backward(cos_T1F, sin_T1F)
-        return _turned(x_TNd, cos_T1F, sin_T1F, back=False)
-
-    @staticmethod
-    def backward(ctx: Any, dy_TNd: Tensor) -> tuple[Tensor, None, None]:
-        return _turned(dy_TNd, *ctx.saved_tensors, back=True), None, None
-
-
-class _NormRotate(torch.autograd.Function):
+class _Pair(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_TNd: Tensor, weight_d: Tensor, eps: float, cos_T1F: Tensor, sin_T1F: Tensor
-    ) -> Tensor:
-        x_TNd = _dense_rows(x_TNd)
-        y_TNd = torch.empty(x_TNd.shape, dtype=x_TNd.dtype, device=x_TNd.device)
-        scale_TN = torch.empty(x_TNd.shape[:2], dtype=torch.float32, device=x_TNd.device)
-        grid, shape = _launch(x_TNd)
-        _norm_rotate[grid](
-            x_TNd,
-            weight_d,
-            cos_T1F,
-            sin_T1F,
-            y_TNd,
-            scale_TN,
-            scale_TN.numel(),
-            *row_strides(x_TNd),
-            eps,
-            **shape,
-        )
-        ctx.save_for_backward(x_TNd, weight_d, cos_T1F, sin_T1F, scale_TN)
-        return y_TNd
+        ctx: Any,
+        q_THd: Tensor,
+        k_TGd: Tensor,
+        cos_T1F: Tensor,
+        sin_T1F: Tensor,
+        norms_2d: Tensor | None,
+        eps: float,
+    ) -> tuple[Tensor, ...]:
+        first, others = q_THd.shape[1], k_TGd.shape[1]
+        x_TNd = side_by_side(q_THd, k_TGd)
+        ctx.first = first
+        if norms_2d is None:
+            y_TNd = _turned(x_TNd, cos_T1F, sin_T1F, back=False)
+            ctx.save_for_backward(cos_T1F, sin_T1F)
+        else:
+            y_TNd, scale_TN = _normed_and_turned(x_TNd, cos_T1F, sin_T1F, norms_2d, eps, first)
+            ctx.save_for_backward(cos_T1F, sin_T1F, x_TNd, norms_2d, scale_TN)
+        return y_TNd.split_with_sizes((first, others), dim=1)
 
     @staticmethod
-    def backward(ctx: Any, dy_TNd: Tensor) -> tuple[Tensor, None, None, None, None]:
-        x_TNd, weight_d, cos_T1F, sin_T1F, scale_TN = ctx.saved_tensors
-        dy_TNd = dy_TNd.contiguous()
-        dx_TNd = torch.empty_like(dy_TNd)
-        grid, shape = _launch(x_TNd)
-        _norm_rotate_backward[grid](
-            x_TNd,
-            weight_d,
-            cos_T1F,
-            sin_T1F,
-            scale_TN,
-            dy_TNd,
-            dx_TNd,
-            scale_TN.numel(),
-            *row_strides(x_TNd),
-            **shape,
-        )
-        return dx_TNd, None, None, None, None
+    def backward(ctx: Any, dq_THd: Tensor, dk_TGd: Tensor) -> tuple[Tensor | None, ...]:
+        dy_TNd = side_by_side(dq_THd, dk_TGd)
+        cos_T1F, sin_T1F, *normed = ctx.saved_tensors
+        if normed:
+            dx_TNd = _slopes(dy_TNd, cos_T1F, sin_T1F, *normed, ctx.first)
+        else:
+            dx_TNd = _turned(dy_TNd, cos_T1F, sin_T1F, back=True)
+        sizes = (ctx.first, dx_TNd.shape[1] - ctx.first)
+        return (*dx_TNd.split_with_sizes(sizes, dim=1), None, None, None, None)
+
+
+def side_by_side(a_TMd: Tensor, b_TNd: Tensor) -> Tensor:
+    """The heads of both for every token, without a copy where they already lie so."""
+    tokens, heads, size = a_TMd.shape
+    apart = (b_TNd.data_ptr() - a_TMd.data_ptr()) // a_TMd.element_size()
+    strides = a_TMd.stride()
+    if strides == b_TNd.stride() and strides[1:] == (size, 1) and apart == heads * size:
+        memory = a_TMd.untyped_storage().data_ptr()
+        if memory == b_TNd.untyped_storage().data_ptr():
+            return a_TMd.as_strided((tokens, heads + b_TNd.shape[1], size), strides)
+    return torch.cat((a_TMd, b_TNd), dim=1)
 
 
 def _turned(x_TNd: Tensor, cos_T1F: Tensor, sin_T1F: Tensor, *, back: bool) -> Tensor:
@@ -104,6 +96,63 @@ def _turned(x_TNd: Tensor, cos_T1F: Tensor, sin_T1F: Tensor, *, back: bool) -> T
         x_TNd, cos_T1F, sin_T1F, y_TNd, tokens * heads, *row_strides(x_TNd), BACK=back, **shape
     )
     return y_TNd
+
+
+def _normed_and_turned(
+    x_TNd: Tensor,
+    cos_T1F: Tensor,
+    sin_T1F: Tensor,
+    norms_2d: Tensor,
+    eps: float,
+    first: int,
+) -> tuple[Tensor, Tensor]:
+    """The result, and what each head was multiplied with."""
+    y_TNd = torch.empty(x_TNd.shape, dtype=x_TNd.dtype, device=x_TNd.device)
+    scale_TN = torch.empty(x_TNd.shape[:2], dtype=torch.float32, device=x_TNd.device)
+    grid, shape = _launch(x_TNd)
+    _norm_rotate[grid](
+        x_TNd,
+        norms_2d,
+        cos_T1F,
+        sin_T1F,
+        y_TNd,
+        scale_TN,
+        scale_TN.numel(),
+        *row_strides(x_TNd),
+        eps,
+        FIRST=first,
+        **shape,
+    )
+    return y_TNd, scale_TN
+
+
+def _slopes(
+    dy_TNd: Tensor,
+    cos_T1F: Tensor,
+    sin_T1F: Tensor,
+    x_TNd: Tensor,
+    norms_2d: Tensor,
+    scale_TN: Tensor,
+    first: int,
+) -> Tensor:
+    dy_TNd = _dense_rows(dy_TNd)
+    dx_TNd = torch.empty(dy_TNd.shape, dtype=dy_TNd.dtype, device=dy_TNd.device)
+    grid, shape = _launch(x_TNd)
+    _norm_rotate_backward[grid](
+        x_TNd,
+        norms_2d,
+        cos_T1F,
+        sin_T1F,
+        scale_TN,
+        dy_TNd,
+        dx_TNd,
+        scale_TN.numel(),
+        *row_strides(x_TNd),
+        *row_strides(dy_TNd),
+        FIRST=first,
+        **shape,
+    )
+    return dx_TNd
 
 
 def _dense_rows(x_TNd: Tensor) -> Tensor:
@@ -124,6 +173,7 @@ def _launch(x_TNd: Tensor) -> tuple[tuple[int], dict[str, int]]:
     return (-(-tokens * heads // rows),), shape
 
 
+@quick
 @triton.jit(do_not_specialize=["rows"])
 def _rotate(
     x,
@@ -158,6 +208,7 @@ def _rotate(
     tl.store(out + HALF, (b_RF * cos_RF + a_RF * sin_RF).to(kind), mask=live_RF)
 
 
+@quick
 @triton.jit(do_not_specialize=["rows"])
 def _norm_rotate(
     x,
@@ -170,6 +221,7 @@ def _norm_rotate(
     token_stride,
     head_stride,
     eps,
+    FIRST: tl.constexpr,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -177,8 +229,7 @@ def _norm_rotate(
 ):
     row_R = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     col_F = tl.arange(0, COLUMNS)
-    live_F = col_F < HALF
-    live_RF = (row_R < rows)[:, None] & live_F[None, :]
+    live_RF = (row_R < rows)[:, None] & (col_F < HALF)[None, :]
     token_R = (row_R // HEADS).to(tl.int64)
     start_R = token_R * token_stride + (row_R % HEADS) * head_stride
     first = x + start_R[:, None] + col_F[None, :]
@@ -187,11 +238,12 @@ def _norm_rotate(
     squares_R = tl.sum(a_RF * a_RF + b_RF * b_RF, 1)
     scale_R = tl.rsqrt(squares_R / (2 * HALF) + eps)
     kind = y.dtype.element_ty
-    weight_a_F = tl.load(weight + col_F, mask=live_F, other=0.0).to(tl.float32)
-    weight_b_F = tl.load(weight + HALF + col_F, mask=live_F, other=0.0).to(tl.float32)
+    weight_RF = weight + (row_R % HEADS >= FIRST)[:, None] * (2 * HALF) + col_F[None, :]
+    weight_a_RF = tl.load(weight_RF, mask=live_RF, other=0.0).to(tl.float32)
+    weight_b_RF = tl.load(weight_RF + HALF, mask=live_RF, other=0.0).to(tl.float32)
     # Rounded after the scale and after the weight, as the norm by itself would be.
-    a_RF = (a_RF * scale_R[:, None]).to(kind).to(tl.float32) * weight_a_F[None, :]
-    b_RF = (b_RF * scale_R[:, None]).to(kind).to(tl.float32) * weight_b_F[None, :]
+    a_RF = (a_RF * scale_R[:, None]).to(kind).to(tl.float32) * weight_a_RF
+    b_RF = (b_RF * scale_R[:, None]).to(kind).to(tl.float32) * weight_b_RF
     a_RF = a_RF.to(kind).to(tl.float32)
     b_RF = b_RF.to(kind).to(tl.float32)
     angle_RF = token_R[:, None] * HALF + col_F[None, :]
@@ -203,6 +255,7 @@ def _norm_rotate(
     tl.store(scale + row_R, scale_R, mask=row_R < rows)
 
 
+@quick
 @triton.jit(do_not_specialize=["rows"])
 def _norm_rotate_backward(
     x,
@@ -215,6 +268,9 @@ def _norm_rotate_backward(
     rows,
     token_stride,
     head_stride,
+    slope_token_stride,
+    slope_head_stride,
+    FIRST: tl.constexpr,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -222,20 +278,23 @@ def _norm_rotate_backward(
 ):
     row_R = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     col_F = tl.arange(0, COLUMNS)
-    live_F = col_F < HALF
-    live_RF = (row_R < rows)[:, None] & live_F[None, :]
+    live_RF = (row_R < rows)[:, None] & (col_F < HALF)[None, :]
     token_R = (row_R // HEADS).to(tl.int64)
-    start_R = token_R * token_stride + (row_R % HEADS) * head_stride
+    head_R = row_R % HEADS
+    start_R = token_R * token_stride + head_R * head_stride
     out_RF = row_R.to(tl.int64)[:, None] * (2 * HALF) + col_F[None, :]
     angle_RF = token_R[:, None] * HALF + col_F[None, :]
     cos_RF = tl.load(cos + angle_RF, mask=live_RF, other=0.0)
     sin_RF = tl.load(sin + angle_RF, mask=live_RF, other=0.0)
-    da_RF = tl.load(dy + out_RF, mask=live_RF, other=0.0).to(tl.float32)
-    db_RF = tl.load(dy + out_RF + HALF, mask=live_RF, other=0.0).to(tl.float32)
-    weight_a_F = tl.load(weight + col_F, mask=live_F, other=0.0).to(tl.float32)
-    weight_b_F = tl.load(weight + HALF + col_F, mask=live_F, other=0.0).to(tl.float32)
-    slope_a_RF = (da_RF * cos_RF + db_RF * sin_RF) * weight_a_F[None, :]
-    slope_b_RF = (db_RF * cos_RF - da_RF * sin_RF) * weight_b_F[None, :]
+    slope_R = token_R * slope_token_stride + head_R * slope_head_stride
+    slope = dy + slope_R[:, None] + col_F[None, :]
+    da_RF = tl.load(slope, mask=live_RF, other=0.0).to(tl.float32)
+    db_RF = tl.load(slope + HALF, mask=live_RF, other=0.0).to(tl.float32)
+    weight_RF = weight + (head_R >= FIRST)[:, None] * (2 * HALF) + col_F[None, :]
+    weight_a_RF = tl.load(weight_RF, mask=live_RF, other=0.0).to(tl.float32)
+    weight_b_RF = tl.load(weight_RF + HALF, mask=live_RF, other=0.0).to(tl.float32)
+    slope_a_RF = (da_RF * cos_RF + db_RF * sin_RF) * weight_a_RF
+    slope_b_RF = (db_RF * cos_RF - da_RF * sin_RF) * weight_b_RF
     scale_R = tl.load(scale + row_R, mask=row_R < rows, other=0.0)
     first = x + start_R[:, None] + col_F[None, :]
     unit_a_RF = tl.load(first, mask=live_RF, other=0.0).to(tl.float32) * scale_R[:, None]

@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tinkex.engine.kernels.quick import quick
+
 COLUMNS = 1024
 """Columns of one program: four warps, 16 bytes of bf16 for each thread."""
 
@@ -85,6 +87,7 @@ def _sigmoid(x):
     return tl.where(x >= 0, 1.0, small) / (1.0 + small)
 
 
+@quick
 @triton.jit
 def _swiglu(gate, up, y, gate_stride, up_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
@@ -96,6 +99,7 @@ def _swiglu(gate, up, y, gate_stride, up_stride, WIDTH: tl.constexpr, BLOCK: tl.
     tl.store(y + row * WIDTH + col, value.to(y.dtype.element_ty), mask=live)
 
 
+@quick
 @triton.jit
 def _swiglu_backward(
     gate,

@@ -7,7 +7,7 @@ once the base models and their caches are there, and of all memory where the CPU
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -16,7 +16,9 @@ import torch
 if TYPE_CHECKING:
     from tinkex.engine.settings import LocalSettings
 
+_MIB: Final = 2**20
 # The rest is for the sampler's passes, for the allocator, and for whoever else is there.
+_CUDA_CACHES: Final = 0.3
 _CUDA_PASS: Final = 0.6
 _CUDA_ADAPTERS: Final = 0.25
 _CPU_PASS: Final = 0.4
@@ -30,20 +32,45 @@ _CGROUP_LIMITS: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budgets:
-    """Bytes of a training pass, of adapters on the device, and of parked ones in memory."""
+    """Bytes of each model's cache, a training pass, adapters on the device, and parked ones."""
 
+    cache_bytes: int
     pass_bytes: int
     adapter_bytes: int
     host_bytes: int
 
 
-def budgets(settings: LocalSettings, device: torch.device, cache_bytes: int) -> Budgets:
-    """What the settings say; the rest from the machine. `cache_bytes` will yet be taken."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """How much a device does at a time: enough to keep it busy, little enough to stay fair."""
+
+    sequences: int
+    sample_tokens: int
+    logit_rows: int
+    logits_bytes: int
+
+
+_ON_CPU: Final = Sizes(sequences=64, sample_tokens=512, logit_rows=64, logits_bytes=64 * _MIB)
+_ON_CUDA: Final = Sizes(sequences=256, sample_tokens=8192, logit_rows=512, logits_bytes=1280 * _MIB)
+
+
+def sizes(settings: LocalSettings, device: torch.device) -> Sizes:
+    """What suits the device, where the settings do not say it."""
+    found = _ON_CUDA if device.type == "cuda" else _ON_CPU
+    return replace(found, sequences=_either(settings.max_sequences, found.sequences))
+
+
+def budgets(settings: LocalSettings, device: torch.device, models: int) -> Budgets:
+    """What the settings say; the rest from the machine. `models` caches will yet be taken."""
     if device.type == "cuda":
-        found = _on_cuda(torch.cuda.mem_get_info(device)[0] - cache_bytes, machine_bytes())
+        free = torch.cuda.mem_get_info(device)[0]
+        cache_bytes = _either(settings.cache_bytes, int(free * _CUDA_CACHES) // models)
+        found = _on_cuda(free - models * cache_bytes, machine_bytes())
     else:
+        cache_bytes = _either(settings.cache_bytes, 1024 * _MIB)
         found = _on_cpu(machine_bytes())
     return Budgets(
+        cache_bytes=cache_bytes,
         pass_bytes=_either(settings.memory_bytes, found.pass_bytes),
         adapter_bytes=_either(settings.adapter_bytes, found.adapter_bytes),
         host_bytes=_either(settings.host_bytes, found.host_bytes),
@@ -58,6 +85,7 @@ def machine_bytes() -> int:
 
 def _on_cuda(free: int, host: int) -> Budgets:
     return Budgets(
+        cache_bytes=0,
         pass_bytes=max(int(free * _CUDA_PASS), 0),
         adapter_bytes=max(int(free * _CUDA_ADAPTERS), 0),
         host_bytes=int(host * _CUDA_HOST),
@@ -66,6 +94,7 @@ def _on_cuda(free: int, host: int) -> Budgets:
 
 def _on_cpu(host: int) -> Budgets:
     return Budgets(
+        cache_bytes=0,
         pass_bytes=int(host * _CPU_PASS),
         adapter_bytes=int(host * _CPU_ADAPTERS),
         host_bytes=0,  # the device is the host: what leaves the one leaves the other

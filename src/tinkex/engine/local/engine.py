@@ -66,7 +66,7 @@ class LocalEngine:
             raise InputError("give at least one base model", "models")
         settings = settings or LocalSettings()
         device = models[0].decoder.unembed_VD.device
-        room = budgets(settings, device, len(models) * settings.cache_bytes)
+        room = budgets(settings, device, len(models))
         self._settings = settings
         self._parking = Parking(
             device,

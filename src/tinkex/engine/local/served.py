@@ -7,6 +7,7 @@ from urllib.parse import quote
 
 from tinkex.engine.base import ModelSpec
 from tinkex.engine.failures import failure, user_error
+from tinkex.engine.local.budgets import sizes
 from tinkex.engine.local.versions import Versions
 from tinkex.engine.lora import wrap
 from tinkex.engine.sampler import (
@@ -57,11 +58,13 @@ class Served:
             vocab_size=config.vocab_size,
             arch=config.arch,
         )
+        chosen = sizes(settings, weight.device)
         self.trainer = Trainer(
             decoder,
             weight.device,
             weight.dtype,
             max_pass_tokens=settings.max_pass_tokens,
+            logits_bytes=chosen.logits_bytes,
             memory_bytes=budgets.pass_bytes,
             parking=parking,
             strict=settings.strict,
@@ -72,8 +75,10 @@ class Served:
         self._sampler = Sampler(
             decoder,
             SamplerSettings(
-                cache_tokens=settings.cache_bytes // cache_bytes_per_token(config, weight.dtype),
-                max_sequences=settings.max_sequences,
+                cache_tokens=budgets.cache_bytes // cache_bytes_per_token(config, weight.dtype),
+                pass_tokens=chosen.sample_tokens,
+                max_sequences=chosen.sequences,
+                logit_rows=chosen.logit_rows,
                 strict=settings.strict,
             ),
             adapters=LoraAdapters(decoder, self.versions.weights),

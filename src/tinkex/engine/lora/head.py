@@ -20,8 +20,8 @@ import torch
 from torch.nn import functional as F
 
 from tinkex.engine.logprobs import exponentials_
+from tinkex.engine.lora.layers import product_into
 from tinkex.engine.lora.thin import expand_add_, shrink
-from tinkex.engine.lora.weights import Pair
 from tinkex.engine.packing import MIN_ROWS
 
 if TYPE_CHECKING:
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 LOGITS_BYTES: Final = 64 * 2**20
 """How large a chunk of logits may be."""
+_CPU_BYTES: Final = 16 * 2**20
+"""The same on a CPU: every step of the softmax then finds its input in the cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +49,10 @@ class Targets:
 
 @dataclass(frozen=True, slots=True)
 class Swept:
-    """What a sweep found; the gradients are there when it was given slopes."""
+    """What a sweep found; the gradient is there when it was given slopes."""
 
     logprobs_M: Tensor
     dh_TD: Tensor | None
-    pairs: dict[int, Pair]
-    """Gradients of the unembedding's factors, by segment."""
 
 
 class HeadProducts(Protocol):
@@ -84,14 +84,17 @@ def sweep(
 ) -> Swept:
     """Log-probabilities of the targets and, given slopes, the gradients they lead to.
 
-    Runs outside autograd: the caller continues with `dh_TD`. Rows beyond the last segment
-    are ignored.
+    Runs outside autograd: the caller continues with `dh_TD`. The gradients of the
+    unembedding's factors are written to those segments that have room for them. Rows beyond
+    the last segment are ignored.
     """
+    if h_TD.device.type == "cpu":
+        logits_bytes = min(logits_bytes, _CPU_BYTES)
     with torch.no_grad():
         state = _Sweep(h_TD.detach(), head, segments, targets, slope_M, products)
         for chunk in _chunks(segments, chunk_rows(head.weight_OI.shape[0], logits_bytes)):
             state.run(chunk)
-        return Swept(torch.cat(state.found), state.dh_TD, state.pairs)
+        return Swept(torch.cat(state.found), state.dh_TD)
 
 
 def chunk_rows(vocabulary: int, logits_bytes: int = LOGITS_BYTES) -> int:
@@ -163,13 +166,6 @@ def _softmax(
     return chosen_CK, dlogits_CV.to(dtype)
 
 
-def _over_tokens(left: Tensor, right: Tensor) -> Tensor:
-    """A product over tokens: many terms, so it comes in the precision of the masters."""
-    if left.is_cuda and left.dtype not in (torch.float32, torch.float64):
-        return torch.mm(left, right, out_dtype=torch.float32)
-    return left @ right
-
-
 class _Sweep:
     """One walk over the chunks."""
 
@@ -191,7 +187,6 @@ class _Sweep:
         # Mutable state: results so far, and the next unread target.
         self.found: list[Tensor] = [h_TD.new_zeros(0, dtype=torch.float32)]
         self.dh_TD = None if slope_M is None else torch.zeros_like(h_TD)
-        self.pairs: dict[int, Pair] = {}
         self._next = 0
 
     def run(self, chunk: list[_Piece]) -> None:
@@ -210,7 +205,7 @@ class _Sweep:
         self.found.append(chosen_CK.flatten()[place_M].float())
         if dlogits_CV is None or self.dh_TD is None:
             return
-        torch.mm(dlogits_CV[:rows], self._head.weight_OI, out=self.dh_TD[start:stop])
+        self._head.slope(dlogits_CV[:rows], out=self.dh_TD[start:stop])
         for piece, z_SR in inner.items():
             if z_SR is not None:
                 self._gradient(piece, dlogits_CV[piece.start - start : piece.stop - start], z_SR)
@@ -225,22 +220,21 @@ class _Sweep:
         return adapt_(logits_CV[piece.start - start : piece.stop - start], h_SD, weights)
 
     def _gradient(self, piece: _Piece, dlogits_SV: Tensor, z_SR: Tensor) -> None:
-        weights = self._segments[piece.segment].weights
-        pair = None if weights is None else weights.pair(None, "unembed")
-        assert weights is not None
+        segment = self._segments[piece.segment]
+        pair = None if segment.weights is None else segment.weights.pair(None, "unembed")
+        assert segment.weights is not None
         assert pair is not None
         assert self.dh_TD is not None
-        found = self.pairs.get(piece.segment)
-        if found is None:
-            found = self.pairs[piece.segment] = Pair(
-                torch.zeros_like(pair.a_RI), torch.zeros_like(pair.b_OR)
-            )
+        scale = segment.weights.scale
         kind = self._h_TD.dtype
         h_SD = self._h_TD[piece.start : piece.stop]
-        dz_SR = (dlogits_SV @ pair.b_OR.to(kind)).mul_(weights.scale)
+        dz_SR = (dlogits_SV @ pair.b_OR.to(kind)).mul_(scale)
         self.dh_TD[piece.start : piece.stop].addmm_(dz_SR, pair.a_RI.to(kind))
-        found.a_RI.add_(_over_tokens(dz_SR.T, h_SD))
-        found.b_OR.add_(_over_tokens(dlogits_SV.T, z_SR.to(kind)), alpha=weights.scale)
+        into = None if segment.gradient is None else segment.gradient.pair(None, "unembed")
+        if into is not None:
+            later = piece.start > segment.start
+            product_into(into.a_RI, dz_SR.T, h_SD, add=later)
+            product_into(into.b_OR, dlogits_SV.T, z_SR.to(kind), scale=scale, add=later)
 
     def _chosen(self, start: int, stop: int, rows: int) -> tuple[Tensor, Tensor | None, Tensor]:
         """The chunk's targets and slopes as rectangles, and where each target lies in them.

@@ -19,7 +19,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn import functional as F
 
 from tinkex.engine.lora.thin import expand_add_, shrink
 from tinkex.engine.lora.weights import in_dtype
@@ -78,7 +77,10 @@ class _Piece:
         """The outputs of each projection, and the inner activations that belong to them."""
         bs_OR = self.factors.bs_OR
         widths, rank = [b_OR.shape[0] for b_OR in bs_OR], bs_OR[0].shape[1]
-        return zip(y_SY.split_with_sizes(widths, dim=1), z_SZ.split(rank, dim=1), strict=True)
+        ranks = [rank] * len(widths)
+        return zip(
+            y_SY.split_with_sizes(widths, dim=1), z_SZ.split_with_sizes(ranks, dim=1), strict=True
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,16 +183,16 @@ class _Adapted(torch.autograd.Function):
         dx_TI = plan.linear.slope(dy_TY) if ctx.needs_input_grad[1] else None
         for number, piece in enumerate(plan.pieces):
             x_SI, dy_SY = x_TI[piece.rows], dy_TY[piece.rows]
-            z_SZ = inner[number] if inner else F.linear(x_SI, piece.factors.a_ZI)
+            z_SZ = inner[number] if inner else torch.mm(x_SI, piece.factors.a_ZI.T)
             dz_SZ = _inner_slope(piece, dy_SY, z_SZ)
             if dx_TI is not None:
                 dx_TI[piece.rows].addmm_(dz_SZ, piece.factors.a_ZI)
             if piece.gradient is not None:
                 into, scale = piece.gradient, piece.scale
-                _product_into(into.a_ZI, dz_SZ.T, x_SI)
+                product_into(into.a_ZI, dz_SZ.T, x_SI)
                 parts = piece.parts(dy_SY, z_SZ)
                 for (dy_SO, z_SR), b_OR in zip(parts, into.bs_OR, strict=True):
-                    _product_into(b_OR, dy_SO.T, z_SR, scale)
+                    product_into(b_OR, dy_SO.T, z_SR, scale=scale)
         return None, dx_TI, None
 
 
@@ -203,14 +205,23 @@ def _inner_slope(piece: _Piece, dy_SY: Tensor, z_SZ: Tensor) -> Tensor:
     return dz_SZ
 
 
-def _product_into(out: Tensor, left: Tensor, right: Tensor, scale: float = 1.0) -> None:
-    """A product over tokens: many terms, so it comes in the precision of the masters."""
-    if left.dtype == out.dtype:
-        torch.addmm(out, left, right, beta=0, alpha=scale, out=out)
-    elif left.is_cuda:
-        torch.mul(torch.mm(left, right, out_dtype=out.dtype), scale, out=out)
+def product_into(
+    out: Tensor, left: Tensor, right: Tensor, *, scale: float = 1.0, add: bool = False
+) -> None:
+    """A product over tokens: many terms, so it comes in the precision of the masters.
+
+    With `add` it is added to what is there.
+    """
+    if left.is_cuda and left.dtype != out.dtype:
+        if add:
+            out.add_(torch.mm(left, right, out_dtype=out.dtype), alpha=scale)
+            return
+        torch.mm(left, right, out_dtype=out.dtype, out=out)
+        if scale != 1.0:
+            out.mul_(scale)
     else:
-        torch.addmm(out, left.to(out.dtype), right.to(out.dtype), beta=0, alpha=scale, out=out)
+        left, right = left.to(out.dtype), right.to(out.dtype)
+        torch.addmm(out, left, right, beta=float(add), alpha=scale, out=out)
 
 
 def _side_by_side(slopes: tuple[Tensor, ...]) -> Tensor:

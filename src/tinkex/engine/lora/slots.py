@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from tinkex.engine.kernels.lora import RowTiles, expand_add_, shrink
+from tinkex.engine.lora.shapes import matrix_shape
 from tinkex.engine.lora.weights import wrap
 
 if TYPE_CHECKING:
@@ -44,12 +45,12 @@ _SMALLEST_RANK: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Rows by slot, on the device: `table` is [3, tiles] of slot, first row and row count.
+    """Rows by slot, on the device.
 
     `rank` bounds the ranks of all slots named; 0 means that there is nothing to add.
     """
 
-    table: Tensor
+    rows: RowTiles
     rank: int
     unembed: bool
 
@@ -78,12 +79,17 @@ class LoraSlots:
         self._device = device
         self._dtype = dtype
         layers = config.num_layers
+        self._widths = [tuple(matrix_shape(config, name)[1] for name in group) for group in GROUPS]
         # Mutable state. On the device, never moved: addresses by group as [layer, 2, S, P],
         # those of the unembedding as [2, S, 1], and rank and scale by slot. Here: which slot
         # a version has, least recently used first, and the copies that the addresses are of.
         self._tables = [
             torch.zeros((layers, 2, slots, len(group)), dtype=torch.int64, device=device)
             for group in GROUPS
+        ]
+        # The same memory as pairs of [S, P], seen once: every view costs time in every layer.
+        self._addresses = [
+            [(factors[0], factors[1]) for factors in table.unbind()] for table in self._tables
         ]
         self._unembed = torch.zeros((2, slots, 1), dtype=torch.int64, device=device)
         self._ranks = torch.zeros(slots, dtype=torch.int32, device=device)
@@ -125,13 +131,13 @@ class LoraSlots:
     def add(self, layer: int, group: int, x_TI: Tensor, y_TO: Tensor, tiles: Tiles) -> None:
         """Add the low-rank products of a group's projections to its joined output."""
         if tiles.rank:
-            a_SP, b_SP = self._tables[group][layer]
-            self._add(x_TI, y_TO, a_SP, b_SP, tiles, self._widths(group))
+            a_SP, b_SP = self._addresses[group][layer]
+            self._add(x_TI, y_TO, a_SP, b_SP, tiles, self._widths[group])
 
     def add_unembed(self, x_TI: Tensor, logits_TV: Tensor, tiles: Tiles) -> None:
         """Add the low-rank product of the unembedding to the logits."""
         if tiles.rank and tiles.unembed:
-            a_SP, b_SP = self._unembed
+            a_SP, b_SP = self._unembed.unbind()
             self._add(x_TI, logits_TV, a_SP, b_SP, tiles, (logits_TV.shape[1],))
 
     def _add(
@@ -143,20 +149,13 @@ class LoraSlots:
         tiles: Tiles,
         widths: tuple[int, ...],
     ) -> None:
-        rows = RowTiles(*tiles.table)
-        z = shrink(x_TI, a_SP, self._ranks, rows, max_rank=tiles.rank, block_rows=TILE_ROWS)
+        z = shrink(x_TI, a_SP, self._ranks, tiles.rows, max_rank=tiles.rank, block_rows=TILE_ROWS)
         expand_add_(
-            *(y_TO, z, b_SP, self._ranks, self._scales, rows),
+            *(y_TO, z, b_SP, self._ranks, self._scales, tiles.rows),
             sizes=widths,
             dtype=self._dtype,
             block_rows=TILE_ROWS,
         )
-
-    def _widths(self, group: int) -> tuple[int, ...]:
-        config = self._config
-        heads, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        middle, hidden = config.intermediate_size, config.hidden_size
-        return ((heads, kv, kv), (hidden,), (middle, middle), (hidden,))[group]
 
     def _fill(self, version: str, weights: LoraWeights) -> None:
         slot = self._free.pop()

@@ -100,12 +100,14 @@ class _Place:
     outputs: tuple[int, ...]
 
     def of(self, flat_P: Tensor, rank: int) -> Group:
-        middle = self.start + len(self.outputs) * self.inputs * rank
-        end = middle + sum(self.outputs) * rank
-        return Group(
-            flat_P[self.start : middle].view(-1, self.inputs),
-            flat_P[middle:end].view(-1, rank).split_with_sizes(self.outputs),
-        )
+        start = flat_P.storage_offset() + self.start
+        a_ZI = flat_P.as_strided((len(self.outputs) * rank, self.inputs), (self.inputs, 1), start)
+        start += len(self.outputs) * rank * self.inputs
+        bs_OR: list[Tensor] = []
+        for outputs in self.outputs:
+            bs_OR.append(flat_P.as_strided((outputs, rank), (rank, 1), start))
+            start += outputs * rank
+        return Group(a_ZI, tuple(bs_OR))
 
 
 @lru_cache(maxsize=64)

@@ -1,17 +1,18 @@
 """The pieces every family shares: norm, rotary positions, gated MLP activation.
 
-Norms and rotations are computed in float32 and rounded once, whatever the weights' dtype.
+Norms and rotations are computed in float32 or better and rounded once, whatever the weights'
+dtype. Gradients are written out by hand: they keep less and pass over memory less often than
+those that autograd puts together. They flow to the activations alone, for weights are frozen.
 
 Shapes: T tokens, D hidden, N heads of either kind, d head size, F = d/2 frequencies,
-Y = N*d,
-M intermediate size.
+Y = N*d, M intermediate size.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 from torch.nn import functional as F
@@ -19,6 +20,8 @@ from torch.nn import functional as F
 from tinkex.engine.kernels import has_kernels
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor
 
     from tinkex.engine.models.base import DecoderConfig, RopeScaling
@@ -30,9 +33,41 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         from tinkex.engine.kernels.norms import rms_norm as kernel
 
         return kernel(x, weight, eps)
-    x_f32 = x.float()
-    scale = torch.rsqrt(x_f32.square().mean(-1, keepdim=True) + eps)
-    return (x_f32 * scale).to(x.dtype) * weight
+    if _differentiates(x):
+        return cast("Tensor", _RmsNorm.apply(x, weight, eps))  # pyright: ignore[reportUnknownMemberType] -- torch's own stub
+    return _rms_norm(x, weight, eps)[0]
+
+
+def _differentiates(x: Tensor) -> bool:
+    return torch.is_grad_enabled() and x.requires_grad
+
+
+def _exact(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The result, and what each row was multiplied with."""
+    exact = _exact(x)
+    scale = exact.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+    return (exact * scale).to(x.dtype).mul_(weight), scale
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        y, scale = _rms_norm(x, weight, eps)
+        ctx.save_for_backward(x, weight, scale)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor, None, None]:
+        x, weight, scale = ctx.saved_tensors
+        exact = _exact(x)
+        # By the normalised row first; what points along the row does not change its norm.
+        dx = _exact(slopes[0]) * weight
+        along = (dx * exact).mean(-1, keepdim=True).mul_(scale).mul_(scale)
+        return dx.sub_(exact * along).mul_(scale).to(x.dtype), None, None
 
 
 def split_heads(x_TY: Tensor, head_dim: int) -> Tensor:
@@ -51,13 +86,24 @@ def add_norm(h_TD: Tensor, delta_TD: Tensor, weight: Tensor, eps: float) -> tupl
     return h_TD, rms_norm(h_TD, weight, eps)
 
 
-def norm_rotated(x_TNd: Tensor, weight: Tensor, eps: float, rotate: Rotation) -> Tensor:
-    """Normalise each head, then rotate it."""
-    if has_kernels(x_TNd):
-        from tinkex.engine.kernels.rope import norm_rotate
+def rotated_heads(
+    q_TX: Tensor,
+    k_TY: Tensor,
+    rotate: Rotation,
+    norms_2d: Tensor | None = None,
+    eps: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Queries and keys as heads, rotated; given weights for both, normalised before."""
+    head_dim = 2 * rotate.cos_T1F.shape[-1]
+    q_THd, k_TGd = split_heads(q_TX, head_dim), split_heads(k_TY, head_dim)
+    if has_kernels(q_TX):
+        from tinkex.engine.kernels.rope import rotate_pair
 
-        return norm_rotate(x_TNd, weight, eps, rotate.cos_T1F, rotate.sin_T1F)
-    return rotate(rms_norm(x_TNd, weight, eps))
+        return rotate_pair(q_THd, k_TGd, rotate.cos_T1F, rotate.sin_T1F, norms_2d, eps)
+    if norms_2d is not None:
+        q_THd = rms_norm(q_THd, norms_2d[0], eps)
+        k_TGd = rms_norm(k_TGd, norms_2d[1], eps)
+    return rotate(q_THd), rotate(k_TGd)
 
 
 def swiglu(gate_TM: Tensor, up_TM: Tensor) -> Tensor:
@@ -66,27 +112,62 @@ def swiglu(gate_TM: Tensor, up_TM: Tensor) -> Tensor:
         from tinkex.engine.kernels.swiglu import swiglu as kernel
 
         return kernel(gate_TM, up_TM)
-    return cast("Tensor", _Swiglu.apply(gate_TM, up_TM))  # pyright: ignore[reportUnknownMemberType] -- torch's own stub
+    if _differentiates(gate_TM):
+        return cast("Tensor", _Swiglu.apply(gate_TM, up_TM))  # pyright: ignore[reportUnknownMemberType] -- torch's own stub
+    return _swiglu(gate_TM, up_TM)
+
+
+def _swiglu(gate_TM: Tensor, up_TM: Tensor) -> Tensor:
+    y_TM = torch.empty(gate_TM.shape, dtype=gate_TM.dtype, device=gate_TM.device)
+    if gate_TM.device.type != "cpu":
+        torch.ops.aten.silu(gate_TM, out=y_TM)
+    elif gate_TM.shape[1] % _SILU_STEP:
+        # exp has the same bits everywhere.
+        torch.neg(gate_TM, out=y_TM).exp_().add_(1.0)
+        torch.div(gate_TM, y_TM, out=y_TM)
+    else:
+        for rows in _whole_steps(*gate_TM.shape, torch.get_num_threads()):
+            torch.ops.aten.silu(gate_TM[rows], out=y_TM[rows])
+    return y_TM.mul_(up_TM)
+
+
+_SILU_STEP: Final = 32
+_SILU_ALONE: Final = 32_768
+
+
+def _whole_steps(tokens: int, width: int, threads: int) -> Iterator[slice]:
+    """Rows for which torch's silu gives every number the same bits.
+
+    It takes `_SILU_STEP` numbers at a time, and what is left at the end of a thread's share
+    in another way. A thread's share is a whole number of rows here: either there are enough
+    for all threads and as many for each, or so few that one thread takes them.
+    """
+    start = tokens - tokens % threads
+    if threads == 1 or start * width < _SILU_ALONE * threads:
+        start = 0
+    if start:
+        yield slice(start)
+    step = max((_SILU_ALONE - 1) // width, 1) if threads > 1 else tokens
+    for first in range(start, tokens, step):
+        yield slice(first, first + step)
 
 
 class _Swiglu(torch.autograd.Function):
-    """`gate / (1 + exp(-gate)) * up`
-
-    Written out because torch's silu gives the numbers at the ends of its loops other bits
-    than those within; exp does not.
-    """
-
     @staticmethod
     def forward(ctx: Any, gate_TM: Tensor, up_TM: Tensor) -> Tensor:
         ctx.save_for_backward(gate_TM, up_TM)
-        y_TM = gate_TM.neg().exp_().add_(1.0)
-        return torch.div(gate_TM, y_TM, out=y_TM).mul_(up_TM)
+        return _swiglu(gate_TM, up_TM)
 
     @staticmethod
     def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor, Tensor]:
         (dy_TM,), (gate_TM, up_TM) = slopes, ctx.saved_tensors
-        dgate_TM = torch.ops.aten.silu_backward(dy_TM * up_TM, gate_TM)
-        return dgate_TM, F.silu(gate_TM).mul_(dy_TM)
+        tokens, width = dy_TM.shape
+        # Side by side, as the projections' joined weight wants them.
+        dgate_TM, dup_TM = dy_TM.new_empty(tokens, 2 * width).chunk(2, dim=1)
+        torch.mul(F.silu(gate_TM), dy_TM, out=dup_TM)
+        torch.mul(dy_TM, up_TM, out=dgate_TM)
+        torch.ops.aten.silu_backward(dgate_TM, gate_TM, grad_input=dgate_TM)
+        return dgate_TM, dup_TM
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,14 +179,31 @@ class Rotation:
 
     def __call__(self, x_TNd: Tensor) -> Tensor:
         """Rotate each head's first half against its second."""
-        if has_kernels(x_TNd):
-            from tinkex.engine.kernels.rope import rotate
+        if _differentiates(x_TNd):
+            return cast("Tensor", _Rotate.apply(x_TNd, self))  # pyright: ignore[reportUnknownMemberType] -- torch's own stub
+        return self.turned(x_TNd)
 
-            return rotate(x_TNd, self.cos_T1F, self.sin_T1F)
-        a_TNF, b_TNF = x_TNd.float().chunk(2, dim=-1)
-        cos, sin = self.cos_T1F, self.sin_T1F
-        turned = torch.cat((a_TNF * cos - b_TNF * sin, b_TNF * cos + a_TNF * sin), dim=-1)
-        return turned.to(x_TNd.dtype)
+    def turned(self, x_TNd: Tensor, *, back: bool = False) -> Tensor:
+        """The rotated heads outside autograd; `back` turns the other way."""
+        exact_TNd = _exact(x_TNd)
+        y_TNd = torch.empty_like(exact_TNd, memory_format=torch.contiguous_format)
+        (a_TNF, b_TNF), (c_TNF, d_TNF) = exact_TNd.chunk(2, dim=-1), y_TNd.chunk(2, dim=-1)
+        if back:
+            c_TNF, d_TNF, a_TNF, b_TNF = d_TNF, c_TNF, b_TNF, a_TNF
+        torch.mul(a_TNF, self.cos_T1F, out=c_TNF).sub_(b_TNF * self.sin_T1F)
+        torch.mul(b_TNF, self.cos_T1F, out=d_TNF).add_(a_TNF * self.sin_T1F)
+        return y_TNd.to(x_TNd.dtype)
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TNd: Tensor, rotation: Rotation) -> Tensor:
+        ctx.rotation = rotation
+        return rotation.turned(x_TNd)
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor, None]:
+        return ctx.rotation.turned(slopes[0], back=True), None
 
 
 def rotation(positions_T: Tensor, frequencies_F: Tensor) -> Rotation:

@@ -16,7 +16,7 @@ Shapes: T rows, I inputs, O outputs of all the projections that the weight joins
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 from torch.nn import functional as F
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
+
+_FEWEST_ROWS: Final = 4
 
 
 class Linear:
@@ -68,13 +70,14 @@ class Linear:
             self._packed = _pack(self.weight_OI)
         return _packed_product(x_TI, self._packed, self.bias_O)
 
-    def slope(self, dy_TO: Tensor) -> Tensor:
-        """Return dx_TI in fresh memory: the slope by x, given that by y."""
+    def slope(self, dy_TO: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return dx_TI, the slope by x, given that by y; in fresh memory or in `out`."""
         if not self._packs:
-            return dy_TO @ self.weight_OI
+            return torch.mm(dy_TO, self.weight_OI, out=out)
         if self._packed_transposed is None:
             self._packed_transposed = _pack(self.weight_OI.T)
-        return _packed_product(dy_TO, self._packed_transposed, None)
+        dx_TI = _packed_product(dy_TO, self._packed_transposed, None)
+        return dx_TI if out is None else out.copy_(dx_TI)
 
 
 class _Product(torch.autograd.Function):
@@ -94,8 +97,12 @@ def _pack(weight_OI: Tensor) -> Tensor:
 
 
 def _packed_product(x_TI: Tensor, packed: Tensor, bias_O: Tensor | None) -> Tensor:
-    alone = x_TI.shape[0] == 1
-    # A lone row would take a kernel that adds in another order; two cost no more than one.
-    rows_TI = x_TI.expand(2, -1) if alone else x_TI
-    y_TO = torch.ops.mkldnn._linear_pointwise(rows_TI, packed, bias_O, "none", [], "")
-    return y_TO[:1] if alone else y_TO
+    rows = x_TI.shape[0]
+    # A lone row would take a kernel that adds in another order, and four take less time than
+    # two or three.
+    if rows == 1:
+        x_TI = x_TI.expand(_FEWEST_ROWS, -1)
+    elif rows < _FEWEST_ROWS:
+        x_TI = F.pad(x_TI, (0, 0, 0, _FEWEST_ROWS - rows))
+    y_TO = torch.ops.mkldnn._linear_pointwise(x_TI, packed, bias_O, "none", [], "")
+    return y_TO[:rows]

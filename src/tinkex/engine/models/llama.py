@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING
 from torch.nn import functional as F
 
 from tinkex.engine.models.base import plainly
-from tinkex.engine.models.layers import add_norm, rms_norm, rotation, split_heads, swiglu
+from tinkex.engine.models.layers import (
+    add_norm,
+    rms_norm,
+    rotated_heads,
+    rotation,
+    split_heads,
+    swiglu,
+)
 from tinkex.engine.models.weights import StoredDecoder
 
 if TYPE_CHECKING:
@@ -50,10 +57,8 @@ class Llama(StoredDecoder):
         head_dim, eps = self.config.head_dim, self.config.rms_eps
         x_TD = rms_norm(h_TD, weights.input_norm_D, eps)
         q_TX, k_TY, v_TY = project(layer, ("q_proj", "k_proj", "v_proj"), x_TD)
-        q_THd = rotate(split_heads(q_TX, head_dim))
-        k_TGd = rotate(split_heads(k_TY, head_dim))
-        v_TGd = split_heads(v_TY, head_dim)
-        o_TX = attend(layer, q_THd, k_TGd, v_TGd)
+        q_THd, k_TGd = rotated_heads(q_TX, k_TY, rotate)
+        o_TX = attend(layer, q_THd, k_TGd, split_heads(v_TY, head_dim))
         (o_TD,) = project(layer, ("o_proj",), o_TX)
 
         h_TD, x_TD = add_norm(h_TD, o_TD, weights.post_attention_norm_D, eps)

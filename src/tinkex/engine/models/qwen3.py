@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from tinkex.engine.models.base import plainly
 from tinkex.engine.models.layers import (
     add_norm,
-    norm_rotated,
     rms_norm,
+    rotated_heads,
     rotation,
     split_heads,
     swiglu,
@@ -58,9 +58,7 @@ class Qwen3(StoredDecoder):
         head_dim, eps = self.config.head_dim, self.config.rms_eps
         x_TD = rms_norm(h_TD, weights.input_norm_D, eps)
         q_TX, k_TY, v_TY = project(layer, ("q_proj", "k_proj", "v_proj"), x_TD)
-        q_norm, k_norm = weights.head_norms["q_norm"], weights.head_norms["k_norm"]
-        q_THd = norm_rotated(split_heads(q_TX, head_dim), q_norm, eps, rotate)
-        k_TGd = norm_rotated(split_heads(k_TY, head_dim), k_norm, eps, rotate)
+        q_THd, k_TGd = rotated_heads(q_TX, k_TY, rotate, weights.head_norms_2d, eps)
         o_TX = attend(layer, q_THd, k_TGd, split_heads(v_TY, head_dim))
         (o_TD,) = project(layer, ("o_proj",), o_TX)
 

@@ -9,7 +9,7 @@ Shapes: T tokens, D hidden, d head size, V vocabulary, I inputs and O outputs of
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from tinkex.engine.models.base import Attend, DecoderConfig, Project, RunBlock
 
-HeadNorm = Literal["q_norm", "k_norm"]
 ATTENTION: tuple[Projection, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
@@ -61,7 +60,8 @@ class LayerWeights:
         default_factory=dict[tuple[Projection, ...], Linear]
     )
     """The same memory as `weights` and `biases`, by names that share an input."""
-    head_norms: dict[HeadNorm, Tensor] = field(default_factory=dict[HeadNorm, "Tensor"])
+    head_norms_2d: Tensor | None = None
+    """The norms of queries and of keys, where the family has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +91,9 @@ def _named_in_layer(layer: LayerWeights) -> Iterator[tuple[str, Tensor]]:
         yield f"{group}.{name}.weight", layer.weights[name]
         if name in layer.biases:
             yield f"{group}.{name}.bias", layer.biases[name]
-    for name, norm_d in layer.head_norms.items():
-        yield f"self_attn.{name}.weight", norm_d
+    if layer.head_norms_2d is not None:
+        for name, norm_d in zip(("q_norm", "k_norm"), layer.head_norms_2d, strict=True):
+            yield f"self_attn.{name}.weight", norm_d
     yield "post_attention_layernorm.weight", layer.post_attention_norm_D
 
 
@@ -184,10 +185,8 @@ def allocate(
         made = LayerWeights(
             input_norm_D=empty(config.hidden_size),
             post_attention_norm_D=empty(config.hidden_size),
+            head_norms_2d=empty(2, config.head_dim) if config.qk_norm else None,
         )
-        if config.qk_norm:
-            made.head_norms["q_norm"] = empty(config.head_dim)
-            made.head_norms["k_norm"] = empty(config.head_dim)
         for group in SHARED_INPUT:
             shapes = [projection_shape(config, name) for name in group]
             rows = [outputs for outputs, _ in shapes]

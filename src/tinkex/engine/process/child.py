@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
+import gc
 import logging
 import os
 import signal
@@ -72,6 +73,10 @@ class _Child:
         self._beating = asyncio.get_running_loop().create_task(self._beat(channel))
         engine = await self._build(self._start.spec)
         if engine is not None:
+            # What lives for good need not be looked at whenever garbage is collected: with torch
+            # loaded that takes longer than many a pass.
+            gc.collect()
+            gc.freeze()
             self._answering = Answering(engine, channel.send, self._give_up)
             channel.send(Ready(engine.models))
             await self._stopped.wait()
@@ -146,6 +151,7 @@ def build_engine(spec: EngineSpec, say: Callable[[str], None]) -> LocalEngine:
     try:
         import torch
 
+        from tinkex.engine.heap import keep_freed_memory
         from tinkex.engine.local import LocalEngine
         from tinkex.engine.models.loader import load_model
     except ModuleNotFoundError as error:
@@ -155,6 +161,8 @@ def build_engine(spec: EngineSpec, say: Callable[[str], None]) -> LocalEngine:
     _check_device(spec.device)
     if spec.threads is not None:
         torch.set_num_threads(spec.threads)
+    if torch.device(spec.device).type == "cpu":
+        keep_freed_memory()
     models: list[BaseModel] = []
     for model in spec.models:
         say(f"loading {model.name or model.source} on {spec.device} as {spec.dtype}")

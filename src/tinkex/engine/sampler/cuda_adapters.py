@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tinkex.engine.kernels.lora import RowTiles
 from tinkex.engine.lora import logits as plain_logits
 from tinkex.engine.lora.slots import GROUPS, NO_SLOT, LoraSlots, Tiles, tile_table
 from tinkex.engine.rows import FixedRows
@@ -85,7 +86,8 @@ class CudaAdapters:
     def _tiles(self, segments: Sequence[Segment]) -> Tiles:
         runs, rank, unembed = self._place([(s.version, s.stop - s.start) for s in segments])
         table = torch.from_numpy(tile_table(runs))  # pyright: ignore[reportUnknownMemberType] -- torch's own stub
-        return Tiles(table.to(self._decoder.unembed_VD.device), rank, unembed)
+        rows = RowTiles(*table.to(self._decoder.unembed_VD.device))
+        return Tiles(rows, rank, unembed)
 
     def _place(self, runs: list[tuple[str, int]]) -> tuple[list[tuple[int, int]], int, bool]:
         weights = {version: self._find(version) for version, _ in runs}

@@ -19,6 +19,7 @@ import torch
 
 from tinkex.engine.attention.cuda import tiles as attention_tiles
 from tinkex.engine.kernels.cross_entropy import logprobs
+from tinkex.engine.kernels.lora import RowTiles
 from tinkex.engine.kernels.paged_attention import paged_attention
 from tinkex.engine.kernels.pick import pick
 from tinkex.engine.lora.slots import TILE_ROWS, Tiles, tile_table
@@ -111,7 +112,7 @@ class DecodeGraphs:
         size = next(size for size in self._sizes if size >= len(pieces))
         self._fill(pieces, temperatures, uniforms, size)
         tiles = self._lay_tiles(pieces, size)
-        key = (size, tiles.table.shape[1], tiles.rank, tiles.unembed)
+        key = (size, tiles.rows.slots_K.shape[0], tiles.rank, tiles.unembed)
         captured = self._graphs.get(key)
         if captured is None:
             captured = self._graphs[key] = self._capture(size, tiles)
@@ -166,13 +167,13 @@ class DecodeGraphs:
     def _lay_tiles(self, pieces: Sequence[Piece], size: int) -> Tiles:
         runs, rank, unembed = self._adapters.runs([piece.sequence.version for piece in pieces])
         if not rank:
-            return Tiles(self._tiles[:, :0], 0, False)
+            return Tiles(RowTiles(*self._tiles[:, :0]), 0, False)
         found = tile_table(runs)
         count = next(count for count in _tile_counts(size) if count >= found.shape[1])
         table = np.zeros((3, count), np.int32)  # a tile without rows does nothing
         table[:, : found.shape[1]] = found
         self._tiles[:, :count] = torch.from_numpy(table)  # pyright: ignore[reportUnknownMemberType] -- torch's own stub
-        return Tiles(self._tiles[:, :count], rank, unembed)
+        return Tiles(RowTiles(*self._tiles[:, :count]), rank, unembed)
 
     def _capture(self, size: int, tiles: Tiles) -> _Captured:
         """Run the step twice, so that every kernel is compiled and chosen, then capture it."""

@@ -4,7 +4,7 @@ Random numbers are Philox4x32-10 of (seed, sample, position): a draw depends on 
 ran before it or runs beside it. Log-probabilities are the model's own, at temperature 1 and
 before top-k and top-p, whatever the token was drawn with.
 
-Shapes: B rows, V vocabulary, K best tokens.
+Shapes: B rows, V vocabulary, K best tokens or draws of a row, C blocks of W tokens.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.nn import functional as F
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,6 +31,7 @@ _ROUNDS = 10
 # Below this a temperature and its reciprocal are no float32; the draw is greedy long before.
 _COLDEST = 1e-30
 _CANDIDATES = 1024
+_BLOCK = 256
 
 
 def philox(counter: Sequence[Any], key: Sequence[Any]) -> list[NDArray[np.uint64]]:
@@ -91,16 +93,15 @@ def best(logits_BV: Tensor, lse_B: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 def pick(logits_BV: Tensor, draws: Sequence[Draw]) -> Tensor:
     """One token per row. Rows do not influence each other."""
-    tokens_B = torch.argmax(logits_BV, dim=-1)  # of equal logits the lowest id
     warm = [i for i, draw in enumerate(draws) if draw.temperature > 0]
+    if len(warm) == len(draws):  # the usual case
+        return _draw(logits_BV, draws)
+    tokens_B = torch.argmax(logits_BV, dim=-1)  # of equal logits the lowest id
     if not warm:
         return tokens_B
-    # Usually all rows are warm, and then nothing is copied.
-    everything = len(warm) == len(draws)
-    rows = None if everything else torch.tensor(warm, device=logits_BV.device)
-    chosen = draws if everything else [draws[i] for i in warm]
-    drawn = _draw(logits_BV if rows is None else logits_BV[rows], chosen)
-    return drawn if rows is None else tokens_B.index_copy(0, rows, drawn)
+    rows = torch.tensor(warm, device=logits_BV.device)
+    drawn = _draw(logits_BV[rows], [draws[i] for i in warm])
+    return tokens_B.index_copy(0, rows, drawn)
 
 
 def _draw(logits_BV: Tensor, draws: Sequence[Draw]) -> Tensor:
@@ -127,18 +128,29 @@ def invert(scaled_BV: Tensor, uniforms_BK: Tensor) -> Tensor:
 
     `scaled_BV` are logits whose largest is 0, minus infinity where a token is ruled out.
     """
+    # Adding up a whole vocabulary one by one takes longer than all the rest: first the block
+    # is found, then the token in it.
+    weights_BV = F.pad(scaled_BV.exp(), (0, -scaled_BV.shape[1] % _BLOCK))
+    weights_BCW = weights_BV.view(len(weights_BV), -1, _BLOCK)
     # float64: in float32 the tail of a large vocabulary would fall below one rounding step.
-    cumulative_BV = torch.cumsum(scaled_BV.exp(), dim=-1, dtype=torch.float64)
-    total_B1 = cumulative_BV[:, -1:]
-    # The first token whose sum exceeds u * total has a probability above 0. Rounding of the
-    # product must not reach the total itself, where there is no such token.
-    targets_BK = torch.minimum(
-        uniforms_BK.to(torch.float64) * total_B1,
-        torch.nextafter(total_B1, torch.zeros_like(total_B1)),
-    )
-    return torch.searchsorted(cumulative_BV, targets_BK, right=True).clamp_(
-        max=scaled_BV.shape[-1] - 1
-    )
+    ends_BC = weights_BCW.sum(-1, dtype=torch.float64).cumsum(-1)
+    targets_BK = _below(uniforms_BK.to(torch.float64) * ends_BC[:, -1:], ends_BC[:, -1:])
+    blocks_BK = torch.searchsorted(ends_BC, targets_BK, right=True)
+    starts_BC = F.pad(ends_BC, (1, 0))
+    rows_B1 = torch.arange(len(ends_BC), device=ends_BC.device)[:, None]
+    ends_BKW = weights_BCW[rows_B1, blocks_BK].to(torch.float64).cumsum(-1)
+    within_BK1 = (targets_BK - starts_BC.gather(1, blocks_BK))[..., None]
+    within_BK1 = _below(within_BK1, ends_BKW[..., -1:])
+    places_BK = torch.searchsorted(ends_BKW, within_BK1, right=True)[..., 0]
+    return blocks_BK * _BLOCK + places_BK
+
+
+def _below(targets: Tensor, totals: Tensor) -> Tensor:
+    """The first token whose sum exceeds its target has a probability above 0.
+
+    Rounding must not bring the target to the total itself, where there is no such token.
+    """
+    return torch.minimum(targets, torch.nextafter(totals, torch.zeros_like(totals)))
 
 
 def _filter(scaled_BV: Tensor, draws: Sequence[Draw]) -> Tensor:

@@ -374,6 +374,7 @@ def _runner(
         on_device,
         num_blocks=pool.num_blocks + 1,  # one that no sequence uses: see DecodeGraphs
         block_size=pool.block_size,
+        strict=settings.strict,
     )
     graphs = DecodeGraphs(
         decoder,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tinkex.engine.kernels.rope import norm_rotate, rotate
+from tinkex.engine.kernels.rope import rotate_pair
 from tinkex.engine.models import layers
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -40,6 +40,16 @@ def close(found: Tensor, expected: Tensor, dtype: torch.dtype, roundings: int = 
     assert ((found.float() - expected.float()).abs() <= bound).all()
 
 
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """All heads, the first of them as a query."""
+    return torch.cat(rotate_pair(x[:, :1], x[:, 1:], cos, sin), dim=1)
+
+
+def norm_rotate(x: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
+    norms = torch.stack((weight, weight))
+    return torch.cat(rotate_pair(x[:, :1], x[:, 1:], cos, sin, norms, eps), dim=1)
+
+
 def heads_of_joined(joined: Tensor, first: int, count: int, size: int) -> Tensor:
     return joined[:, first * size : (first + count) * size].unflatten(1, (count, size))
 
@@ -53,7 +63,6 @@ def test_rotation_equals_the_plain_rotation(
     rotation = turns(shape[0], shape[2], device)
     found = rotate(x, rotation.cos_T1F, rotation.sin_T1F)
     assert found.dtype == dtype
-    assert found.is_contiguous()
     close(found, rotation(x), dtype)
 
 
@@ -67,7 +76,6 @@ def test_norm_and_rotation_equal_the_plain_two_steps(
     rotation = turns(shape[0], shape[2], device)
     found = norm_rotate(x, weight, EPS, rotation.cos_T1F, rotation.sin_T1F)
     assert found.dtype == dtype
-    assert found.is_contiguous()
     close(found, rotation(layers.rms_norm(x, weight, EPS)), dtype, roundings=3)
 
 
@@ -149,3 +157,31 @@ def test_norm_and_rotation_round_where_the_plain_steps_round(device: str) -> Non
     expected = rotation(layers.rms_norm(x, weight, EPS))
     # The last bit of a float32 sum decides one rounding in a thousand; a missing one, most.
     assert (found == expected).float().mean() > 0.99
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["side-by-side", "apart"])
+def test_queries_and_keys_have_norms_of_their_own(apart: bool, device: str) -> None:
+    joined = made(16, 6, 9 * 32, dtype=torch.float32, device=device).requires_grad_()
+    norms = made(17, 2, 32, dtype=torch.float32, device=device)
+    rotation = turns(6, 32, device)
+    q, k = heads_of_joined(joined, 0, 4, 32), heads_of_joined(joined, 5 if apart else 4, 2, 32)
+    found = rotate_pair(q, k, rotation.cos_T1F, rotation.sin_T1F, norms, EPS)
+    expected = [
+        rotation(layers.rms_norm(x, norm, EPS)) for x, norm in zip((q, k), norms, strict=True)
+    ]
+    slopes = [
+        made(18 + i, *x.shape, dtype=torch.float32, device=device) for i, x in enumerate(found)
+    ]
+    for mine, plain in zip(found, expected, strict=True):
+        close(mine, plain, torch.float32, roundings=3)
+    (gradient,) = torch.autograd.grad(found, joined, slopes)
+    (reference,) = torch.autograd.grad(expected, joined, slopes)
+    torch.testing.assert_close(gradient, reference, rtol=1e-5, atol=1e-5)
+
+
+def test_results_lie_side_by_side(device: str) -> None:
+    x = made(20, 5, 6, 16, dtype=torch.float32, device=device)
+    rotation = turns(5, 16, device)
+    q, k = rotate_pair(x[:, :4], x[:, 4:], rotation.cos_T1F, rotation.sin_T1F)
+    assert k.data_ptr() - q.data_ptr() == 4 * 16 * 4
+    assert q.stride() == k.stride() == (6 * 16, 16, 1)

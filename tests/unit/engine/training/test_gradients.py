@@ -23,7 +23,6 @@ from tests.unit.engine.training.kit import (
     tokens,
     trainer,
 )
-from tinkex.engine.lora import layers
 from tinkex.types import Datum, ModelInput, TensorData
 
 
@@ -217,25 +216,6 @@ def test_every_family_has_the_reference_gradient(config):
 def test_many_small_chunks_of_logits_add_up(loss_fn, plain):
     data = [datum(50, 1, 0, loss_fn), datum(7, 2, 3, loss_fn)]
     check(loss_fn, plain, data, made=trainer(logits_bytes=1))
-
-
-def test_the_adapted_layers_pass_gradcheck():
-    made = trainer()
-    add(made, "m", 2)
-    generator = torch.Generator().manual_seed(1)
-    shapes = [(6, 4), (2, 4), (5, 2), (3, 4), (7, 3)]
-    x, *factors = (
-        torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
-        for shape in shapes
-    )
-    plan = layers._Plan(
-        (torch.randn(5, 4).double(), torch.randn(7, 4).double()),
-        (None, torch.randn(7).double()),
-        (layers._Piece(slice(0, 2), 0, 2.0), layers._Piece(slice(1, 6), 1, 0.5)),
-    )
-    assert torch.autograd.gradcheck(
-        lambda *t: layers._apply(plan, t[0], list(t[1:])), (x, *factors)
-    )
 
 
 def test_forward_alone_gives_the_same_answer_and_no_gradient():

@@ -149,6 +149,16 @@ def test_none_is_nan_among_floats_only() -> None:
             {"data": [1], "dtype": "int64", **CSR, "sparse_col_indices": []},
             "TensorData.sparse_col_indices",
         ),
+        (
+            {
+                "data": [1, 2],
+                "dtype": "int64",
+                "shape": [2, 3],
+                "sparse_crow_indices": [0, 0, 2],
+                "sparse_col_indices": [2, 2],
+            },
+            "TensorData.sparse_col_indices",
+        ),
     ],
     ids=str,
 )
@@ -174,6 +184,35 @@ def test_csr_is_made_dense_without_torch() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     )
     assert shown.stdout.strip() == "[[0.0, 0.0, 0.0], [0.0, 0.0, 0.5]] [7.0, 7.0, 7.0] False"
+
+
+@pytest.mark.parametrize(
+    ("crow", "col", "message"),
+    [
+        ([0, 2, 4], [0, 2, 1, 1], "column 1 is named twice in row 1"),
+        ([0, 3, 4], [2, 0, 2, 2], "column 2 is named twice in row 0"),
+        ([0, 1, 4], [0, 3, 1, 3], "column 3 is named twice in row 1"),
+    ],
+)
+def test_a_csr_row_names_a_column_once(crow: list[int], col: list[int], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        TensorData([1, 2, 3, 4], "int64", [2, 4], crow, col)
+
+
+@pytest.mark.parametrize(
+    ("crow", "col"),
+    [([0, 2, 4], [1, 2, 1, 2]), ([0, 2, 4], [2, 1, 2, 1]), ([0, 0, 0], []), ([0], [])],
+)
+def test_columns_of_a_csr_row_come_in_any_order(crow: list[int], col: list[int]) -> None:
+    rows = len(crow) - 1
+    made = TensorData(range(len(col)), "int64", [rows, 3], crow, col)  # pyright: ignore[reportArgumentType]
+    assert np.count_nonzero(made.to_numpy(-1) >= 0) == len(col)
+
+
+def test_dimensions_are_known_without_filling() -> None:
+    assert TensorData([1], "int64", [2, 10**12], [0, 0, 1], [9]).dims == (2, 10**12)
+    assert TensorData([1, 2], "int64").dims == (2,)
+    assert TensorData([1, 2], "int64", [1, -1]).dims == (1, 2)
 
 
 def test_sparse_is_chosen_only_when_it_is_smaller() -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -46,7 +46,7 @@ class Segment:
     gradient: LoraWeights | None = None
 
 
-class RowProducts:
+class RowProducts(Protocol):
     """How the products of a pass are computed, where that is not the usual way.
 
     `base` multiplies with a base weight; `add` adds all low-rank products to its result.
@@ -54,11 +54,11 @@ class RowProducts:
 
     def base(self, linear: Linear, x_TI: Tensor) -> Tensor:
         """Return x times the weight in fresh memory."""
-        raise NotImplementedError
+        ...
 
     def add(self, layer: int, names: tuple[Projection, ...], x_TI: Tensor, y_TY: Tensor) -> None:
         """Add every segment's low-rank products to y."""
-        raise NotImplementedError
+        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -126,7 +126,8 @@ def _swiglu(gate_TM: Tensor, up_TM: Tensor) -> Tensor:
         torch.neg(gate_TM, out=y_TM).exp_().add_(1.0)
         torch.div(gate_TM, y_TM, out=y_TM)
     else:
-        for rows in _whole_steps(*gate_TM.shape, torch.get_num_threads()):
+        tokens, width = gate_TM.shape
+        for rows in _whole_steps(tokens, width, torch.get_num_threads()):
             torch.ops.aten.silu(gate_TM[rows], out=y_TM[rows])
     return y_TM.mul_(up_TM)
 
@@ -147,7 +148,7 @@ def _whole_steps(tokens: int, width: int, threads: int) -> Iterator[slice]:
         start = 0
     if start:
         yield slice(start)
-    step = max((_SILU_ALONE - 1) // width, 1) if threads > 1 else tokens
+    step = max((_SILU_ALONE - 1) // width if threads > 1 else tokens, 1)
     for first in range(start, tokens, step):
         yield slice(first, first + step)
 

@@ -33,7 +33,8 @@ def sweep(task: Task, service: Any, tokenizer: Any, sizes: dict[str, int]) -> li
 
     def once(adapter: Adapter, rate: float, seed: int) -> Curve:
         curve = Curve(task.name, adapter.label, sizes[adapter.label], rate, seed)
-        curve.values += values(task, service, tokenizer, adapter, rate, seed)
+        run_values = values(task, service, tokenizer, adapter, rate, seed)
+        curve.values += [round(value, 4) for value in run_values]
         print(f"{adapter.label}, rate {rate:g}, seed {seed}: {curve.result:.3f}", file=sys.stderr)
         curves.append(curve)
         return curve
@@ -137,7 +138,7 @@ def as_json(curves: list[Curve], found: dict[str, bool]) -> dict[str, object]:
         "torch": torch.__version__,
         "hardware": hardware(),
         "threads": torch.get_num_threads(),
-        "curves": [{**asdict(c), "values": [round(v, 4) for v in c.values]} for c in curves],
+        "curves": [asdict(curve) for curve in curves],
         "found": found,
     }
 
@@ -153,7 +154,8 @@ def main() -> int:
     by_task = {task: [c for c in curves if c.task == task.name] for task in TASKS}
     by_task = {task: own for task, own in by_task.items() if own}
     if store:
-        store.write_text(json.dumps([asdict(curve) for curve in curves], indent=1) + "\n")
+        lines = ",\n".join(json.dumps(asdict(curve)) for curve in curves)
+        store.write_text(f"[\n{lines}\n]\n")
         options.plot.write_text(svg([panel(task, own) for task, own in by_task.items()]))
     print("\n\n".join(table(task, own) for task, own in by_task.items()))
     found = verdicts(by_task)

@@ -119,7 +119,7 @@ RL = Task(
     (Adapter("rank 1", 1), Adapter("rank 32", 32)),
     rates=(4e-4,),
     steps=12,
-    seeds=1,
+    seeds=2,
     lower_is_better=False,
     reached=0.8,
 )

@@ -45,12 +45,12 @@ def before_and_after(output: str) -> tuple[float, float]:
     return float(found[1]), float(found[2])
 
 
-def test_fine_tuning_halves_the_loss_of_answers_it_was_not_trained_on():
-    output = run("sft_smollm2.py", "--steps", "4", "--margin", "0.5")
+def test_fine_tuning_quarters_the_loss_of_answers_it_was_not_trained_on():
+    output = run("sft_smollm2.py", "--steps", "4", "--margin", "0.75")
     before, after = before_and_after(output)
-    assert after < 0.5 * before
+    assert after < 0.25 * before
     assert "before  The capital of Peru is Lima." in output
-    assert re.search("after   Arr!", output), output
+    assert "after   Arr!" in output
 
 
 def test_reinforcement_learning_multiplies_the_reward():

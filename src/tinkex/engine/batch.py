@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tinkex.engine.failures import failure, forget_frames, is_memory
+from tinkex.engine.memory import TARGET_BYTES
 from tinkex.engine.passes import run_pass
 from tinkex.engine.slices import cut, take_pass
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Cost:
-    """What an operation takes in a pass: at all, and per token with and without a gradient."""
+    """What a slice takes in a pass: at all, and per token with and without a gradient."""
 
     fixed: int
     kept: int
@@ -49,7 +50,7 @@ class _Load:
     def plus(self, piece: Slice, work: Work, cost: _Cost) -> _Load:
         return _Load(
             self.tokens + piece.tokens,
-            self.fixed + cost.fixed,
+            self.fixed + cost.fixed + TARGET_BYTES * work.job.targets(piece.first, piece.last),
             self.kept + piece.tokens * cost.kept,
             self.passing + piece.tokens * cost.passing,
             self.backward or work.job.op.backward,
@@ -119,7 +120,10 @@ class Batch:
         return [self._works[number] for number in ended]
 
     def _most(self, work: Work, wanted: int) -> int:
-        return self._memory.slice_tokens(work.lora, wanted, backward=work.job.op.backward)
+        job = work.job
+        return self._memory.slice_tokens(
+            work.lora, wanted, backward=job.op.backward, targets=job.targets()
+        )
 
     def _cost(self, work: Work) -> _Cost:
         memory, lora = self._memory, work.lora

@@ -8,6 +8,7 @@ Shapes: N tokens of one sequence, K targets of a row, M targets of all data.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Final
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
     Floats = npt.NDArray[np.float32]
     Ints = npt.NDArray[np.int64]
+    MostTargets = Callable[[Sequence[int]], int | None]
+    """How many targets an operation with sequences of these lengths may have."""
 
 _MAY_BE_INFINITE: Final = frozenset({"clip_low_threshold", "clip_high_threshold"})
 
@@ -69,6 +72,10 @@ class Job:
         """Tokens of each sequence."""
         return [len(example.tokens) for example in self.examples]
 
+    def targets(self, first: int = 0, last: int | None = None) -> int:
+        """How many targets some of the data have together."""
+        return sum(example.targets.size for example in self.examples[first:last])
+
     def columns(self, first: int, last: int) -> Columns:
         """The inputs of a built-in loss for some of the data, one value per target."""
         examples = self.examples[first:last]
@@ -86,30 +93,38 @@ class Job:
         )
 
 
-def check_op(op: TrainOp, config: DecoderConfig) -> Job:
-    """Turn an operation into a job, or say what is wrong with it."""
+def no_limit(lengths: Sequence[int]) -> None:
+    """A `MostTargets` that takes any number."""
+    del lengths
+
+
+def check_op(op: TrainOp, config: DecoderConfig, most_targets: MostTargets = no_limit) -> Job:
+    """Turn an operation into a job, or say what is wrong with it.
+
+    `most_targets` bounds what sparse inputs may grow to; it is asked before any is filled.
+    """
     if not op.data:
         raise InputError("is empty; give at least one datum", "data")
     if op.loss_fn == "custom":
-        return _custom_job(op, config)
+        return _custom_job(op, config, most_targets)
     loss = find_loss(op.loss_fn)
     settings = loss_settings(op.loss_fn, loss, op.loss_fn_config)
 
     def read(datum: Datum, shape: tuple[int, ...], path: str) -> dict[str, Any]:
         return _loss_inputs(datum, loss, op.loss_fn, shape, path)
 
-    examples = _examples(op.data, config, read)
+    examples = _examples(op.data, config, read, most_targets)
     return Job(op, _same_columns(examples, settings), loss, settings, None)
 
 
-def _custom_job(op: TrainOp, config: DecoderConfig) -> Job:
+def _custom_job(op: TrainOp, config: DecoderConfig, most_targets: MostTargets) -> Job:
     if op.custom_loss is None:
         raise InputError("there is no uploaded loss of this id", 'loss_fn_config["loss_id"]')
     for key in op.loss_fn_config:
         if key != "loss_id":
             raise InputError("a custom loss has no settings", f'loss_fn_config["{key}"]')
     custom = compile_loss(op.custom_loss.inputs, op.custom_loss.graph)
-    examples = _examples(op.data, config, custom.read)
+    examples = _examples(op.data, config, custom.read, most_targets)
     return Job(op, examples, None, {}, custom)
 
 
@@ -117,14 +132,35 @@ def _examples(
     data: Sequence[Datum],
     config: DecoderConfig,
     read: Callable[[Datum, tuple[int, ...], str], dict[str, Any]],
+    most_targets: MostTargets,
 ) -> list[Example]:
+    sequences = [_tokens(datum, config, f"data[{index}]") for index, datum in enumerate(data)]
+    lengths = [len(tokens) for tokens in sequences]
+    most = most_targets(lengths)
     examples: list[Example] = []
-    for index, datum in enumerate(data):
+    total = 0
+    for index, (datum, tokens) in enumerate(zip(data, sequences, strict=True)):
         path = f"data[{index}]"
-        tokens = _tokens(datum, config, path)
-        targets = _targets(datum, len(tokens), config, path)
+        given = _given_targets(datum, len(tokens), config, path)
+        total = _count(datum, path, total, most, max(lengths))
+        targets = _targets(given, config, path)
         examples.append(Example(tokens, targets, read(datum, targets.shape, path)))
     return examples
+
+
+def _count(datum: Datum, path: str, before: int, most: int | None, longest: int) -> int:
+    """The values of all data so far, once filled: of each datum its largest input counts."""
+    sizes = {key: math.prod(tensor.dims) for key, tensor in datum.loss_fn_inputs.items()}
+    key = max(sizes, key=lambda key: sizes[key])
+    total = before + sizes[key]
+    if most is not None and total > most:
+        joint = f" and, with the data before it, {total}" if before else ""
+        raise InputError(
+            f"has {sizes[key]} values{joint}; an operation whose longest sequence has {longest} "
+            f"tokens has memory for {most}",
+            f'{path}.loss_fn_inputs["{key}"]',
+        )
+    return total
 
 
 def _tokens(datum: Datum, config: DecoderConfig, path: str) -> list[int]:
@@ -151,18 +187,26 @@ def _tokens(datum: Datum, config: DecoderConfig, path: str) -> list[int]:
     return tokens
 
 
-def _targets(datum: Datum, length: int, config: DecoderConfig, path: str) -> Ints:
+def _given_targets(datum: Datum, length: int, config: DecoderConfig, path: str) -> TensorData:
     place = f'{path}.loss_fn_inputs["target_tokens"]'
     given = datum.loss_fn_inputs.get("target_tokens")
     if given is None:
         raise InputError("is missing; every loss needs it", place)
-    targets = dense(given, place, config.vocab_size)
-    if targets.ndim not in (1, 2) or targets.shape[0] != length or not targets.size:
+    dims = given.dims
+    if len(dims) not in (1, 2) or dims[0] != length or not math.prod(dims):
         raise InputError(
-            f"has shape {list(targets.shape)}; for {length} input tokens it must be "
+            f"has shape {list(dims)}; for {length} input tokens it must be "
             f"[{length}] or [{length}, K]",
             place,
         )
+    if len(dims) == 2 and dims[1] > config.vocab_size:
+        raise InputError(f"has {dims[1]} columns; at most {config.vocab_size} are read", place)
+    return given
+
+
+def _targets(given: TensorData, config: DecoderConfig, path: str) -> Ints:
+    place = f'{path}.loss_fn_inputs["target_tokens"]'
+    targets = _filled(given, place)
     bad = (targets < 0) | (targets >= config.vocab_size)
     if bad.any():
         where = [int(i) for i in np.argwhere(bad)[0]]
@@ -172,11 +216,8 @@ def _targets(datum: Datum, length: int, config: DecoderConfig, path: str) -> Int
     return targets
 
 
-def dense(tensor: TensorData, path: str, most_columns: int) -> Any:
+def _filled(tensor: TensorData, path: str) -> Any:
     """The array a tensor means; a CSR matrix is filled with zeros."""
-    shape = tensor.shape or []
-    if tensor.sparse_crow_indices is not None and len(shape) == 2 and shape[1] > most_columns:
-        raise InputError(f"has {shape[1]} columns; at most {most_columns} are read", path)
     try:
         return tensor.to_numpy()
     except InputError as error:
@@ -205,12 +246,12 @@ def _loss_inputs(
 
 
 def _column(tensor: TensorData, key: str, shape: tuple[int, ...], path: str) -> Any:
-    array = dense(tensor, path, shape[-1] if len(shape) == 2 else 1)
-    if array.shape != shape:
+    if tensor.dims != shape:
         raise InputError(
-            f"has shape {list(array.shape)}, target_tokens has {list(shape)}; they must be equal",
+            f"has shape {list(tensor.dims)}, target_tokens has {list(shape)}; they must be equal",
             path,
         )
+    array = _filled(tensor, path)
     allowed = ~np.isnan(array) if key in _MAY_BE_INFINITE else np.isfinite(array)
     if not allowed.all():
         where = [int(i) for i in np.argwhere(~allowed)[0]]

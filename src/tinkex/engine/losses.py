@@ -180,8 +180,8 @@ def find_loss(name: str) -> Loss:
         return loss
     if name == "stable_reinforce":
         raise InputError(
-            "stable_reinforce is not offered by this engine: its definition is not public; "
-            "use importance_sampling, ppo or cispo",
+            "stable_reinforce is not offered by this engine: its vendor has not published the "
+            "whole formula; use importance_sampling, ppo or cispo",
             "loss_fn",
         )
     raise InputError(f"{name!r} is not a loss; there are {', '.join(LOSSES)}, custom", "loss_fn")

@@ -63,7 +63,8 @@ def check_params(params: OptimParams) -> AdamParams:
 
 
 def _no_such(kind: str) -> str:
-    reason = "; its update rule is not public" if kind == "dimuon" else ""
+    unpublished = ": its vendor has not published the whole update rule"
+    reason = unpublished if kind == "dimuon" else ""
     return f"{kind!r} is not offered by this engine{reason}; there is adamw"
 
 

@@ -3,7 +3,7 @@
 A `Parking` owns the bytes of everything put on its shelves. What was not used for longest goes
 first: from the device to host memory, from there to a file. It comes back, bit for bit, when
 somebody asks for it. Values are never written to, so a file stays good as long as its value
-is the one on the shelf.
+is the one on the shelf. A value that is larger than the whole device is refused.
 
 What is asked for within `holding` stays until that ends, even beyond the budget: a pass that
 runs is never parked. It belongs to one thread.
@@ -125,9 +125,20 @@ class Parking:
         """Bytes of one value."""
         return self._entries[key].size_bytes
 
+    def check(self, name: str, size_bytes: int) -> None:
+        """Refuse what would not fit if nothing else were on the device."""
+        if self.device_bytes is not None and size_bytes > self.device_bytes:
+            raise RequestFailedError(
+                f"{name!r} takes {size_bytes} bytes; {self.device_bytes} are set aside for "
+                "adapters on the device",
+                None,
+                "user",
+            )
+
     def put(self, key: Key, value: T, pack: Callable[[T], Packed[T]]) -> None:
         """Put a value in; when it raises, what was there before still is."""
         size = _size(pack(value).tensors)
+        self.check(key[1], size)
         self._make_room(size, apart_from=key)
         before = self._entries.pop(key, None)
         self._use(key, _Entry(pack, size, value))

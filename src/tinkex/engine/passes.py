@@ -142,10 +142,10 @@ def _hidden(
         lengths.append(MIN_ROWS - len(tokens))
         tokens += [0] * lengths[-1]
     products = None
-    if has_kernels(room.decoder.unembed_VD):
+    if room.strict and has_kernels(room.decoder.unembed_VD):
         from tinkex.engine.lora.cuda_products import CudaProducts
 
-        products = CudaProducts(room.decoder, segments, room.rows if room.strict else None)
+        products = CudaProducts(room.decoder, segments, room.rows)
     h_TD = room.decoder.hidden(
         torch.tensor(tokens, device=room.device),
         positions(lengths, room.device),

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 BLOCK_ROWS: Final = 256
 """The block that always works: it is the measure for the others."""
 LARGE_BLOCKS: Final = (16384, 8192, 4096, 2048, 1024)
-_TRIAL_BYTES: Final = 2**30
+_TRIAL_BYTES: Final = 2**31
 """How large a product may be that is only tried."""
 _SEED: Final = 271_828
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -25,7 +26,7 @@ from tinkex.engine.batch import Batch
 from tinkex.engine.examples import check_op
 from tinkex.engine.failures import failure, user_error
 from tinkex.engine.lora import LOGITS_BYTES, check_lora, initial, seed_of, wrap
-from tinkex.engine.memory import PassMemory
+from tinkex.engine.memory import PassMemory, check_adapter
 from tinkex.engine.optim import (
     Moments,
     adamw_step,
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
 
     from tinkex.clock import Clock
     from tinkex.engine.base import AdapterSpec, OptimOp, SavedAdapter, TrainOp
-    from tinkex.engine.examples import Job
     from tinkex.engine.lora import LoraWeights
     from tinkex.engine.models.base import Decoder
     from tinkex.types import LoraConfig, OptimizerConfig
@@ -127,6 +127,7 @@ class Trainer:
         try:
             check_lora(spec.lora)
             check_optimizer(spec.optimizer)
+            check_adapter(self._config, spec.lora, self._parking.device_bytes)
         except InputError as error:
             raise user_error(str(error)) from error
         seed = seed_of(spec.lora, spec.model_id)
@@ -256,21 +257,22 @@ class Trainer:
         if lora is None:
             raise user_error(_not_loaded(op.model_id), op.op_id)
         try:
-            job = check_op(op, self._config)
-            self._check_memory(job, lora)
+            job = check_op(op, self._config, partial(self._most_targets, lora, op.backward))
         except InputError as error:
             raise user_error(str(error), op.op_id) from error
         return Work(place, job, lora, lambda: self._adapters[op.model_id].weights)
 
-    def _check_memory(self, job: Job, lora: LoraConfig) -> None:
-        most = self._memory.most_tokens(lora, backward=job.op.backward, recompute=True)
-        for number, length in enumerate(job.lengths):
+    def _most_targets(self, lora: LoraConfig, backward: bool, lengths: Sequence[int]) -> int | None:
+        """How many targets have room beside the longest sequence; one too long is refused."""
+        most = self._memory.most_tokens(lora, backward=backward)
+        for number, length in enumerate(lengths):
             if most is not None and length > most:
                 raise InputError(
                     f"has {length} tokens; a training pass of rank {lora.rank} has memory for "
                     f"{most}",
                     f"data[{number}].model_input",
                 )
+        return self._memory.most_targets(lora, max(lengths), backward=backward)
 
     def _fit(self, model_ids: set[str]) -> bool:
         """Whether these adapters can be on the device at the same time."""

@@ -178,6 +178,11 @@ class TensorData:
         return None if self._col is None else cast("list[int]", self._col.tolist())
 
     @property
+    def dims(self) -> tuple[int, ...]:
+        """The dimensions of the array this stands for, known without filling it."""
+        return self._numpy.shape if self._crow is None else tuple(self.shape or ())
+
+    @property
     def size_bytes(self) -> int:
         """Bytes of storage, CSR indices included."""
         indices = 0 if self._crow is None or self._col is None else self._crow.size + self._col.size
@@ -307,6 +312,25 @@ def _check_csr(
         raise InputError(f"expected {values.size} columns, one per value, got {col.size}", path)
     if col.size and (int(col.min()) < 0 or int(col.max()) >= cols):
         raise InputError(f"columns must be between 0 and {cols - 1}", path)
+    twice = _named_twice(crow, col)
+    if twice is not None:
+        raise InputError(f"column {twice[1]} is named twice in row {twice[0]}", path)
+
+
+def _named_twice(crow: Array, col: Array) -> tuple[int, int] | None:
+    """A row and a column that it names more than once."""
+    import numpy as np
+
+    grows = np.ones(col.size + 1, np.bool_)
+    grows[1:-1] = col[1:] > col[:-1]
+    grows[crow] = True  # where a row begins nothing comes before
+    if grows.all():
+        return None
+    row = np.repeat(np.arange(crow.size - 1), np.diff(crow))
+    order = np.lexsort((col, row))
+    row, col = row[order], col[order]
+    twice = np.flatnonzero((row[1:] == row[:-1]) & (col[1:] == col[:-1]))
+    return (int(row[twice[0]]), int(col[twice[0]])) if twice.size else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

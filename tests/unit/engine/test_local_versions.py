@@ -172,6 +172,27 @@ def test_a_cancelled_sample_lets_go_of_its_version(tmp_path):
     assert asyncio.run(scenario()) == (1, False)
 
 
+def test_a_saved_adapter_that_can_never_fit_is_refused_and_the_engine_goes_on(tmp_path):
+    async def scenario():
+        async with engine(tmp_path) as target:
+            await target.create_adapter(spec("m", 8))
+            await target.save_adapter("m", "large", optimizer=False)
+        # 4,488 parameters per rank: room to train rank 1, or to sample from rank 4.
+        async with engine(tmp_path, adapter_bytes=4 * 4 * 4488) as target:
+            with pytest.raises(RequestFailedError, match=": a rank of 1 fits"):
+                await target.create_adapter(spec("m", 8))
+            large = f"'large' takes {4 * 4488 * 8} bytes; {4 * 4 * 4488} are set aside"
+            with pytest.raises(RequestFailedError, match=large) as caught:
+                await target.sample(sample_op(location="large"))
+            await target.create_adapter(spec("m", 1))
+            await target.save_adapter("m", "small", optimizer=False)
+            return caught.value.category, await target.sample(sample_op(location="small"))
+
+    category, sample = asyncio.run(scenario())
+    assert category == "user"
+    assert sample.version == "small"
+
+
 def test_many_adapters_and_snapshots_on_little_room_give_the_same_numbers(tmp_path):
     async def scenario(folder, **settings):
         async with engine(folder, **settings) as target:
@@ -205,8 +226,8 @@ def test_many_adapters_and_snapshots_on_little_room_give_the_same_numbers(tmp_pa
         return outputs, parked
 
     free = asyncio.run(scenario(tmp_path / "free"))
-    # Three adapters of 4,456 parameters per rank, with weights, two moments and a gradient.
-    tight = asyncio.run(scenario(tmp_path / "tight", adapter_bytes=3 * 4 * 4 * 4456 * 4))
+    # Three adapters of 4,488 parameters per rank, with weights, two moments and a gradient.
+    tight = asyncio.run(scenario(tmp_path / "tight", adapter_bytes=3 * 4 * 4 * 4488 * 4))
     assert free[1] == []
     assert len(tight[1]) > 20
     assert tight[0] == free[0]

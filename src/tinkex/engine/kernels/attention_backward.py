@@ -92,6 +92,8 @@ def packed_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Slopes of `packed_attention` by its queries, keys and values, given those of its result.
 
+    For every token they lie side by side, as the projections' joined weight wants them.
+
     `o_THd` and `lse_HT` (natural, float32) are what it returned, `cu`, `max_len` and `scale`
     what it was given. Rows may be strided; the numbers of a head must lie side by side.
     """
@@ -108,7 +110,13 @@ def packed_attention_backward(
         bundle=min(group & -group, _BUNDLE),
     )
     stats = _statistics(inputs, o_THd, lse_HT)
-    return _queries(inputs, stats, tiles.queries), *_keys(inputs, stats, tiles.keys)
+    tokens, heads, dim = q_THd.shape
+    kv_heads = k_TGd.shape[1]
+    joined = q_THd.new_empty((tokens, heads + 2 * kv_heads, dim))
+    dq_THd, dk_TGd, dv_TGd = joined.split_with_sizes((heads, kv_heads, kv_heads), dim=1)
+    _queries(inputs, stats, tiles.queries, dq_THd)
+    _keys(inputs, stats, tiles.keys, dk_TGd, dv_TGd)
+    return dq_THd, dk_TGd, dv_TGd
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,9 +179,8 @@ def _statistics(inputs: _Inputs, o_THd: Tensor, lse_HT: Tensor) -> Tensor:
     return stats
 
 
-def _keys(inputs: _Inputs, stats: Tensor, tiles: Tiles) -> tuple[Tensor, Tensor]:
+def _keys(inputs: _Inputs, stats: Tensor, tiles: Tiles, dk_TGd: Tensor, dv_TGd: Tensor) -> None:
     k_TGd, v_TGd = inputs.k_TGd, inputs.v_TGd
-    dk_TGd, dv_TGd = _dense(k_TGd), _dense(v_TGd)
     box = [tiles.block_m // inputs.bundle, inputs.bundle, inputs.block_d]
     grid = (-(-inputs.max_len // tiles.block_n), k_TGd.shape[1], inputs.cu.shape[0] - 1)
     keys_program[grid](
@@ -183,12 +190,10 @@ def _keys(inputs: _Inputs, stats: Tensor, tiles: Tiles) -> tuple[Tensor, Tensor]
         *_strides(k_TGd, v_TGd, dk_TGd, dv_TGd),
         **inputs.constants(tiles),
     )
-    return dk_TGd, dv_TGd
 
 
-def _queries(inputs: _Inputs, stats: Tensor, tiles: Tiles) -> Tensor:
+def _queries(inputs: _Inputs, stats: Tensor, tiles: Tiles, dq_THd: Tensor) -> None:
     q_THd, do_THd = inputs.q_THd, inputs.do_THd
-    dq_THd = _dense(q_THd)
     box = [tiles.block_n, 1, inputs.block_d]
     row_tiles = -(-inputs.max_len // (tiles.block_m // inputs.bundle))
     queries_program[(row_tiles, inputs.bundles, inputs.cu.shape[0] - 1)](
@@ -197,7 +202,6 @@ def _queries(inputs: _Inputs, stats: Tensor, tiles: Tiles) -> Tensor:
         *_strides(q_THd, do_THd, dq_THd),
         **inputs.constants(tiles),
     )
-    return dq_THd
 
 
 def _aligned(x_TXd: Tensor) -> Tensor:
@@ -214,10 +218,6 @@ def _aligned(x_TXd: Tensor) -> Tensor:
 
 def _descriptor(x: Tensor, box: list[int]) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), list(x.stride()), box)
-
-
-def _dense(x: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def _strides(*tensors: Tensor) -> tuple[Any, ...]:

@@ -58,8 +58,9 @@ class quick:
 
 def _kind(arg: Any) -> Any:
     """All that a specialisation can depend on."""
-    if isinstance(arg, Tensor):
-        return arg.dtype, arg.data_ptr() % 16 == 0, arg.get_device()
-    if isinstance(arg, int):
+    kind = type(arg)
+    if kind is int:
         return arg == 1, arg % 16 == 0, arg < 2**31
-    return type(arg)
+    if kind is Tensor:
+        return arg.dtype, arg.data_ptr() % 16 == 0, arg.get_device()
+    return kind

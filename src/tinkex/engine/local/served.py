@@ -102,8 +102,9 @@ class Served:
 
     def add_saved(self, location: str, state: checkpoints.State) -> str:
         """Make what was read from a file a version."""
-        flat_P = state.weights.flat_P.to(self._device)
-        weights = wrap(self.config, state.weights.lora, flat_P)
+        flat_P = state.weights.flat_P
+        self._parking.check(location, flat_P.numel() * flat_P.itemsize)
+        weights = wrap(self.config, state.weights.lora, flat_P.to(self._device))
         return self.versions.add(saved_name(location), weights)
 
     def submit(

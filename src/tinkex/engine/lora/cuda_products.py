@@ -1,8 +1,7 @@
-"""The products of a training pass on a CUDA device, computed as the sampler computes them.
+"""The products of a strict training pass on a CUDA device, with the bits that the sampler gets.
 
-Adapters go through the kernels that also serve sampling; base weights are multiplied in fixed
-blocks of rows when the bits are to be the sampler's. Only the forward pass is special: slopes
-are nobody else's business.
+Base weights are multiplied in fixed blocks of rows; adapters go through the kernels that also
+serve sampling. Only the forward pass is special: slopes are nobody else's business.
 
 Shapes: T tokens of a pass, C rows of a chunk, D hidden, V vocabulary, I inputs, Y outputs.
 """
@@ -14,7 +13,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from tinkex.engine.kernels.lora import RowTiles
-from tinkex.engine.lora.head import logits
 from tinkex.engine.lora.slots import GROUPS, NO_SLOT, LoraSlots, Tiles, tile_table
 
 if TYPE_CHECKING:
@@ -33,17 +31,14 @@ _GROUP_OF = {group: number for number, group in enumerate(GROUPS)}
 class CudaProducts:
     """`RowProducts` and `HeadProducts` of one pass over these segments."""
 
-    def __init__(
-        self, decoder: Decoder, segments: Sequence[Segment], rows: FixedRows | None
-    ) -> None:
+    def __init__(self, decoder: Decoder, segments: Sequence[Segment], rows: FixedRows) -> None:
         weight = decoder.unembed_VD
         adapted = {
             str(number): segment.weights
             for number, segment in enumerate(segments)
             if segment.weights is not None
         }
-        self._head = decoder.head
-        self._device = weight.device
+        self._unembed_VD = weight
         self._rows = rows
         self._segments = segments
         self._slots = LoraSlots(
@@ -56,8 +51,6 @@ class CudaProducts:
 
     def base(self, linear: Linear, x_TI: Tensor) -> Tensor:
         """Return x times the weight in fresh memory."""
-        if self._rows is None:
-            return linear.multiply(x_TI, packed=False)
         return self._rows.linear(x_TI, linear.weight_OI, linear.bias_O)
 
     def add(self, layer: int, names: tuple[Projection, ...], x_TI: Tensor, y_TY: Tensor) -> None:
@@ -66,10 +59,7 @@ class CudaProducts:
 
     def logits(self, h_CD: Tensor, start: int, stop: int) -> Tensor:
         """The fp32 logits of the pass's tokens from `start` to `stop`."""
-        if self._rows is None:
-            logits_CV = logits(h_CD, self._head)
-        else:
-            logits_CV = self._rows.logits(h_CD, self._head.weight_OI)
+        logits_CV = self._rows.logits(h_CD, self._unembed_VD)
         if self._unembeds:
             self._slots.add_unembed(h_CD, logits_CV, self._tiles_between(start, stop))
         return logits_CV
@@ -81,4 +71,4 @@ class CudaProducts:
             if (rows := min(segment.stop, stop) - max(segment.start, start)) > 0
         ]
         table = torch.from_numpy(tile_table(runs))  # pyright: ignore[reportUnknownMemberType] -- torch's own stub
-        return Tiles(RowTiles(*table.to(self._device)), self._rank, self._unembeds)
+        return Tiles(RowTiles(*table.to(self._unembed_VD.device)), self._rank, self._unembeds)

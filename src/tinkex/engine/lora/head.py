@@ -23,6 +23,7 @@ from tinkex.engine.logprobs import exponentials_
 from tinkex.engine.lora.layers import product_into
 from tinkex.engine.lora.thin import expand_add_, shrink
 from tinkex.engine.packing import MIN_ROWS
+from tinkex.engine.rows import BLOCK_ROWS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -98,8 +99,14 @@ def sweep(
 
 
 def chunk_rows(vocabulary: int, logits_bytes: int = LOGITS_BYTES) -> int:
-    """How many rows of fp32 logits fit, at least `MIN_ROWS` and a multiple of it."""
-    return max(logits_bytes // (4 * vocabulary) // MIN_ROWS, 1) * MIN_ROWS
+    """How many rows of fp32 logits fit, at least `MIN_ROWS` and a multiple of it.
+
+    Many are a power of two: products on a device like that best.
+    """
+    rows = logits_bytes // (4 * vocabulary)
+    if rows >= BLOCK_ROWS:
+        return 1 << (rows.bit_length() - 1)
+    return max(rows // MIN_ROWS, 1) * MIN_ROWS
 
 
 def _chunks(segments: Sequence[Segment], limit: int) -> list[list[_Piece]]:

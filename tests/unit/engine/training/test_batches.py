@@ -190,7 +190,7 @@ def _bad(ids=(1, 2, 3), loss_fn="cross_entropy", config=None, **inputs):
         (_bad(loss_fn="ppo", advantages=None), '["advantages"]: is missing; ppo needs it'),
         (_bad(loss_fn="ppo", clip_low_threshold=[2.0] * 3), "is above clip_high_threshold"),
         (_bad(loss_fn="cross_entropie"), "loss_fn: 'cross_entropie' is not a loss"),
-        (_bad(loss_fn="stable_reinforce"), "stable_reinforce is not offered"),
+        (_bad(loss_fn="stable_reinforce"), "its vendor has not published the whole formula"),
         (_bad(loss_fn="custom"), "no uploaded loss"),
         (
             _bad(loss_fn="ppo", config={"clip_low": 0.1}),

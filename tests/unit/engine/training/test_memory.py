@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import tracemalloc
 from dataclasses import replace
 
 import pytest
@@ -10,11 +11,21 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.unit.engine.training.kit import CONFIG, QWEN, add, datum, gradient, op, run, trainer
+from tests.unit.engine.training.kit import (
+    CONFIG,
+    QWEN,
+    add,
+    datum,
+    gradient,
+    op,
+    run,
+    tokens,
+    trainer,
+)
 from tinkex.engine.base import TrainResult
-from tinkex.engine.memory import PassMemory, block_bytes
+from tinkex.engine.memory import TARGET_BYTES, PassMemory, block_bytes
 from tinkex.errors import RequestFailedError
-from tinkex.types import LoraConfig
+from tinkex.types import Datum, LoraConfig, ModelInput, TensorData
 
 # Large enough for the activations to stand out from everything else.
 WIDE = {
@@ -79,8 +90,12 @@ def _saved_bytes(made, length: int) -> int:
 
 def _peak_bytes(made, length: int) -> int:
     """The most memory that was taken at one time, as the allocator saw it."""
+    return _peak_of(made, op("m", [datum(length, 1)]))
+
+
+def _peak_of(made, wanted) -> int:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        run(made, op("m", [datum(length, 1)]))
+        run(made, wanted)
     results = seen.profiler.kineto_results
     live = peak = 0
     for event in results.events():
@@ -148,6 +163,116 @@ def test_a_sequence_that_can_never_fit_is_refused_with_the_number_that_would():
     assert isinstance(made.train([op("m", [datum(300)])])[0], TrainResult)
 
 
+def _sparse(length: int, columns: int, loss: str = "cross_entropy") -> Datum:
+    """Targets of `columns` per token of which one is written down."""
+
+    def csr(dtype, value):
+        return TensorData([value], dtype, [length, columns], [0] + [1] * length, [0])
+
+    inputs = {"target_tokens": csr("int64", 5)}
+    if loss == "cross_entropy":
+        inputs["weights"] = csr("float32", 1.0)
+    else:
+        inputs |= {"logprobs": csr("float32", -6.0), "advantages": csr("float32", 1.0)}
+    if loss == "gspo":
+        names = ("clip_low_threshold", "clip_high_threshold", "sequence_ratio_mask")
+        inputs |= {name: csr("float32", 1.0) for name in names}
+    return Datum(ModelInput.from_ints(tokens(length)), inputs)
+
+
+def _filled_bytes(call) -> int:
+    """The most memory that arrays took while `call` ran."""
+    tracemalloc.start()
+    try:
+        call()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def _holding(tokens: int, targets: int) -> int:
+    """A limit that just holds a sequence and so many targets."""
+    return _limited(SHAPES[0], tokens, recompute=True) + (targets - tokens) * TARGET_BYTES
+
+
+def test_targets_that_can_never_fit_are_refused_before_they_are_filled():
+    made = _made(SHAPES[0], memory_bytes=_holding(290, 290 * 400))
+    answers = []
+    taken = _filled_bytes(lambda: answers.extend(made.train([op("m", [_sparse(290, 401)])])))
+    assert taken < 290 * 401  # a byte for each would be more
+    (refused,) = answers
+    assert isinstance(refused, RequestFailedError)
+    assert refused.category == "user"
+    assert str(refused) == (
+        'data[0].loss_fn_inputs["target_tokens"]: has 116290 values; an operation whose longest '
+        "sequence has 290 tokens has memory for 116000"
+    )
+    assert isinstance(made.train([op("m", [_sparse(290, 400)])])[0], TrainResult)
+
+
+def test_the_targets_of_all_data_of_an_operation_count_together():
+    made = _made(SHAPES[0], memory_bytes=_holding(16, 2 * 16 * 100 + 16))
+    fitting = [_sparse(16, 100), _sparse(16, 100), datum(16)]
+    assert isinstance(made.train([op("m", fitting)])[0], TrainResult)
+    refused = made.train([op("m", [*fitting, datum(4)])])[0]
+    assert str(refused) == (
+        'data[3].loss_fn_inputs["target_tokens"]: has 4 values and, with the data before it, '
+        "3220; an operation whose longest sequence has 16 tokens has memory for 3216"
+    )
+
+
+def test_weights_of_another_shape_are_refused_before_they_are_filled():
+    made = _made(SHAPES[0])
+    targets, rows = _sparse(20, 500).loss_fn_inputs["target_tokens"], 4000
+    tall = TensorData([1.0], "float32", [rows, 500], [0] + [1] * rows, [0])
+    example = Datum(ModelInput.from_ints(tokens(20)), {"target_tokens": targets, "weights": tall})
+    answers = []
+    taken = _filled_bytes(lambda: answers.extend(made.train([op("m", [example])])))
+    assert "has shape [4000, 500], target_tokens has [20, 500]" in str(answers[0])
+    assert taken < 4 * rows * 500
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "ppo", "gspo"])
+@pytest.mark.parametrize("backward", [True, False])
+def test_a_target_never_takes_more_than_was_planned(loss, backward):
+    made = _made(SHAPES[0])
+
+    def taken(columns: int) -> int:
+        wanted = op("m", [_sparse(256, columns, loss)], loss, backward=backward)
+        # Tensors and arrays need not peak together, so this is more than what is taken.
+        return _peak_of(made, wanted) + _filled_bytes(lambda: run(made, wanted))
+
+    taken(2)  # what is made once comes first
+    each = (taken(400) - taken(100)) / (256 * 300)
+    # The plan is made for gspo, which reads the most.
+    assert (TARGET_BYTES / 2 if loss == "gspo" else 0) < each <= TARGET_BYTES
+
+
+def test_an_operation_with_many_targets_is_cut_into_smaller_slices():
+    memory = PassMemory(
+        config=SHAPES[0],
+        itemsize=4,
+        logits_bytes=1 << 16,
+        limit_bytes=_limited(SHAPES[0], 700, recompute=False),
+    )
+    lora = LoraConfig(rank=RANK)
+    room = 600 * memory.token_bytes(lora, backward=True)
+    many = room // TARGET_BYTES
+    assert memory.slice_tokens(lora, 8192, backward=True, targets=700) == 512
+    assert memory.slice_tokens(lora, 8192, backward=True, targets=many) == 64
+
+
+def test_slices_share_a_pass_only_if_their_targets_fit_too():
+    two = 2 * _limited(SHAPES[0], 20, recompute=False) + 15_000 * TARGET_BYTES
+    made = _made(SHAPES[0], memory_bytes=two - 3 * 16 * 4 * SHAPES[0].vocab_size)
+    add(made, "other", RANK)
+    notes = _passes_recomputed(made)
+    run(made, op("m", [datum(20)]), op("other", [datum(20)]))
+    assert notes == [False]
+    run(made, op("m", [_sparse(20, 500)]), op("other", [_sparse(20, 500)]))
+    assert notes == [False] * 3
+
+
 def test_a_forward_pass_needs_less_than_one_with_a_gradient():
     made = _made(SHAPES[0], memory_bytes=_limited(SHAPES[0], 300, recompute=True))
     (result,) = run(made, op("m", [datum(320)], backward=False))
@@ -157,7 +282,7 @@ def test_a_forward_pass_needs_less_than_one_with_a_gradient():
 def test_the_cut_is_the_same_on_machines_of_about_the_same_memory():
     def cut(limit: int) -> int:
         memory = PassMemory(config=SHAPES[0], itemsize=4, logits_bytes=1 << 16, limit_bytes=limit)
-        return memory.slice_tokens(LoraConfig(rank=RANK), 8192, backward=True)
+        return memory.slice_tokens(LoraConfig(rank=RANK), 8192, backward=True, targets=700)
 
     base = _limited(SHAPES[0], 700, recompute=False)
     assert cut(base) == cut(int(base * 1.1)) == cut(int(base * 0.9)) == 512
@@ -234,8 +359,9 @@ def test_the_vocabulary_adds_16_rows_of_logits_to_the_peak_whatever_the_length()
 
 def test_no_limit_means_none():
     memory = PassMemory(config=CONFIG, itemsize=4, logits_bytes=1, limit_bytes=None)
-    assert memory.most_tokens(LoraConfig(rank=8), backward=True, recompute=True) is None
-    assert memory.slice_tokens(LoraConfig(rank=8), 77, backward=True) == 77
+    assert memory.most_tokens(LoraConfig(rank=8), backward=True) is None
+    assert memory.most_targets(LoraConfig(rank=8), 9, backward=True) is None
+    assert memory.slice_tokens(LoraConfig(rank=8), 77, backward=True, targets=9**9) == 77
     assert memory.fits(1 << 60)
 
 

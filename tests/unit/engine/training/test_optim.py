@@ -108,7 +108,7 @@ def test_training_lowers_the_loss():
         (AdamParams(eps=0.0), "optim_params.eps"),
         (AdamParams(weight_decay=-0.1), "optim_params.weight_decay"),
         (AdamParams(learning_rate=1e300), "not finite"),
-        (DimuonParams(learning_rate=0.1), "'dimuon' is not offered by this engine"),
+        (DimuonParams(learning_rate=0.1), "has not published the whole update rule"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -9,11 +9,13 @@ import weakref
 import pytest
 import torch
 
-from tests.unit.engine.training.kit import add, datum, gradient, op, run, step, trainer
+from tests.unit.engine.training.kit import CONFIG, add, datum, gradient, op, run, step, trainer
 from tinkex.engine.base import TrainResult
+from tinkex.engine.lora import parameter_count
 from tinkex.engine.parking import Packed, Parking
 from tinkex.engine.scratch import ScratchFolder
 from tinkex.errors import RequestFailedError
+from tinkex.types import LoraConfig
 
 
 def _pack(value: torch.Tensor) -> Packed[torch.Tensor]:
@@ -73,7 +75,7 @@ def test_host_memory_is_filled_before_the_disk(folder, tmp_path):
 def test_odd_bits_survive_the_disk(folder):
     odd = torch.tensor([float("nan"), -0.0, float("inf"), 1e-45, torch.finfo().max])
     odd.view(torch.int32)[0] ^= 1  # a NaN with a message in it
-    _, shelf = _shelf(folder, device=1)
+    _, shelf = _shelf(folder, device=100)
     shelf["odd"] = odd
     shelf["other"] = _value(1)
     assert torch.equal(shelf["odd"].view(torch.int32), odd.view(torch.int32))
@@ -237,8 +239,49 @@ def test_50_adapters_train_on_the_room_of_3_as_if_there_were_no_limit(folder, tm
     assert parking.on_device_bytes == parking.in_host_bytes == 0
 
 
+# Weights, two moments and a gradient of four bytes each.
+BYTES_PER_RANK = 4 * 4 * parameter_count(CONFIG, LoraConfig(rank=1))
+
+
+def test_an_adapter_that_can_never_fit_is_refused_with_the_rank_that_would(monkeypatch):
+    made = trainer(parking=Parking(device_bytes=BYTES_PER_RANK * 9 - 1))
+
+    def taken(*_):
+        raise AssertionError("memory was taken")
+
+    monkeypatch.setattr("tinkex.engine.trainer.initial", taken)
+    with pytest.raises(RequestFailedError) as caught:
+        add(made, "m", 9)
+    assert caught.value.category == "user"
+    assert str(caught.value) == (
+        f"lora_config.rank: 9 makes an adapter of {BYTES_PER_RANK * 9 // 16} parameters, which "
+        f"takes {BYTES_PER_RANK * 9} bytes to train; {BYTES_PER_RANK * 9 - 1} bytes are set aside "
+        "for adapters: a rank of 8 fits"
+    )
+    assert not made.adapters
+    monkeypatch.undo()
+    add(made, "m", 8)
+    run(made, op("m", [datum(5)]))
+    step(made, "m")
+
+
+def test_where_no_rank_fits_that_is_said():
+    made = trainer(parking=Parking(device_bytes=0))
+    with pytest.raises(RequestFailedError, match="not even a rank of 1 fits"):
+        add(made, "m", 1)
+
+
+def test_a_value_larger_than_the_device_is_refused_and_nothing_makes_room_for_it(folder, tmp_path):
+    parking, shelf = _shelf(folder)
+    shelf["a"] = _value(1)
+    with pytest.raises(RequestFailedError, match="'big' takes 304 bytes; 300 are set") as caught:
+        shelf["big"] = torch.zeros(76)
+    assert caught.value.category == "user"
+    assert (list(shelf), _files(tmp_path), parking.on_device_bytes) == (["a"], [], 100)
+
+
 def test_an_operation_whose_adapter_cannot_come_back_fails_alone(folder, tmp_path):
-    parking = Parking(device_bytes=1, folder=folder)
+    parking = Parking(device_bytes=BYTES_PER_RANK * 4, folder=folder)
     made = trainer(parking=parking)
     for model_id in ("a", "b", "c"):
         add(made, model_id)

@@ -159,8 +159,11 @@ def build_engine(spec: EngineSpec, say: Callable[[str], None]) -> LocalEngine:
         raise MissingPackageError(needs, "'tinkex[engine]'") from error
 
     _check_device(spec.device)
-    if spec.threads is not None:
-        torch.set_num_threads(spec.threads)
+    threads = spec.threads
+    if threads is None and not spec.device.startswith("cpu"):
+        threads = 1  # small sums between kernels: waking other threads takes longer
+    if threads is not None:
+        torch.set_num_threads(threads)
     if torch.device(spec.device).type == "cpu":
         keep_freed_memory()
     models: list[BaseModel] = []

@@ -33,7 +33,7 @@ class EngineSpec:
     device: str = "cpu"
     dtype: DtypeName = "float32"
     threads: int | None = None
-    """Threads of one computation on the CPU; None leaves it to torch."""
+    """Threads of one computation on the CPU; None leaves it to torch, and is 1 beside a GPU."""
     settings: LocalSettings = field(default_factory=LocalSettings)
 
     def __post_init__(self) -> None:

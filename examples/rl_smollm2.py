@@ -1,6 +1,6 @@
 """Reinforcement learning on a real model, on this machine: SmolLM2-135M learns to say yes or no.
 
-    python examples/rl_smollm2.py      # a few minutes on two cores; needs tinkex[engine,server]
+    python examples/rl_smollm2.py      # a minute or two on two cores; needs tinkex[engine,server]
 
 The base model rambles. An answer is worth 1 when it is the right word and nothing else; every round
 publishes the weights, samples a group of answers per question, and trains on them.

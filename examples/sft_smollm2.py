@@ -1,6 +1,6 @@
 """Supervised fine-tuning of a real model, on this machine: SmolLM2-135M talks like a pirate.
 
-    python examples/sft_smollm2.py      # about a minute on two cores; needs tinkex[engine,server]
+    python examples/sft_smollm2.py      # half a minute on two cores; needs tinkex[engine,server]
 
 It is trained on 28 capitals and judged by 12 others, so what it learns is the manner of speaking.
 The client, the server and the PyTorch engine all live in this process.

@@ -8,17 +8,17 @@ publishes the weights, samples a group of answers per question, and trains on th
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import sys
 import tempfile
+from argparse import ArgumentParser, Namespace
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tinkex
-from tinkex import AdamParams, Datum, ModelInput, SampledSequence, SamplingParams
+from tinkex import AdamParams, Datum, ModelInput, SampledSequence, SamplingParams, TrainingClient
 from tinkex.engine.local import LocalEngine
 from tinkex.engine.models.loader import load_model
 from tinkex.testing import API_KEY, FakeServer
@@ -70,7 +70,7 @@ def datum(prompt: list[int], sequence: SampledSequence, advantage: float) -> Dat
 
 
 def rollouts(
-    sampler: tinkex.SamplingClient, tokenizer: Any, options: argparse.Namespace, seed: int
+    sampler: tinkex.SamplingClient, tokenizer: Any, options: Namespace, seed: int
 ) -> tuple[list[Datum], list[float], list[str]]:
     """Training data, rewards, and one answer per question; a group's mean is its own baseline."""
     asked = list(QUESTIONS.items())[: options.questions]
@@ -92,9 +92,7 @@ def rollouts(
     return data, rewards, answers
 
 
-def train(
-    training: tinkex.TrainingClient, tokenizer: Any, options: argparse.Namespace
-) -> Generator[Round]:
+def train(training: TrainingClient, tokenizer: Any, options: Namespace) -> Generator[Round]:
     for number in range(options.rounds):
         sampler = training.save_weights_and_get_sampling_client()
         data, rewards, answers = rollouts(sampler, tokenizer, options, seed=number)
@@ -112,16 +110,18 @@ def local_service() -> Generator[tuple[tinkex.ServiceClient, Any]]:
     model = load_model(MODEL)
     with tempfile.TemporaryDirectory() as folder:
         engine: Any = LocalEngine([model], Path(folder))
-        with (
-            FakeServer(engine=engine).serve() as server,
-            tinkex.ServiceClient(base_url=server.url, api_key=API_KEY) as service,
-        ):
-            yield service, model.tokenizer
-        asyncio.run(engine.close())
+        try:
+            with (
+                FakeServer(engine=engine).serve() as server,
+                tinkex.ServiceClient(base_url=server.url, api_key=API_KEY) as service,
+            ):
+                yield service, model.tokenizer
+        finally:
+            asyncio.run(engine.close())
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="SmolLM2-135M learns to answer yes or no.")
+    parser = ArgumentParser(description="SmolLM2-135M learns to answer yes or no.")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--questions", type=int, default=len(QUESTIONS))
     parser.add_argument("--group", type=int, default=8, help="answers per question")

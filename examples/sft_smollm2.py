@@ -100,12 +100,14 @@ def local_service() -> Generator[tuple[tinkex.ServiceClient, Any]]:
     model = load_model(MODEL)
     with tempfile.TemporaryDirectory() as folder:
         engine: Any = LocalEngine([model], Path(folder))
-        with (
-            FakeServer(engine=engine).serve() as server,
-            tinkex.ServiceClient(base_url=server.url, api_key=API_KEY) as service,
-        ):
-            yield service, model.tokenizer
-        asyncio.run(engine.close())
+        try:
+            with (
+                FakeServer(engine=engine).serve() as server,
+                tinkex.ServiceClient(base_url=server.url, api_key=API_KEY) as service,
+            ):
+                yield service, model.tokenizer
+        finally:
+            asyncio.run(engine.close())
 
 
 def main() -> int:

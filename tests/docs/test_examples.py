@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-# A minute each or more, so they run in tests/e2e/test_learning.py, shortened. There is no public way yet to
-# start a real engine, so they reach for it.
+# A minute each or more, so they run in tests/e2e/test_learning.py, shortened. There is no public
+# way yet to start a real engine, so they reach for it.
 REAL = {"sft_smollm2.py", "rl_smollm2.py"}
 ENGINE = {"tinkex.engine.local", "tinkex.engine.models.loader"}
 LONG = REAL | {"quickstart.py"}

@@ -20,7 +20,7 @@ class Workload:
     adapters: int = 8
     adapter_tokens: int = 64
     prompts: int = 16
-    prompt_tokens: tuple[int, int] = (16, 64)
+    prompt_tokens: tuple[int, int] = (8, 24)
     """Shortest and longest prompt; the lengths in between occur evenly."""
     new_tokens: int = 32
     alone_prompts: int = 4

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 _SCORES: Final = 1 << 22
 """About how many scores exist at the same time."""
+_SHORT_CONTEXT: Final = 3
+"""Up to 2 to the power of this many blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +49,11 @@ class Span:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """What spans of one group share: their length, and their context to a power of two."""
-        return len(self), (len(self.blocks) - 1).bit_length()
+        """What spans of one group share: their length, and their context to a power of two.
+
+        Short contexts are all one size: a further group costs more than what it would not read.
+        """
+        return len(self), max((len(self.blocks) - 1).bit_length(), _SHORT_CONTEXT)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from conftest import Ran, Saved
-
     from tinkex.testing import FakeServer
 
     Run = Callable[..., Ran]

@@ -162,13 +162,15 @@ class Batching(RuleBasedStateMachine):
     def step(self) -> None:
         first = min(self.alive, key=lambda s: s.turn, default=None)
         before = None if first is None else (len(first.tokens), first.computed)
+        started = first is not None and first.running
         finished, total = run_pass(self.batcher)
         for one in finished:
             self.alive.remove(one)
-        # Work is done whenever there is any, and the first in turn is part of it unless it
-        # waits for a block that another sequence is computing for both.
+        # Work is done whenever there is any. The first in turn is part of it once it has started;
+        # before, it may wait for a block that another computes for both, or for room that those
+        # who started before it came will leave.
         assert (total > 0) == (before is not None)
-        if first is not None and first.waits_for is None:
+        if first is not None and started:
             assert (len(first.tokens), first.computed) != before
 
     @precondition(lambda self: self.alive)

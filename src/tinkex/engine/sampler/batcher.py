@@ -3,7 +3,8 @@
 Each pass takes the sequences that decode first, so that running streams never wait for a
 long prompt, and fills the rest of its token budget with prompts, in pieces where needed.
 When blocks run out, the sequence whose turn is last gives its own up and is computed again
-later; the one whose turn is first always moves, hence everything ends. No tensors.
+later; of those that run the one whose turn is first always moves, and nobody starts before one
+that waits with an earlier turn, hence everything ends. No tensors.
 """
 
 from __future__ import annotations

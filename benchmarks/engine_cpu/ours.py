@@ -27,7 +27,7 @@ class Training:
     """Adapters of one base model; every call is one step of each adapter that has data."""
 
     def __init__(self, decoder: Decoder, adapters: int, *, strict: bool = False) -> None:
-        self._trainer = Trainer(decoder, **({"strict": True} if strict else {}))
+        self._trainer = Trainer(decoder, strict=strict)
         self._ids = [f"adapter-{number}" for number in range(adapters)]
         for model_id in self._ids:
             self._trainer.create(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from typing import TYPE_CHECKING
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -67,7 +68,7 @@ class Training:
             torch.bfloat16,
             max_pass_tokens=rows * length,
             logits_bytes=LOGITS_BYTES,
-            **({"strict": True} if strict else {}),
+            strict=strict,
         )
         self.trainer.create(
             AdapterSpec(
@@ -192,9 +193,10 @@ def publish(decoder: StoredDecoder) -> Callable[[], float]:
 def _adapter(decoder: StoredDecoder, name: str) -> LoraWeights | None:
     if name == "base":
         return None
-    weights = initial(decoder.config, lora_config(), seed=hash(name) % 2**31, device="cuda")
+    seed = crc32(name.encode())
+    weights = initial(decoder.config, lora_config(), seed, device="cuda")
     # A fresh adapter has B = 0; these are to change the answer.
-    generator = torch.Generator("cuda").manual_seed(len(name))
+    generator = torch.Generator("cuda").manual_seed(seed)
     weights.flat_P.normal_(0.0, 0.01, generator=generator)
     return weights
 

@@ -149,7 +149,7 @@ def _hidden(
     h_TD = room.decoder.hidden(
         torch.tensor(tokens, device=room.device),
         positions(lengths, room.device),
-        packed_attention(lengths, like=room.decoder.unembed_VD, strict=False),
+        packed_attention(lengths, like=room.decoder.unembed_VD),
         adapted_projections(room.decoder, segments, anchor=anchor, packed=True, products=products),
         _again if recompute else plainly,
     )

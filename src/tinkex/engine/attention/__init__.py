@@ -5,6 +5,7 @@ The factories choose by device; a device of its own kind adds a file and a line 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,11 +29,11 @@ __all__ = [
 ]
 
 
-def packed_attention(lengths: Sequence[int], *, like: torch.Tensor, strict: bool) -> Attend:
+def packed_attention(lengths: Sequence[int], *, like: torch.Tensor) -> Attend:
     """Differentiable attention within each sequence of a pack, without a cache.
 
-    `like` is any tensor of the device and type that the pack will have. Strict means: the bits
-    of a token's output depend on its own sequence alone. Without kernels they always do.
+    `like` is any tensor of the device and type that the pack will have. The bits of a token's
+    output depend on its own sequence alone.
     """
     if has_kernels(like):
         from tinkex.engine.attention.cuda import CudaPackedAttention
@@ -54,10 +55,12 @@ def paged_attention(
 ) -> Attend:
     """Attention of packed spans over a paged cache that `new_cache` made.
 
-    Writes the spans' own keys and values first. Strict means the same as for a pack.
+    Writes the spans' own keys and values first. Strict means that a token's output has the bits
+    that it has in a pack; without kernels it always does.
     """
     if has_kernels(cache):
-        from tinkex.engine.attention.cuda import CudaPagedAttention
+        from tinkex.engine.attention.cuda import pages
 
-        return CudaPagedAttention(cache, spans, block_size=block_size, strict=strict)
+        found = pages(spans, block_size=block_size, strict=strict, device=cache.device)
+        return partial(found.attend, cache)
     return PagedAttention(cache, spans, block_size=block_size)

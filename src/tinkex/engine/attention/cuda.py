@@ -8,6 +8,7 @@ Shapes: T tokens, H heads, G key/value heads, d head size, X = H*d, B spans, W b
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -63,42 +64,56 @@ class _Packed(torch.autograd.Function):
         return (*found, None, None)
 
 
-class CudaPagedAttention:
-    """`Attend` for one pass: writes the new keys and values, then reads them all."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pages:
+    """Where the tokens of a pass lie in the cache, on the device: see `kernels.paged_attention`."""
 
-    def __init__(
-        self, cache: Tensor, spans: Sequence[Span], *, block_size: int, strict: bool
-    ) -> None:
-        device = cache.device
-        self._cache = cache
-        self._block_size = block_size
-        self._strict = strict
-        width = max(len(span.blocks) for span in spans)
-        tables = np.zeros((len(spans), width), np.int32)
-        for row, span in zip(tables, spans, strict=True):
-            row[: len(span.blocks)] = span.blocks
-        self._slots_T = _tensor(_written(spans, tables, block_size), device)
-        self._cu_q = _tensor(np.cumsum([0, *map(len, spans)], dtype=np.int32), device)
-        self._contexts = _tensor(np.array([span.stop for span in spans], np.int32), device)
-        self._tables = _tensor(tables, device)
-        self._longest = max(map(len, spans))
+    slots_T: Tensor
+    """Where the pass writes its own keys and values."""
+    cu_q: Tensor
+    contexts: Tensor
+    tables: Tensor
+    block_size: int
+    longest: int
+    strict: bool
+    split_keys: int | None = None
 
-    def __call__(self, layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
-        keys_SGd, values_SGd = self._cache[0, layer], self._cache[1, layer]
-        keys_SGd.index_copy_(0, self._slots_T, k_TGd)
-        values_SGd.index_copy_(0, self._slots_T, v_TGd)
+    def attend(
+        self, cache: Tensor, layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor
+    ) -> Tensor:
+        """Write the new keys and values, then read them all; an `Attend` for one cache."""
+        keys_SGd, values_SGd = cache[0, layer], cache[1, layer]
+        keys_SGd.index_copy_(0, self.slots_T, k_TGd)
+        values_SGd.index_copy_(0, self.slots_T, v_TGd)
         o_THd = kernels.paged_attention(
             q_THd,
             keys_SGd,
             values_SGd,
-            cu_q=self._cu_q,
-            context_lens=self._contexts,
-            block_tables=self._tables,
-            block_size=self._block_size,
-            max_q=self._longest,
-            tiles=tiles(q_THd, keys_SGd, self._longest, strict=self._strict),
+            cu_q=self.cu_q,
+            context_lens=self.contexts,
+            block_tables=self.tables,
+            block_size=self.block_size,
+            max_q=self.longest,
+            tiles=tiles(q_THd, keys_SGd, self.longest, strict=self.strict),
+            split_keys=self.split_keys,
         )
         return o_THd.flatten(1)
+
+
+def pages(spans: Sequence[Span], *, block_size: int, strict: bool, device: torch.device) -> Pages:
+    """The pages of a pass over these spans."""
+    tables = np.zeros((len(spans), max(len(span.blocks) for span in spans)), np.int32)
+    for row, span in zip(tables, spans, strict=True):
+        row[: len(span.blocks)] = span.blocks
+    return Pages(
+        slots_T=_tensor(np.concatenate([span.slots(block_size) for span in spans]), device),
+        cu_q=_tensor(np.cumsum([0, *map(len, spans)], dtype=np.int32), device),
+        contexts=_tensor(np.array([span.stop for span in spans], np.int32), device),
+        tables=_tensor(tables, device),
+        block_size=block_size,
+        longest=max(map(len, spans)),
+        strict=strict,
+    )
 
 
 def tiles(q_THd: Tensor, k_SGd: Tensor, longest: int, *, strict: bool) -> kernels.Tiles:
@@ -107,18 +122,6 @@ def tiles(q_THd: Tensor, k_SGd: Tensor, longest: int, *, strict: bool) -> kernel
     if strict:
         return kernels.strict_tiles(q_THd.dtype, group)
     return kernels.default_tiles(q_THd.dtype, group, longest)
-
-
-def _written(
-    spans: Sequence[Span], tables: NDArray[np.int32], block_size: int
-) -> NDArray[np.int64]:
-    """The cache slots of the spans' own tokens."""
-    slots: list[NDArray[np.int64]] = []
-    for row, span in zip(tables, spans, strict=True):
-        positions = np.arange(span.start, span.stop)
-        blocks = row[positions // block_size].astype(np.int64)
-        slots.append(blocks * block_size + positions % block_size)
-    return np.concatenate(slots)
 
 
 def _tensor(array: NDArray[Any], device: torch.device) -> Tensor:

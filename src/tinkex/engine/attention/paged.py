@@ -47,6 +47,13 @@ class Span:
     def __len__(self) -> int:
         return self.stop - self.start
 
+    def slots(self, block_size: int) -> NDArray[np.int64]:
+        """The cache slots of its own tokens."""
+        first = self.start // block_size
+        blocks = np.array(self.blocks[first : -(-self.stop // block_size)], np.int64)
+        positions = np.arange(self.start, self.stop)
+        return blocks[positions // block_size - first] * block_size + positions % block_size
+
     @property
     def shape(self) -> tuple[int, int]:
         """What spans of one group share: their length, and their context to a power of two.
@@ -80,7 +87,7 @@ class PagedAttention:
         self._cache = cache
         self._block_size = block_size
         self._clear_fresh_blocks(spans)
-        self._slots_T = self._tensor(np.concatenate([self._written(span) for span in spans]))
+        self._slots_T = self._tensor(np.concatenate([span.slots(block_size) for span in spans]))
         order = sorted(range(len(spans)), key=lambda i: spans[i].shape)
         self._groups = [
             self._group([spans[i] for i in run])
@@ -134,14 +141,6 @@ class PagedAttention:
 
     def _tensor(self, array: NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(array).to(self._cache.device)  # pyright: ignore[reportUnknownMemberType] -- torch's own stub
-
-    def _written(self, span: Span) -> NDArray[np.int64]:
-        """The cache slots of a span's own tokens."""
-        size = self._block_size
-        first = span.start // size
-        blocks = np.array(span.blocks[first : -(-span.stop // size)], np.int64)
-        positions = np.arange(span.start, span.stop)
-        return blocks[positions // size - first] * size + positions % size
 
     def _group(self, spans: list[Span]) -> _Group:
         size = self._block_size

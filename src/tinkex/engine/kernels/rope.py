@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tinkex.engine.adjacent import side_by_side
 from tinkex.engine.kernels.norms import row_strides, row_tile
 from tinkex.engine.kernels.quick import quick
 
@@ -53,7 +54,7 @@ class _Pair(torch.autograd.Function):
         eps: float,
     ) -> tuple[Tensor, ...]:
         first, others = q_THd.shape[1], k_TGd.shape[1]
-        x_TNd = side_by_side(q_THd, k_TGd)
+        x_TNd = _joined(q_THd, k_TGd)
         ctx.first = first
         if norms_2d is None:
             y_TNd = _turned(x_TNd, cos_T1F, sin_T1F, back=False)
@@ -65,7 +66,7 @@ class _Pair(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dq_THd: Tensor, dk_TGd: Tensor) -> tuple[Tensor | None, ...]:
-        dy_TNd = side_by_side(dq_THd, dk_TGd)
+        dy_TNd = _joined(dq_THd, dk_TGd)
         cos_T1F, sin_T1F, *normed = ctx.saved_tensors
         if normed:
             dx_TNd = _slopes(dy_TNd, cos_T1F, sin_T1F, *normed, ctx.first)
@@ -75,16 +76,12 @@ class _Pair(torch.autograd.Function):
         return (*dx_TNd.split_with_sizes(sizes, dim=1), None, None, None, None)
 
 
-def side_by_side(a_TMd: Tensor, b_TNd: Tensor) -> Tensor:
+def _joined(a_TMd: Tensor, b_TNd: Tensor) -> Tensor:
     """The heads of both for every token, without a copy where they already lie so."""
-    tokens, heads, size = a_TMd.shape
-    apart = (b_TNd.data_ptr() - a_TMd.data_ptr()) // a_TMd.element_size()
-    strides = a_TMd.stride()
-    if strides == b_TNd.stride() and strides[1:] == (size, 1) and apart == heads * size:
-        memory = a_TMd.untyped_storage().data_ptr()
-        if memory == b_TNd.untyped_storage().data_ptr():
-            return a_TMd.as_strided((tokens, heads + b_TNd.shape[1], size), strides)
-    return torch.cat((a_TMd, b_TNd), dim=1)
+    joined = side_by_side((a_TMd, b_TNd))
+    if joined is None or joined.stride()[1:] != (joined.shape[2], 1):
+        return torch.cat((a_TMd, b_TNd), dim=1)
+    return joined
 
 
 def _turned(x_TNd: Tensor, cos_T1F: Tensor, sin_T1F: Tensor, *, back: bool) -> Tensor:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tinkex.engine.kernels.lora import RowTiles
-from tinkex.engine.lora.slots import GROUPS, NO_SLOT, LoraSlots, Tiles, tile_table
+from tinkex.engine.lora.slots import NO_SLOT, LoraSlots, Tiles, tile_table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from tinkex.engine.models.base import Decoder, Projection
     from tinkex.engine.models.linear import Linear
     from tinkex.engine.rows import FixedRows
-
-_GROUP_OF = {group: number for number, group in enumerate(GROUPS)}
 
 
 class CudaProducts:
@@ -55,7 +53,7 @@ class CudaProducts:
 
     def add(self, layer: int, names: tuple[Projection, ...], x_TI: Tensor, y_TY: Tensor) -> None:
         """Add every segment's low-rank products to y."""
-        self._slots.add(layer, _GROUP_OF[names], x_TI, y_TY, self._tiles)
+        self._slots.add(layer, names, x_TI, y_TY, self._tiles)
 
     def logits(self, h_CD: Tensor, start: int, stop: int) -> Tensor:
         """The fp32 logits of the pass's tokens from `start` to `stop`."""

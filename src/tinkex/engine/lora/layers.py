@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from tinkex.engine.adjacent import side_by_side
 from tinkex.engine.lora.thin import expand_add_, shrink
 from tinkex.engine.lora.weights import in_dtype
 
@@ -179,7 +180,7 @@ class _Adapted(torch.autograd.Function):
     def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
         plan: _Plan = ctx.plan
         x_TI, *inner = ctx.saved_tensors
-        dy_TY = _side_by_side(slopes)
+        dy_TY = _joined(slopes)
         dx_TI = plan.linear.slope(dy_TY) if ctx.needs_input_grad[1] else None
         for number, piece in enumerate(plan.pieces):
             x_SI, dy_SY = x_TI[piece.rows], dy_TY[piece.rows]
@@ -224,14 +225,9 @@ def product_into(
         torch.addmm(out, left, right, beta=float(add), alpha=scale, out=out)
 
 
-def _side_by_side(slopes: tuple[Tensor, ...]) -> Tensor:
+def _joined(slopes: tuple[Tensor, ...]) -> Tensor:
     """Slopes of several projections as one tensor; without a copy where they already lie so."""
-    first = slopes[0]
-    width, start = sum(slope.shape[1] for slope in slopes), first.storage_offset()
-    memory = first.untyped_storage().data_ptr()
-    for slope in slopes:
-        here = slope.untyped_storage().data_ptr(), slope.stride(), slope.storage_offset()
-        if here != (memory, (width, 1), start):
-            return torch.cat(slopes, dim=1)
-        start += slope.shape[1]
-    return first.as_strided((first.shape[0], width), (width, 1))
+    joined_TY = side_by_side(slopes)
+    if joined_TY is None or not joined_TY.is_contiguous():
+        return torch.cat(slopes, dim=1)
+    return joined_TY

@@ -20,6 +20,7 @@ import torch
 from tinkex.engine.kernels.lora import RowTiles, expand_add_, shrink
 from tinkex.engine.lora.shapes import matrix_shape
 from tinkex.engine.lora.weights import wrap
+from tinkex.engine.models.base import SHARED_INPUT
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,17 +30,10 @@ if TYPE_CHECKING:
 
     from tinkex.engine.lora.shapes import Matrix
     from tinkex.engine.lora.weights import LoraWeights
-    from tinkex.engine.models.base import DecoderConfig
+    from tinkex.engine.models.base import DecoderConfig, Projection
 
 TILE_ROWS: Final = 16
 NO_SLOT: Final = -1
-GROUPS: Final[tuple[tuple[Matrix, ...], ...]] = (
-    ("q_proj", "k_proj", "v_proj"),
-    ("o_proj",),
-    ("gate_proj", "up_proj"),
-    ("down_proj",),
-)
-"""Projections that share an input, and one output buffer."""
 _SMALLEST_RANK: Final = 16
 
 
@@ -79,18 +73,21 @@ class LoraSlots:
         self._device = device
         self._dtype = dtype
         layers = config.num_layers
-        self._widths = [tuple(matrix_shape(config, name)[1] for name in group) for group in GROUPS]
-        # Mutable state. On the device, never moved: addresses by group as [layer, 2, S, P],
+        self._widths = {
+            names: tuple(matrix_shape(config, name)[1] for name in names) for names in SHARED_INPUT
+        }
+        # Mutable state. On the device, never moved: addresses as [layer, 2, S, P],
         # those of the unembedding as [2, S, 1], and rank and scale by slot. Here: which slot
         # a version has, least recently used first, and the copies that the addresses are of.
-        self._tables = [
-            torch.zeros((layers, 2, slots, len(group)), dtype=torch.int64, device=device)
-            for group in GROUPS
-        ]
+        self._tables = {
+            names: torch.zeros((layers, 2, slots, len(names)), dtype=torch.int64, device=device)
+            for names in SHARED_INPUT
+        }
         # The same memory as pairs of [S, P], seen once: every view costs time in every layer.
-        self._addresses = [
-            [(factors[0], factors[1]) for factors in table.unbind()] for table in self._tables
-        ]
+        self._addresses = {
+            names: [(factors[0], factors[1]) for factors in table.unbind()]
+            for names, table in self._tables.items()
+        }
         self._unembed = torch.zeros((2, slots, 1), dtype=torch.int64, device=device)
         self._ranks = torch.zeros(slots, dtype=torch.int32, device=device)
         self._scales = torch.zeros(slots, dtype=torch.float32, device=device)
@@ -128,11 +125,13 @@ class LoraSlots:
         """Whether one of these versions changes the unembedding."""
         return any(self._kept[v].pair(None, "unembed") is not None for v in versions)
 
-    def add(self, layer: int, group: int, x_TI: Tensor, y_TO: Tensor, tiles: Tiles) -> None:
-        """Add the low-rank products of a group's projections to its joined output."""
+    def add(
+        self, layer: int, names: tuple[Projection, ...], x_TI: Tensor, y_TO: Tensor, tiles: Tiles
+    ) -> None:
+        """Add the low-rank products of projections that share an input to their joined output."""
         if tiles.rank:
-            a_SP, b_SP = self._addresses[group][layer]
-            self._add(x_TI, y_TO, a_SP, b_SP, tiles, self._widths[group])
+            a_SP, b_SP = self._addresses[names][layer]
+            self._add(x_TI, y_TO, a_SP, b_SP, tiles, self._widths[names])
 
     def add_unembed(self, x_TI: Tensor, logits_TV: Tensor, tiles: Tiles) -> None:
         """Add the low-rank product of the unembedding to the logits."""
@@ -161,9 +160,9 @@ class LoraSlots:
         slot = self._free.pop()
         copy_P = weights.flat_P.to(self._device, self._dtype, copy=True)
         kept = wrap(weights.config, weights.lora, copy_P)
-        for table, group in zip(self._tables, GROUPS, strict=True):
+        for names, table in self._tables.items():
             found = [
-                [[_address(kept, layer, name, factor) for name in group] for factor in (0, 1)]
+                [[_address(kept, layer, name, factor) for name in names] for factor in (0, 1)]
                 for layer in range(self._config.num_layers)
             ]
             table[:, :, slot] = torch.tensor(found, dtype=torch.int64).to(self._device)

@@ -14,7 +14,7 @@ I inputs and O outputs of one projection.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, get_args
+from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -110,15 +110,6 @@ def plainly(block: Callable[[Tensor], Tensor], h_TD: Tensor) -> Tensor:
     return block(h_TD)
 
 
-class Joined(NamedTuple):
-    """The rows of several projections that share an input, one below the other."""
-
-    weight_OI: Tensor
-    bias_O: Tensor | None
-    widths: tuple[int, ...]
-    """How many of the O rows belong to each projection."""
-
-
 class Decoder(Protocol):
     """A base model. Its weights never require a gradient."""
 
@@ -145,10 +136,6 @@ class Decoder(Protocol):
 
     def bias(self, layer: int, name: Projection) -> Tensor | None:
         """Return the base bias b_O of one projection, if it has one."""
-        ...
-
-    def joined(self, layer: int, names: tuple[Projection, ...]) -> Joined:
-        """Return the weights of projections that share an input, as they lie in memory."""
         ...
 
     def linear(self, layer: int, names: tuple[Projection, ...]) -> Linear:

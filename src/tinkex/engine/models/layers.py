@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import torch
 from torch.nn import functional as F
 
+from tinkex.engine.adjacent import side_by_side
 from tinkex.engine.kernels import has_kernels
 
 if TYPE_CHECKING:
@@ -103,24 +104,10 @@ def rotated_heads(
     if norms_2d is not None:
         q_THd = rms_norm(q_THd, norms_2d[0], eps)
         k_TGd = rms_norm(k_TGd, norms_2d[1], eps)
-    elif not _differentiates(q_TX) and (joined_TNd := _joined(q_THd, k_TGd)) is not None:
+    elif not _differentiates(q_TX) and (joined_TNd := side_by_side((q_THd, k_TGd))) is not None:
         both = rotate(joined_TNd).split_with_sizes((q_THd.shape[1], k_TGd.shape[1]), dim=1)
         return both[0], both[1]
     return rotate(q_THd), rotate(k_TGd)
-
-
-def _joined(q_THd: Tensor, k_TGd: Tensor) -> Tensor | None:
-    """The heads of both as one tensor, if a joined projection left them side by side."""
-    tokens, heads, dim = q_THd.shape
-    strides = q_THd.stride()
-    apart = k_TGd.storage_offset() - q_THd.storage_offset()
-    if (
-        strides != k_TGd.stride()
-        or apart != heads * dim
-        or q_THd.untyped_storage().data_ptr() != k_TGd.untyped_storage().data_ptr()
-    ):
-        return None
-    return q_THd.as_strided((tokens, heads + k_TGd.shape[1], dim), strides)
 
 
 def swiglu(gate_TM: Tensor, up_TM: Tensor) -> Tensor:

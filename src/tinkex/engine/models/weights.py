@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 
-from tinkex.engine.models.base import PROJECTIONS, SHARED_INPUT, Joined, Projection, plainly
+from tinkex.engine.models.base import PROJECTIONS, SHARED_INPUT, Projection, plainly
 from tinkex.engine.models.layers import rope_frequencies
 from tinkex.engine.models.linear import Linear
 from tinkex.errors import ModelError
@@ -141,11 +141,6 @@ class StoredDecoder:
     def bias(self, layer: int, name: Projection) -> Tensor | None:
         """The base bias b_O of one projection, if it has one."""
         return self.stored.layers[layer].biases.get(name)
-
-    def joined(self, layer: int, names: tuple[Projection, ...]) -> Joined:
-        """The weights of projections that share an input, as they lie in memory."""
-        linear = self.linear(layer, names)
-        return Joined(linear.weight_OI, linear.bias_O, linear.widths)
 
     def linear(self, layer: int, names: tuple[Projection, ...]) -> Linear:
         """The product with the joined weights of projections that share an input."""

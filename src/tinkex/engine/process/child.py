@@ -160,12 +160,12 @@ def build_engine(spec: EngineSpec, say: Callable[[str], None]) -> LocalEngine:
 
     _check_device(spec.device)
     threads = spec.threads
-    if threads is None and not spec.device.startswith("cpu"):
+    if torch.device(spec.device).type == "cpu":
+        keep_freed_memory()
+    elif threads is None:
         threads = 1  # small sums between kernels: waking other threads takes longer
     if threads is not None:
         torch.set_num_threads(threads)
-    if torch.device(spec.device).type == "cpu":
-        keep_freed_memory()
     models: list[BaseModel] = []
     for model in spec.models:
         say(f"loading {model.name or model.source} on {spec.device} as {spec.dtype}")

@@ -12,7 +12,7 @@ import torch
 
 from tinkex.engine.kernels.lora import RowTiles
 from tinkex.engine.lora import logits as plain_logits
-from tinkex.engine.lora.slots import GROUPS, NO_SLOT, LoraSlots, Tiles, tile_table
+from tinkex.engine.lora.slots import NO_SLOT, LoraSlots, Tiles, tile_table
 from tinkex.engine.rows import FixedRows
 
 if TYPE_CHECKING:
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from tinkex.engine.lora import LoraWeights
     from tinkex.engine.models.base import Decoder, Project, Projection
     from tinkex.engine.sampler.runner import Segment
-
-_GROUP_OF = {group: number for number, group in enumerate(GROUPS)}
 
 
 class CudaAdapters:
@@ -69,7 +67,7 @@ class CudaAdapters:
                 y_TO = linear.multiply(x_TI, packed=False)
             else:
                 y_TO = fixed.linear(x_TI, linear.weight_OI, linear.bias_O)
-            slots.add(layer, _GROUP_OF[names], x_TI, y_TO, tiles)
+            slots.add(layer, names, x_TI, y_TO, tiles)
             return linear.split(y_TO)
 
         return project

@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import torch
 
-from tinkex.engine.attention.cuda import tiles as attention_tiles
+from tinkex.engine.attention.cuda import Pages
 from tinkex.engine.kernels.cross_entropy import logprobs
 from tinkex.engine.kernels.lora import RowTiles
-from tinkex.engine.kernels.paged_attention import paged_attention
 from tinkex.engine.kernels.pick import pick
 from tinkex.engine.lora.slots import TILE_ROWS, Tiles, tile_table
 from tinkex.engine.rows import BLOCK_ROWS
@@ -191,10 +190,20 @@ class DecodeGraphs:
     @torch.no_grad()
     def _step(self, size: int, tiles: Tiles) -> tuple[Tensor, Tensor]:
         ints, floats = self._ints[:, :size], self._floats[:, :size]
+        pages = Pages(
+            slots_T=ints[_SLOTS],
+            cu_q=self._first_rows[: size + 1],
+            contexts=ints[_CONTEXTS].int(),
+            tables=self._tables[:size],
+            block_size=self._block_size,
+            longest=1,
+            strict=self._strict,
+            split_keys=self._split_keys(size),
+        )
         h_BD = self._decoder.hidden(
             ints[_TOKENS],
             ints[_POSITIONS],
-            partial(self._attend, size),
+            partial(pages.attend, self._cache),
             self._adapters.tiled(tiles),
         )
         logits_BV = self._adapters.tiled_logits(h_BD, tiles)
@@ -207,26 +216,6 @@ class DecodeGraphs:
         """Few long contexts leave the device idle unless each is cut; strict cuts none."""
         enough = size * self._decoder.config.num_kv_heads >= _BUSY_PROGRAMS
         return None if enough or self._strict else _SPLIT_KEYS
-
-    def _attend(self, size: int, layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
-        """Write this step's keys and values, then attend to all that came before."""
-        keys_SGd, values_SGd = self._cache[0, layer], self._cache[1, layer]
-        slots_B = self._ints[_SLOTS, :size]
-        keys_SGd.index_copy_(0, slots_B, k_TGd)
-        values_SGd.index_copy_(0, slots_B, v_TGd)
-        o_BHd = paged_attention(
-            q_THd,
-            keys_SGd,
-            values_SGd,
-            cu_q=self._first_rows[: size + 1],
-            context_lens=self._ints[_CONTEXTS, :size].int(),
-            block_tables=self._tables[:size],
-            block_size=self._block_size,
-            max_q=1,
-            tiles=attention_tiles(q_THd, keys_SGd, 1, strict=self._strict),
-            split_keys=self._split_keys(size),
-        )
-        return o_BHd.flatten(1)
 
 
 def _sizes(most: int, *, strict: bool) -> tuple[int, ...]:

@@ -65,7 +65,8 @@ def test_joined_projections_are_views_of_one_tensor_and_equal_each_by_itself(con
         for name, one in zip(names, found, strict=True):
             expected = F.linear(x, made.weight(1, name), made.bias(1, name))
             torch.testing.assert_close(one, expected, rtol=1e-5, atol=1e-5)
-        weight_OI, _, widths = made.joined(1, names)
+        linear = made.linear(1, names)
+        weight_OI, widths = linear.weight_OI, linear.widths
         for name, rows in zip(names, weight_OI.split(widths), strict=True):
             assert rows.data_ptr() == made.weight(1, name).data_ptr()
 

@@ -24,7 +24,7 @@ $(PEERS): pyproject.toml tests/conformance/make_venvs.py
 	$(PYTHON) tests/conformance/make_venvs.py
 
 demo: $(READY)
-	$(BIN)/python examples/quickstart.py
+	$(BIN)/python examples/sft_smollm2.py
 
 test: $(READY) $(PEERS)
 	$(PYTEST) -n 2 --dist worksteal tests

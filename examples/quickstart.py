@@ -1,8 +1,8 @@
-"""Train a tiny model, sample before and after, save, resume. `make demo` runs this.
+"""Train a tiny model, sample before and after, save, resume.
 
     python examples/quickstart.py
 
-Everything below the line that starts the fake server is what you would write for a real one.
+Without settings it runs on the embedded server, which starts by itself and ends with the program.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Protocol
 
 import tinkex
 from tinkex import AdamParams, Datum, ModelInput, SamplingParams
-from tinkex.testing import API_KEY, FakeServer
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -31,11 +30,7 @@ class Show(Protocol):
 
 
 def main() -> int:
-    print("Runs on the built-in fake server, because the real one does not exist yet.\n")
-    with (
-        FakeServer().serve() as server,
-        tinkex.ServiceClient(base_url=server.url, api_key=API_KEY) as service,
-    ):
+    with tinkex.ServiceClient() as service:
         training = service.create_lora_training_client(MODEL, rank=8)
         data = [datum(text) for text in TEXTS]
 
@@ -47,10 +42,10 @@ def main() -> int:
         print(f"sample after   {sample(after)}\n")
 
         path = training.save_state("quickstart").result().path
-        print(f"saved          {path}")
+        print(f"saved {path}")
         resumed = service.create_training_client_from_state_with_optimizer(path)
         same = next_step(training, data) == next_step(resumed, data)
-        print(f"trained        {service.usage().trained_tokens:,} tokens\n")
+        print(f"trained {service.usage().trained_tokens:,} tokens\n")
 
         return report(
             {
@@ -84,7 +79,7 @@ def train(training: tinkex.TrainingClient, data: list[Datum]) -> list[float]:
             behind, ahead = ahead, None
             if step < STEPS:
                 ahead = training.forward_backward(data, "cross_entropy")
-                training.optim_step(AdamParams(learning_rate=0.3))
+                training.optim_step(AdamParams(learning_rate=0.01))
             if behind is not None:
                 losses.append(behind.result().metrics["loss:sum"] / tokens)
                 show(step, losses[-1])
@@ -94,7 +89,7 @@ def train(training: tinkex.TrainingClient, data: list[Datum]) -> list[float]:
 def next_step(training: tinkex.TrainingClient, data: list[Datum]) -> tuple[float, float]:
     """One more step: its gradient norm, and the loss after it."""
     training.forward_backward(data, "cross_entropy")
-    norm = (training.optim_step(AdamParams(learning_rate=0.3)).result().metrics or {})["grad_norm"]
+    norm = (training.optim_step(AdamParams(learning_rate=0.01)).result().metrics or {})["grad_norm"]
     return norm, training.forward(data, "cross_entropy").result().metrics["loss:sum"]
 
 

@@ -8,20 +8,13 @@ publishes the weights, samples a group of answers per question, and trains on th
 
 from __future__ import annotations
 
-import asyncio
 import sys
-import tempfile
 from argparse import ArgumentParser, Namespace
-from contextlib import contextmanager
-from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tinkex
 from tinkex import AdamParams, Datum, ModelInput, SampledSequence, SamplingParams, TrainingClient
-from tinkex.engine.local import LocalEngine
-from tinkex.engine.models.loader import load_model
-from tinkex.testing import API_KEY, FakeServer
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -104,22 +97,6 @@ def train(training: TrainingClient, tokenizer: Any, options: Namespace) -> Gener
         yield Round(mean(rewards), gap, answers)
 
 
-@contextmanager
-def local_service() -> Generator[tuple[tinkex.ServiceClient, Any]]:
-    """A client of a server whose engine is in this process, and the model's tokenizer."""
-    model = load_model(MODEL)
-    with tempfile.TemporaryDirectory() as folder:
-        engine: Any = LocalEngine([model], Path(folder))
-        try:
-            with (
-                FakeServer(engine=engine).serve() as server,
-                tinkex.ServiceClient(base_url=server.url, api_key=API_KEY) as service,
-            ):
-                yield service, model.tokenizer
-        finally:
-            asyncio.run(engine.close())
-
-
 def main() -> int:
     parser = ArgumentParser(description="SmolLM2-135M learns to answer yes or no.")
     parser.add_argument("--rounds", type=int, default=12)
@@ -130,9 +107,9 @@ def main() -> int:
     parser.add_argument("--goal", type=float, default=0.8, help="mean reward of the last rounds")
     options = parser.parse_args()
     done: list[Round] = []
-    with local_service() as (service, tokenizer):
+    with tinkex.ServiceClient() as service:
         training = service.create_lora_training_client(MODEL, rank=options.rank, seed=1)
-        for one in train(training, tokenizer, options):
+        for one in train(training, training.get_tokenizer(), options):
             done.append(one)
             gap = "" if one.gap is None else f"logprob_gap {one.gap:.0e}"
             bar = "#" * round(40 * one.reward)

@@ -3,25 +3,18 @@
     python examples/sft_smollm2.py      # half a minute on two cores; needs tinkex[engine,server]
 
 It is trained on 28 capitals and judged by 12 others, so what it learns is the manner of speaking.
-The client, the server and the PyTorch engine all live in this process.
+Without settings it runs on the embedded server; `make demo` runs this.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import random
 import sys
-import tempfile
-from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tinkex
 from tinkex import AdamParams, Datum, ModelInput, SamplingParams
-from tinkex.engine.local import LocalEngine
-from tinkex.engine.models.loader import load_model
-from tinkex.testing import API_KEY, FakeServer
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -94,22 +87,6 @@ def answers(training: tinkex.TrainingClient, task: Task, count: int = 3) -> list
     return [text.removesuffix("<|im_end|>") for text in texts]
 
 
-@contextmanager
-def local_service() -> Generator[tuple[tinkex.ServiceClient, Any]]:
-    """A client of a server whose engine is in this process, and the model's tokenizer."""
-    model = load_model(MODEL)
-    with tempfile.TemporaryDirectory() as folder:
-        engine: Any = LocalEngine([model], Path(folder))
-        try:
-            with (
-                FakeServer(engine=engine).serve() as server,
-                tinkex.ServiceClient(base_url=server.url, api_key=API_KEY) as service,
-            ):
-                yield service, model.tokenizer
-        finally:
-            asyncio.run(engine.close())
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description="SmolLM2-135M learns to talk like a pirate.")
     parser.add_argument("--steps", type=int, default=12)
@@ -117,9 +94,9 @@ def main() -> int:
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--margin", type=float, default=0.9, help="by which held-out NLL must fall")
     options = parser.parse_args()
-    with local_service() as (service, tokenizer):
-        task = Task(tokenizer)
+    with tinkex.ServiceClient() as service:
         training = service.create_lora_training_client(MODEL, rank=options.rank, seed=1)
+        task = Task(training.get_tokenizer())
         before, first = held_out_nll(training, task), answers(training, task)
         losses = train(training, task, options.steps, options.learning_rate)
         for number, loss in enumerate(losses, start=1):

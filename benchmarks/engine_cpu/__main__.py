@@ -93,9 +93,9 @@ def rows_of(kind: str, work: Workload) -> list[Row]:
 
 
 def measure(kind: str, sides: dict[str, Side], work: Workload) -> list[Row]:
-    """All rounds of one kind of work, after one that does not count."""
+    """All rounds of one kind of work, after those that do not count."""
     rows = rows_of(kind, work)
-    for seed in range(work.rounds + 1):
+    for seed in range(work.warm_up + work.rounds):
         print(f"{kind}: round {seed}", file=sys.stderr)
         taken: dict[str, dict[str, float]] = {}
         order = list(sides) if seed % 2 else list(sides)[::-1]
@@ -104,7 +104,7 @@ def measure(kind: str, sides: dict[str, Side], work: Workload) -> list[Row]:
                 taken[name] = sides[name].run(kind, seed)
         if kind == "batch":
             taken["alone"] = sides["peer"].run("alone", seed)
-        if seed:
+        if seed >= work.warm_up:
             _note(rows, taken, work)
     return rows
 

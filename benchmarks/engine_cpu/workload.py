@@ -25,6 +25,8 @@ class Workload:
     new_tokens: int = 32
     alone_prompts: int = 4
     """Of the prompts, how many are also sampled one by one; the time is scaled up."""
+    warm_up: int = 1
+    """Rounds that do not count: memory and caches settle in them."""
     rounds: int = 5
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+import tinkex
 from benchmarks.client_cost.setting import commit, hardware
 from benchmarks.learning.plot import Line, Panel, svg
 from benchmarks.learning.runs import RL, SFT, Adapter, Curve, Task, example, values
@@ -124,7 +125,8 @@ def run(only: str | None) -> list[Curve]:
     sft = example("sft_smollm2")
     config = load_model(sft.MODEL).decoder.config
     sizes = {a.label: parameter_count(config, a.lora) for task in TASKS for a in task.adapters}
-    with sft.local_service() as (service, tokenizer):
+    with tinkex.ServiceClient("embedded") as service:
+        tokenizer = service.create_sampling_client(base_model=sft.MODEL).get_tokenizer()
         wanted = [task for task in TASKS if only in (None, task.name)]
         return [curve for task in wanted for curve in sweep(task, service, tokenizer, sizes)]
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from tinkex.announcement import announced
 from tinkex.errors import InputError, InputTypeError
 from tinkex.transport import urls
 from tinkex.transport.credentials import credentials_path, read_store
@@ -31,6 +32,9 @@ _LEVELS = {
     "warning": logging.WARNING,
     "error": logging.ERROR,
 }
+_SERVER = "TINKEX_"
+_EMBEDDED = "TINKEX_EMBEDDED_"
+_SERVER_FOLDER = "TINKEX_EMBEDDED_SERVER"
 _ON = frozenset({"1", "true", "yes", "on"})
 # Never shown and never pickled: a process resolves credentials of its own.
 _SECRETS = frozenset({"api_key", "stored_key", "credential_cmd", "headers"})
@@ -59,6 +63,8 @@ class Config:
     telemetry: bool = True
     log_level: int | None = None
     embedded: bool = False
+    embedded_models: tuple[str, ...] = ()
+    data_dir: Path | None = None
     connect_timeout_s: float = 4.0
     bootstrap_deadline_s: float = 120.0
     submit_deadline_s: float = 300.0
@@ -108,6 +114,9 @@ class Config:
         setting = "base_url" if base_url else "TINKER_BASE_URL"
         key = _key(api_key, "api_key") or _key(env.get("TINKER_API_KEY"), "TINKER_API_KEY")
         command = env.get("TINKER_CREDENTIAL_CMD") or None
+        if url and not api_key:
+            # The server of this program's own; a key for another one is none for it.
+            key = _own_key(url, env) or key
         stored = None
         if not (key or command or by_name):
             # A file nobody needs may be as damaged as it likes.
@@ -123,7 +132,35 @@ class Config:
             telemetry=env.get("TINKER_TELEMETRY", "1").strip().lower() in _ON,
             log_level=_level(env.get("TINKER_LOG", "")),
             embedded=by_name or not (url or key or command or stored),
+            embedded_models=_distinct(env.get("TINKEX_EMBEDDED_MODELS", "").split(",")),
+            data_dir=Path(env["TINKEX_DATA_DIR"]) if env.get("TINKEX_DATA_DIR") else None,
         )
+
+
+def server_environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
+    """What `TINKEX_*` says about a server in this process, by setting; empty ones are not set."""
+    env = os.environ if env is None else env
+    given = {name: value for name, value in env.items() if name.startswith(_SERVER) and value}
+    return {
+        name.removeprefix(_SERVER).lower(): value
+        for name, value in given.items()
+        if not name.startswith(_EMBEDDED)
+    }
+
+
+def announce_to_children(folder: Path) -> None:
+    """Let the processes that this one starts find its embedded server."""
+    os.environ[_SERVER_FOLDER] = str(folder)
+
+
+def announced_folder(env: Mapping[str, str] | None = None) -> str | None:
+    """The folder of the embedded server that this process or a parent of it announced."""
+    return (os.environ if env is None else env).get(_SERVER_FOLDER)
+
+
+def _own_key(url: str, env: Mapping[str, str]) -> str | None:
+    found = announced(announced_folder(env))
+    return found.key if found is not None and found.url == url.rstrip("/") else None
 
 
 def _from_pickle(public: dict[str, Any]) -> Config:

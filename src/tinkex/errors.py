@@ -28,6 +28,7 @@
     ├── TokenizerError      (RuntimeError)  the model's tokenizer cannot be had here
     ├── ModelError          (RuntimeError)  a base model's files cannot be used
     ├── EngineDiedError     (RuntimeError)  the engine's process ended while work was waiting
+    ├── StorageError        (RuntimeError)  what should be kept cannot be written or reached
     └── ResultError         (RuntimeError)  the server's answer breaks the protocol
 
 All of them pickle, and none ever holds a credential: `request` and `response` are small
@@ -288,6 +289,22 @@ class EngineDiedError(TinkerError, RuntimeError):
 
     code = "engine_died"
     retryable = True
+
+
+class StorageError(TinkerError, RuntimeError):
+    """Something cannot be kept: a full, read-only or unreachable disk, database or bucket.
+
+    The message names the place and says what to do. Nothing half-written stays behind, so the
+    same call works once the storage does.
+    """
+
+    code = "storage"
+    retryable = True
+
+    def __init__(self, message: str, path: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.path = path
 
 
 class ResultError(TinkerError, RuntimeError):

@@ -85,7 +85,7 @@ class Span:
         self._token: Token[Span | None] = _current.set(self)
         if _log.isEnabledFor(logging.DEBUG):
             _log.debug("%s started%s", self.name, _readable(self.ids))
-        tracer = _tracer()
+        tracer = otel_tracer()
         if tracer is not None:
             self._otel = _OtelSpan(tracer, self)
         self._started_s = perf_counter()
@@ -213,7 +213,8 @@ def _otel_trace() -> Any:
     return sys.modules.get("opentelemetry.trace")
 
 
-def _tracer() -> Any:
+def otel_tracer() -> Any:
+    """A tracer once the program has set up OpenTelemetry, else None."""
     trace = _otel_trace()
     if trace is None:
         return None

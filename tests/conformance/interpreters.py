@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 REPOSITORY = Path(__file__).parents[2]
+# Nothing listens there.
+NOWHERE = "http://127.0.0.1:9"
 
 
 @dataclass(frozen=True)
@@ -20,20 +22,30 @@ class Interpreters:
 
     root: Path
 
+    def version(self, name: str) -> Path:
+        """The interpreter of one environment."""
+        return self.root / name / "bin" / "python"
+
     @property
     def official(self) -> Path:
-        return self.root / "official" / "bin" / "python"
+        return self.version("official")
 
     @property
     def cookbook(self) -> Path:
-        return self.root / "cookbook" / "bin" / "python"
+        return self.version("cookbook")
 
     @property
     def cookbook_source(self) -> Path:
         return self.root / "cookbook-source"
 
     def start(
-        self, python: Path, arguments: Sequence[str], *, home: Path, cwd: Path | None = None
+        self,
+        python: Path,
+        arguments: Sequence[str],
+        *,
+        home: Path,
+        cwd: Path | None = None,
+        base_url: str = NOWHERE,
     ) -> subprocess.Popen[str]:
         """Start a program with tinkex on its path and nothing else of ours around it."""
         environment = {
@@ -41,9 +53,9 @@ class Interpreters:
             "HOME": str(home),
             "PYTHONPATH": str(REPOSITORY / "src"),
             "HF_HUB_OFFLINE": "1",
-            # A key must look like one; nothing listens at the address.
+            # A key must look like one.
             "TINKER_API_KEY": "tml-conformance",
-            "TINKER_BASE_URL": "http://127.0.0.1:9",
+            "TINKER_BASE_URL": base_url,
             "TINKER_TELEMETRY": "0",
         }
         return subprocess.Popen(

@@ -1,8 +1,9 @@
-"""Make the two virtual environments the conformance tests compare, below `.venvs/`.
+"""Make the virtual environments the conformance tests compare, below `.venvs/`.
 
     cookbook   tinker-cookbook with what it needs to be imported, and tinkex's dependencies,
                but not the official client
     official   the official client on top: it sees the packages of `cookbook` and adds its own
+    official-0.18.2 and so on: the same for each older version that must be served
 
 and unpack the cookbook's source, whose tests are run, next to them. Takes a minute or two and
 1.6 GB, nearly all of it torch. What is already there is kept.
@@ -23,6 +24,8 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
 OFFICIAL = "tinker==0.36.0"
+# Versions at which something on the wire changed.
+OLDER = ("0.18.2", "0.22.7", "0.24.1", "0.25.0", "0.29.1", "0.33.1")
 COOKBOOK = "tinker-cookbook==0.5.8"
 TORCH = "torch==2.13.0"
 # What the cookbook declares, without the official client, and three small extras that let
@@ -89,10 +92,11 @@ def make_cookbook(root: Path) -> Path:
     return packages
 
 
-def make_official(root: Path, below: Path) -> None:
-    packages = create(root / "official")
+def make_official(venv: Path, package: str, below: Path) -> None:
+    packages = create(venv)
     (packages / "cookbook.pth").write_text(f"{below}\n")
-    pip(root / "official", "install", OFFICIAL)
+    # The cookbook asks for a newer client than most of these; they run without it.
+    pip(venv, "install", "--no-warn-conflicts", package)
 
 
 def unpack_source(root: Path) -> None:
@@ -110,14 +114,17 @@ def unpack_source(root: Path) -> None:
 
 def main(arguments: list[str]) -> int:
     root = Path(arguments[0] if arguments else REPOSITORY / ".venvs").resolve()
-    wanted = [OFFICIAL, TORCH, *COOKBOOK_NEEDS, *own_needs(), *WITHOUT_DEPENDENCIES, sys.version]
+    clients = [OFFICIAL, *OLDER]
+    wanted = [*clients, TORCH, *COOKBOOK_NEEDS, *own_needs(), *WITHOUT_DEPENDENCIES, sys.version]
     stamp = hashlib.sha256(json.dumps([*wanted, str(root)]).encode()).hexdigest()
     done = root / "conformance.stamp"
     if done.exists() and done.read_text() == stamp:
         return 0
     root.mkdir(parents=True, exist_ok=True)
     packages = make_cookbook(root)
-    make_official(root, packages)
+    make_official(root / "official", OFFICIAL, packages)
+    for version in OLDER:
+        make_official(root / f"official-{version}", f"tinker=={version}", packages)
     unpack_source(root)
     done.write_text(stamp)
     return 0

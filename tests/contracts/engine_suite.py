@@ -12,11 +12,15 @@ locations after itself. Where the engines rightly differ, nothing is asked for:
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+import json
+import struct
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
 from tinkex.engine.base import (
+    GAUGES,
     AdapterSpec,
     OptimOp,
     OptimResult,
@@ -39,11 +43,12 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Sequence
     from contextlib import AbstractAsyncContextManager
 
-    from tinkex.engine.base import Engine, SampleResult
+    from tinkex.engine.base import Best, Engine, Layout, SampleResult
 
 MODEL = "tinkex/tiny"
 TEXT = list(b"a stitch in time saves nine")
 STEP = AdamParams(learning_rate=1e-2)
+LAYOUTS: Final[tuple[Layout, ...]] = ("peft", "tinker")
 OUTSIDE = 1_000_000
 """No token of any model."""
 
@@ -86,6 +91,17 @@ def sample_op(weights: Weights, samples: int = 1, **options: Any) -> SampleOp:
         **options,
     }
     return SampleOp(weights=weights, sequence_ids=[f"q{i}" for i in range(samples)], **fields)
+
+
+def tensor_names(content: bytes) -> set[str]:
+    """The tensors of a safetensors file, read without the library."""
+    (size,) = struct.unpack("<Q", content[:8])
+    return json.loads(content[8 : 8 + size]).keys() - {"__metadata__"}
+
+
+def both(module: str) -> set[str]:
+    """The two tensors of an adapted module."""
+    return {f"{module}.lora_{factor}.weight" for factor in "AB"}
 
 
 def base() -> Weights:
@@ -291,6 +307,22 @@ class EngineSuite:
         unbroken = [await step(engine, name) for _ in range(2)]
         assert [await step(engine, f"{name}-again") for _ in range(2)] == unbroken
 
+    @pytest.mark.req("B16")
+    async def test_a_model_saved_while_it_gathers_a_gradient_goes_on_with_that_gradient(
+        self, engine: Engine, name: str
+    ) -> None:
+        await engine.create_adapter(spec(name))
+        await step(engine, name)
+        await engine.train([train_op(name, datum(TEXT[:9]))])
+        await engine.save_adapter(name, f"{name}/half", optimizer=True)
+        await engine.create_adapter(spec(f"{name}-again"))
+        await engine.load_adapter(f"{name}-again", f"{name}/half", optimizer=True)
+        unbroken = [await step(engine, name) for _ in range(2)]
+        assert [await step(engine, f"{name}-again") for _ in range(2)] == unbroken
+        # The same without what had been gathered is another run.
+        await engine.load_adapter(f"{name}-again", f"{name}/half", optimizer=False)
+        assert await step(engine, f"{name}-again") != unbroken[0]
+
     async def test_loading_weights_alone_starts_the_optimizer_afresh(
         self, engine: Engine, name: str
     ) -> None:
@@ -330,9 +362,22 @@ class EngineSuite:
     async def test_an_export_has_the_files_of_peft(self, engine: Engine, name: str) -> None:
         await engine.create_adapter(spec(name))
         await engine.save_adapter(name, f"{name}/x", optimizer=False)
-        files = await engine.export_saved(f"{name}/x")
-        assert files.keys() >= {"adapter_config.json", "adapter_model.safetensors"}
-        assert all(isinstance(content, bytes) and content for content in files.values())
+        heads: dict[str, set[str]] = {}
+        for layout in LAYOUTS:
+            files = await engine.export_saved(f"{name}/x", layout)
+            assert files.keys() == {"adapter_config.json", "adapter_model.safetensors"}
+            config = json.loads(files["adapter_config.json"])
+            assert (config["r"], config["lora_alpha"]) == (4, 32)
+            names = tensor_names(files["adapter_model.safetensors"])
+            assert all(name.startswith("base_model.model.") for name in names)
+            heads[layout] = {name for name in names if ".layers." not in name}
+        assert heads == {
+            "peft": both("base_model.model.lm_head"),
+            "tinker": both("base_model.model.model.unembed_tokens"),
+        }
+        assert await engine.export_saved(f"{name}/x") == await engine.export_saved(
+            f"{name}/x", "peft"
+        )
 
     async def test_unknown_names_are_refused_with_the_name(self, engine: Engine, name: str) -> None:
         await engine.create_adapter(spec(name))
@@ -346,6 +391,7 @@ class EngineSuite:
             engine.load_adapter(name, "nowhere", optimizer=False),
             engine.copy_saved("nowhere", f"{name}/x"),
             engine.export_saved("nowhere"),
+            engine.save_snapshot("never", f"{name}/x"),
             engine.sample(sample_op(saved("nowhere"))),
             engine.sample(sample_op(published("never"))),
             engine.sample(sample_op(Weights(base_model="no-base"))),
@@ -393,10 +439,31 @@ class EngineSuite:
         assert await scores(engine, saved(f"{name}/1")) == expected
         assert await scores(engine, base()) != expected
 
+    async def test_a_saved_snapshot_is_what_was_published_and_outlives_it(
+        self, engine: Engine, name: str
+    ) -> None:
+        await engine.create_adapter(spec(name))
+        await step(engine, name)
+        await engine.publish(name, f"{name}-1")
+        await step(engine, name)
+        stored = await engine.save_snapshot(f"{name}-1", f"{name}/1")
+        assert not stored.has_optimizer
+        assert stored.size_bytes > 0
+        before = await scores(engine, published(f"{name}-1"))
+        await engine.drop_snapshot(f"{name}-1")
+        await engine.drop_adapter(name)
+        assert await scores(engine, saved(f"{name}/1")) == before
+        await engine.create_adapter(spec(f"{name}-again"))
+        await engine.load_adapter(f"{name}-again", f"{name}/1", optimizer=False)
+        await engine.publish(f"{name}-again", f"{name}-2")
+        assert await scores(engine, published(f"{name}-2")) == before
+        await refusal(engine.load_adapter(f"{name}-again", f"{name}/1", optimizer=True))
+
     async def test_streamed_tokens_are_those_of_the_result(self, engine: Engine) -> None:
         streamed: dict[int, list[tuple[int, float]]] = {}
 
-        def on_token(sample: int, token: int, logprob: float) -> None:
+        def on_token(sample: int, token: int, logprob: float, best: Best | None) -> None:
+            assert best is None
             streamed.setdefault(sample, []).append((token, logprob))
 
         result = await engine.sample(sample_op(base(), samples=3), on_token)
@@ -409,6 +476,21 @@ class EngineSuite:
             # The result carries float32, the stream what they were made from.
             logprobs = [logprob for _, logprob in streamed[i]]
             assert sequence.logprobs == pytest.approx(logprobs, rel=1e-6)
+
+    async def test_streamed_tokens_bring_the_likeliest_ones_when_asked(
+        self, engine: Engine
+    ) -> None:
+        streamed: dict[int, list[list[int]]] = {}
+
+        def on_token(sample: int, token: int, logprob: float, best: Best | None) -> None:
+            assert best is not None
+            streamed.setdefault(sample, []).append(list(best[0]))
+
+        op = replace(sample_op(base(), samples=2), topk_sample_logprobs=3)
+        for i, sequence in enumerate((await engine.sample(op, on_token)).response.sequences):
+            rows = sequence.topk_logprobs or []
+            assert streamed[i] == [[token for token, _ in row or ()] for row in rows]
+            assert len(streamed[i]) == len(sequence.tokens)
 
     @pytest.mark.req("B15")
     async def test_the_same_seed_gives_the_same_tokens_whatever_else_runs(
@@ -439,6 +521,42 @@ class EngineSuite:
             await waiting
         result = await engine.sample(sample_op(base()))
         assert result.generated_tokens == 6
+
+    # -- numbers ------------------------------------------------------------------------------
+
+    async def test_stats_count_what_was_done_and_say_what_is_held(
+        self, engine: Engine, name: str
+    ) -> None:
+        before = await engine.stats()
+        await engine.create_adapter(spec(name))
+        await engine.train([train_op(name), train_op(name, backward=False), train_op("nobody")])
+        await engine.publish(name, f"{name}-1")
+        result = await engine.sample(sample_op(published(f"{name}-1"), samples=2))
+        after = await engine.stats()
+        assert before.keys() >= set(GAUGES)
+        gained = {key: after[key] - before[key] for key in GAUGES}
+        assert gained.pop("kv_blocks_used") >= 0
+        assert gained == {
+            "adapters_resident": 2,
+            "adapters_parked": 0,
+            "samples_running": 0,
+            "kv_blocks_total": 0,
+            "tokens_trained_total": len(TEXT) - 1,
+            "tokens_scored_total": len(TEXT) - 1,
+            "tokens_prompt_total": 5,
+            "tokens_generated_total": result.generated_tokens,
+        }
+
+    async def test_stats_say_how_many_samples_run(self, engine: Engine) -> None:
+        heard = asyncio.Event()
+        op = sample_op(base(), params=SamplingParams(max_tokens=7000, seed=1, stop=[]))
+        waiting = asyncio.ensure_future(engine.sample(op, lambda *_: heard.set()))
+        await heard.wait()
+        running = (await engine.stats())["samples_running"]
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert running == 1
 
     # -- bad input ----------------------------------------------------------------------------
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tinkex.server.store.records import (
+    ApiKey,
     AuditEntry,
     Model,
     Operation,
@@ -22,7 +24,9 @@ from tinkex.types import (
     AdamOptimizerConfig,
     CustomLossGraph,
     CustomLossInput,
+    CustomLossNode,
     LoraConfig,
+    OptimizerConfigBase,
     OptimStepRequest,
     SessionCancelled,
     Usage,
@@ -33,12 +37,14 @@ if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
 
     from tinkex.server import Store
+    from tinkex.server.store.records import OpKind
 
 LORA, ADAM = LoraConfig(rank=8, train_mlp=False), AdamOptimizerConfig()
 
 
 def session(name: str = "s", owner: str = "o", at: float = 1.0, **more: Any) -> Session:
-    return Session(session_id=name, owner=owner, created_at=at, last_seen_at=at, **more)
+    more = {"last_seen_at": at, **more}
+    return Session(session_id=name, owner=owner, created_at=at, **more)
 
 
 def model(name: str = "s:train:0", owner: str = "o", **more: Any) -> Model:
@@ -79,7 +85,7 @@ def checkpoint(name: str = "one", run: str = "s:train:0", at: float = 1.0) -> St
     )
 
 
-def step(seq: int, run: str = "s:train:0") -> Operation:
+def step(seq: int, run: str = "s:train:0", **more: Any) -> Operation:
     request = OptimStepRequest(model_id=run, seq_id=seq, adam_params={"learning_rate": 0.5})  # type: ignore[call-arg]
     return Operation(
         op_id=f"{run}:{seq}",
@@ -90,6 +96,7 @@ def step(seq: int, run: str = "s:train:0") -> Operation:
         request=request,
         seq_id=seq,
         model_id=run,
+        **more,
     )
 
 
@@ -108,21 +115,48 @@ def sample(seq: int, name: str = "s:sample:0", clone: int = 0) -> Operation:
     )
 
 
+def loss() -> StoredLoss:
+    node = CustomLossNode(op="call_function", name="n", target="sum", args=[{"ref": "logprobs"}])
+    return StoredLoss(
+        loss_id="s:loss:0",
+        owner="o",
+        session_id="s",
+        inputs=(CustomLossInput(name="logprobs", rank=1),),
+        graph=CustomLossGraph(nodes=[node]),
+    )
+
+
+def key(name: str = "one", owner: str = "o") -> ApiKey:
+    return ApiKey(key_id=0, key_hash=f"hash of {name}", owner=owner, name=name, created_at=1.0)
+
+
+def used(at: float, kind: OpKind = "optim_step", owner: str = "o", **amounts: Any) -> UsageEntry:
+    return UsageEntry(
+        at=at,
+        owner=owner,
+        session_id="s",
+        base_model="b",
+        project_id=None,
+        kind=kind,
+        usage=Usage(**amounts),
+    )
+
+
 DONE = Outcome(body=b"result", size_bytes=6, usage=Usage(trained_tokens=3))
 
 
 class StoreSuite:
-    """Inherit this and define `open_store`."""
+    """Inherit this and define `open_store` and the fixture `place`."""
 
     pytestmark = pytest.mark.anyio
 
-    def open_store(self) -> AbstractAsyncContextManager[Store]:
-        """A fresh, empty store."""
+    def open_store(self, place: str) -> AbstractAsyncContextManager[Store]:
+        """The store at a place; a fresh, empty one where there was none."""
         raise NotImplementedError
 
     @pytest.fixture
-    async def store(self) -> AsyncIterator[Store]:
-        async with self.open_store() as store:
+    async def store(self, place: str) -> AsyncIterator[Store]:
+        async with self.open_store(place) as store:
             yield store
 
     async def test_sessions_are_kept_replaced_and_listed_newest_first(self, store: Store) -> None:
@@ -137,7 +171,29 @@ class StoreSuite:
         await store.put_session(ended)
         assert await store.get_session("a") == ended
         assert not ended.active
+        assert [s.session_id for s in await store.sessions("o", active=True)] == ["b"]
         assert await store.get_session("z") is None
+
+    async def test_signs_of_life_keep_active_sessions_only(self, store: Store) -> None:
+        over = session("over", status=SessionCancelled(detail="silence"))
+        for each in (session("a"), session("b"), over):
+            await store.put_session(each)
+        assert await store.touch_session("a", 5.0) == session("a", last_seen_at=5.0)
+        assert await store.touch_session("over", 5.0) == over
+        assert await store.touch_session("z", 5.0) is None
+        assert await store.get_session("a") == session("a", last_seen_at=5.0)
+        assert {s.session_id: s.last_seen_at for s in await store.sessions()} == {
+            "a": 5.0,
+            "b": 1.0,
+            "over": 1.0,
+        }
+        await store.touch_sessions(7.0)
+        assert {s.session_id: s.last_seen_at for s in await store.sessions()} == {
+            "a": 7.0,
+            "b": 7.0,
+            "over": 1.0,
+        }
+        assert await store.get_session("a") == session("a", last_seen_at=7.0)
 
     async def test_the_first_model_of_an_id_stays(self, store: Store) -> None:
         first = model(user_metadata={"k": "v"})
@@ -158,8 +214,13 @@ class StoreSuite:
         await store.add_sampler(sampler("t:sample:0"))
         assert [s.sampler_id for s in await store.samplers("s")] == ["s:sample:0"]
         assert len(await store.samplers()) == 2
-        counts = [await store.join_sampler(first.sampler_id) for _ in range(3)]
-        assert counts == [1, 2, 3]
+        counts = [await store.join_sampler(first.sampler_id) for _ in range(2)]
+        assert counts == [1, 2]
+        saved = replace(first, location="somewhere", model_id="s:train:0", seq_id=2**62)
+        await store.put_sampler(saved)
+        assert await store.get_sampler(first.sampler_id) == saved
+        assert await store.join_sampler(first.sampler_id) == 3
+        assert await store.get_sampler("no") is None
 
     async def test_checkpoints_are_kept_by_path_and_listed_newest_first(self, store: Store) -> None:
         old, new = checkpoint("old", at=1.0), checkpoint("new", at=2.0)
@@ -173,21 +234,17 @@ class StoreSuite:
         found = await store.get_checkpoint(old.path)
         assert found is not None
         assert (found.public, found.expires_at) == (True, 5.0)
+        assert await store.checkpoints(expired_at=4.9) == []
+        assert await store.checkpoints(expired_at=5.0) == [found]
         assert await store.delete_checkpoint(old.path)
         assert not await store.delete_checkpoint(old.path)
         assert await store.get_checkpoint(old.path) is None
 
     async def test_the_first_loss_of_an_id_stays(self, store: Store) -> None:
-        loss = StoredLoss(
-            loss_id="s:loss:0",
-            owner="o",
-            session_id="s",
-            inputs=(CustomLossInput(name="logprobs", rank=1),),
-            graph=CustomLossGraph(nodes=[]),
-        )
-        assert await store.add_loss(loss) == loss
-        assert await store.add_loss(replace(loss, owner="thief")) == loss
-        assert await store.get_loss("s:loss:0") == loss
+        first = loss()
+        assert await store.add_loss(first) == first
+        assert await store.add_loss(replace(first, owner="thief")) == first
+        assert await store.get_loss("s:loss:0") == first
         assert await store.get_loss("no") is None
 
     async def test_an_operation_is_accepted_once(self, store: Store) -> None:
@@ -256,19 +313,234 @@ class StoreSuite:
         assert await store.recall("p", "k") is None
 
     async def test_audit_and_usage_are_kept_per_owner_in_order(self, store: Store) -> None:
+        details = {"tinker_path": "tinker://p", "count": 2}
         for at, owner in ((1.0, "o"), (2.0, "p"), (3.0, "o")):
-            await store.audit(AuditEntry(at=at, owner=owner, topic="checkpoints", event=f"e{at:g}"))
-            await store.add_usage(
-                UsageEntry(
-                    at=at,
-                    owner=owner,
-                    session_id="s",
-                    base_model="b",
-                    project_id=None,
-                    kind="sample",
-                    usage=Usage(prompt_tokens=int(at)),
-                )
+            entry = AuditEntry(
+                at=at, owner=owner, topic="checkpoints", event=f"e{at:g}", details=details
             )
-        assert [e.event for e in await store.audit_log("o")] == ["e1", "e3"]
-        assert [e.at for e in await store.usage("o", 0.0, 3.0)] == [1.0]
-        assert [e.at for e in await store.usage("o", 0.0, 3.5)] == [1.0, 3.0]
+            await store.audit(entry)
+            await store.add_usage(used(at, owner=owner, trained_tokens=int(at), device_s=0.5))
+        log = await store.audit_log("o")
+        assert [e.event for e in log] == ["e1", "e3"]
+        assert log[0].details == details
+        entries = await store.usage("o", 0.0, 3600.0)
+        assert entries == [
+            used(1.0, trained_tokens=1, device_s=0.5),
+            used(3.0, trained_tokens=3, device_s=0.5),
+        ]
+        assert await store.usage("o", 3600.0, 7200.0) == []
+
+    async def test_what_samples_used_adds_up_by_the_hour(self, store: Store) -> None:
+        await store.submit(sample(1))
+        entry = used(10.0, "sample", prompt_tokens=1, generated_tokens=2)
+        await store.finish("s:sample:0:1", DONE, 10.0, entry)
+        await store.add_usage(used(20.0, "sample", prompt_tokens=10, queue_s=0.25))
+        await store.add_usage(used(3599.0, "sample", prompt_tokens=100, queue_s=0.5))
+        await store.add_usage(used(3600.0, "sample", prompt_tokens=1000))
+        hours = [await store.usage("o", at, at + 3600.0) for at in (0.0, 3600.0)]
+        sums = [sum((e.usage for e in hour), Usage()) for hour in hours]
+        assert sums == [
+            Usage(prompt_tokens=111, generated_tokens=2, queue_s=0.75),
+            Usage(prompt_tokens=1000),
+        ]
+        # What is added later is added to what was asked for already.
+        await store.add_usage(used(30.0, "sample", prompt_tokens=1, device_s=1.5))
+        again = await store.usage("o", 0.0, 3600.0)
+        assert sum((e.usage for e in again), Usage()) == Usage(
+            prompt_tokens=112, generated_tokens=2, queue_s=0.75, device_s=1.5
+        )
+
+    async def test_what_an_operation_used_counts_once(self, store: Store) -> None:
+        await store.submit(step(1))
+        entry = used(4.0, trained_tokens=3)
+        assert await store.finish("s:train:0:1", DONE, 4.0, entry)
+        assert not await store.finish("s:train:0:1", DONE, 5.0, entry)
+        assert await store.usage("o", 0.0, 3600.0) == [entry]
+
+    async def test_a_journal_keeps_bodies_until_they_are_trimmed(self, store: Store) -> None:
+        await store.add_model(model())
+        for seq in (2, 0, 1, 3):
+            await store.submit(step(seq, body=b"body %d" % seq, media="application/x"))
+        await store.submit(step(9, run="s:train:1", body=b"other"))
+        for seq in (0, 1):
+            await store.finish(f"s:train:0:{seq}", DONE, 5.0)
+        journal = await store.journal("s:train:0", 0)
+        assert [(op.seq_id, op.state, op.body) for op in journal] == [
+            (1, "done", b"body 1"),
+            (2, "queued", b"body 2"),
+            (3, "queued", b"body 3"),
+        ]
+        assert journal[0].outcome == replace(DONE, body=None)
+        assert journal[0].media == "application/x"
+        finished = await store.get_operation("s:train:0:1")
+        assert finished is not None
+        assert finished.outcome == DONE
+
+        await store.trim_journal("s:train:0", 2)
+        bodies = [op.body for op in await store.journal("s:train:0", -1)]
+        assert bodies == [b"", b"", b"body 2", b"body 3"]
+        assert [op.body for op in await store.journal("s:train:1", -1)] == [b"other"]
+
+    async def test_the_last_turn_of_a_model_is_its_highest_finished_one(self, store: Store) -> None:
+        assert await store.last_turns() == {}
+        for seq in (0, 1, 2):
+            await store.submit(step(seq))
+        await store.submit(step(7, run="s:train:1"))
+        await store.submit(replace(step(8), op_id="loss", model_id=None))
+        for op_id in ("s:train:0:1", "s:train:0:0", "loss"):
+            await store.finish(op_id, DONE, 5.0)
+        assert await store.last_turns() == {"s:train:0": 1}
+
+    async def test_a_new_operation_is_its_models_last_request(self, store: Store) -> None:
+        await store.add_model(model())
+        await store.submit(step(5))
+        found = await store.get_model("s:train:0")
+        assert found is not None
+        assert found.last_request_at == 5.0
+        assert [m.last_request_at for m in await store.models()] == [5.0]
+
+    async def test_old_operations_are_forgotten_but_not_a_last_turn(self, store: Store) -> None:
+        for seq in range(4):
+            await store.submit(step(seq, body=b"b"))
+            await store.finish(f"s:train:0:{seq}", DONE, float(seq))
+        await store.submit(sample(1))
+        await store.finish("s:sample:0:1", DONE, 1.0)
+        await store.trim_journal("s:train:0", 0)
+        # Of those before 2.5 only one has no body that a journal needs.
+        assert await store.forget_operations_before(2.5) == 2
+        assert await store.get_operation("s:train:0:0") is None
+        assert await store.get_operation("s:sample:0:1") is None
+        await store.trim_journal("s:train:0", 3)
+        assert await store.forget_operations_before(9.0) == 2
+        assert [op.seq_id for op in await store.operations("s")] == [3]
+        assert await store.last_turns() == {"s:train:0": 3}
+
+    async def test_a_sessions_operations_come_without_payloads(self, store: Store) -> None:
+        await store.submit(step(1, body=b"large"))
+        await store.finish("s:train:0:1", DONE, 2.0)
+        (found,) = await store.operations("s")
+        assert found.body == b""
+        assert found.outcome == replace(DONE, body=None)
+
+    async def test_keys_are_numbered_found_by_hash_and_revoked_once(self, store: Store) -> None:
+        first = await store.add_key(key("one"))
+        second = await store.add_key(key("two", owner="p"))
+        assert first.key_id < second.key_id
+        assert await store.find_key("hash of one") == first
+        assert await store.find_key("hash of none") is None
+        assert await store.keys() == [first, second]
+        assert await store.keys("p") == [second]
+        assert await store.revoke_key(first.key_id, 9.0)
+        assert not await store.revoke_key(first.key_id, 10.0)
+        assert not await store.revoke_key(99, 10.0)
+        assert await store.find_key("hash of one") == replace(first, revoked_at=9.0)
+
+    async def test_many_submits_at_once_keep_their_order_and_are_accepted_once(
+        self, store: Store
+    ) -> None:
+        wanted = [step(seq, body=b"%d" % seq) for seq in range(300)]
+        twice = [op for op in wanted for _ in range(2)]
+        answers = await asyncio.gather(*(store.submit(op) for op in twice))
+        assert [new for _, new in answers] == [True, False] * 300
+        assert [op.seq_id for op in await store.pending()] == list(range(300))
+        ends = await asyncio.gather(*(store.finish(op.op_id, DONE, 1.0) for op in twice))
+        assert ends == [True, False] * 300
+        assert await store.pending() == []
+
+    async def test_large_and_strange_values_come_back_as_they_were(self, store: Store) -> None:
+        strange = "naïve \u2028 \U0001f9ea \x00 end"
+        odd = session(
+            user_metadata={strange: strange}, tags=(strange, ""), display_name="\U0001f9ea ñ"
+        )
+        await store.put_session(odd)
+        assert await store.get_session("s") == odd
+        assert await store.sessions() == [odd]
+        other = OptimizerConfigBase(type="shampoo", block=128)  # type: ignore[call-arg]
+        unknown_family = model(user_metadata={"k": "v"}, snapshot_seq=2**63 - 1)
+        await store.add_model(replace(unknown_family, optimizer=other))
+        assert await store.models() == [replace(unknown_family, optimizer=other)]
+
+        body = bytes(range(256)) * (20_000_000 // 256)
+        await store.submit(step(2**63 - 1, body=body))
+        await store.finish(f"s:train:0:{2**63 - 1}", Outcome(body=body, size_bytes=len(body)), 1.0)
+        (kept,) = await store.journal("s:train:0", 2**63 - 2)
+        assert kept.body == body
+        found = await store.get_operation(kept.op_id)
+        assert found is not None
+        assert found.outcome is not None
+        assert found.outcome.body == body
+
+    async def test_text_no_database_takes_is_no_failure(self, store: Store) -> None:
+        for bad in ("\0", "half a pair \ud83e"):
+            assert await store.get_session(bad) is None
+            assert await store.get_operation(bad) is None
+            assert await store.get_checkpoint(bad) is None
+            await store.remember("o", bad, "answer")
+            assert await store.recall("o", bad) == "answer"
+            await store.put_session(session(display_name=bad))
+
+
+class DurableStoreSuite(StoreSuite):
+    """What a store must do that remembers across restarts."""
+
+    async def test_records_survive_a_restart(self, place: str) -> None:
+        checkpoint_, loss_, audit_ = (
+            checkpoint(),
+            loss(),
+            AuditEntry(at=1.0, owner="o", topic="checkpoints", event="e"),
+        )
+        async with self.open_store(place) as store:
+            await store.put_session(session(tags=("a", "b")))
+            await store.add_model(model())
+            await store.add_sampler(sampler())
+            await store.join_sampler("s:sample:0")
+            await store.put_checkpoint(checkpoint_)
+            await store.add_loss(loss_)
+            await store.remember("o", "k", "answer")
+            added = await store.add_key(key())
+            await store.audit(audit_)
+        async with self.open_store(place) as store:
+            assert await store.get_session("s") == session(tags=("a", "b"))
+            assert await store.get_model("s:train:0") == model()
+            assert await store.get_sampler("s:sample:0") == sampler()
+            assert await store.join_sampler("s:sample:0") == 2
+            assert await store.get_checkpoint(checkpoint_.path) == checkpoint_
+            assert await store.get_loss(loss_.loss_id) == loss_
+            assert await store.recall("o", "k") == "answer"
+            assert await store.keys() == [added]
+            assert await store.audit_log("o") == [audit_]
+
+    async def test_operations_survive_a_restart_and_samples_do_not(self, place: str) -> None:
+        async with self.open_store(place) as store:
+            for seq in (1, 0, 2):
+                await store.submit(step(seq, body=b"body %d" % seq))
+            await store.submit(sample(1))
+            await store.start(["s:train:0:0", "s:train:0:1"], 5.0)
+            await store.finish("s:train:0:0", DONE, 6.0, used(6.0, trained_tokens=3))
+        async with self.open_store(place) as store:
+            pending = await store.pending()
+            # What ran when the server ended is waiting again.
+            assert [(op.seq_id, op.state, op.body) for op in pending] == [
+                (1, "queued", b"body 1"),
+                (2, "queued", b"body 2"),
+            ]
+            done = await store.get_operation("s:train:0:0")
+            assert done is not None
+            assert (done.outcome, done.started_at, done.finished_at) == (DONE, 5.0, 6.0)
+            assert await store.get_operation("s:sample:0:1") is None
+            again, new = await store.submit(step(1, body=b"other"))
+            assert not new
+            assert again.body == b"body 1"
+            assert not (await store.submit(step(0)))[1]
+            assert await store.last_turns() == {"s:train:0": 0}
+            assert await store.usage("o", 0.0, 3600.0) == [used(6.0, trained_tokens=3)]
+            assert await store.finish("s:train:0:1", DONE, 7.0)
+
+    async def test_what_is_written_later_is_written_at_the_end(self, place: str) -> None:
+        async with self.open_store(place) as store:
+            await store.put_session(session())
+            await store.touch_session("s", 9.0)
+            await store.add_usage(used(1.0, "sample", prompt_tokens=1))
+        async with self.open_store(place) as store:
+            assert [s.last_seen_at for s in await store.sessions()] == [9.0]
+            assert await store.usage("o", 0.0, 3600.0) == [used(1.0, "sample", prompt_tokens=1)]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tests.docs.blocks import ROOT
 from tinkex import errors
-from tinkex.cli.main import COMMANDS, Argument, Command
+from tinkex.cli.main import COMMANDS, PROGRAMS, Argument, Command
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,6 +27,9 @@ def commands() -> str:
         for verb, command in verbs.items():
             parts += _command(f"tinkex {noun} {verb}", command)
         parts.append("")
+    for name, command in PROGRAMS.items():
+        parts += [f"### `tinkex {name}`: {command.summary}", ""]
+        parts += [*_command(f"tinkex {name}", command), ""]
     return "\n".join(parts).rstrip()
 
 

@@ -28,10 +28,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-# A minute each or more, so they run in tests/e2e/test_learning.py, shortened. There is no public
-# way yet to start a real engine, so they reach for it.
+# A minute each or more, so they run in tests/e2e/test_learning.py, shortened.
 REAL = {"sft_smollm2.py", "rl_smollm2.py"}
-ENGINE = {"tinkex.engine.local", "tinkex.engine.models.loader"}
 LONG = REAL | {"quickstart.py"}
 LANGUAGES = {"python", "sh", "text"}
 LIMIT_S = 50.0
@@ -43,6 +41,7 @@ NOT_RUN = {
     "coming-from-tinker.md": 1,  # a script of the reader's
     "learning.md": 2,  # minutes of training
     "quickstart.md": 1,  # make
+    "serving.md": 1,  # a server that runs
     "testing.md": 1,  # a script of the reader's
 }
 
@@ -115,8 +114,6 @@ def test_the_example_runs_and_checks_its_own_result(example: Path, work: Path):
     output = _run(_pytest(example) if is_test else [sys.executable, str(example)], work)
     assert ("passed" if is_test else "ok") in output
     assert max(len(line) for line in output.splitlines()) <= 80
-    if example.name == "quickstart.py":
-        assert "fake server" in output.splitlines()[0]
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
@@ -124,8 +121,7 @@ def test_the_example_is_short_and_uses_public_names_only(example: Path):
     text = example.read_text()
     assert len(text.splitlines()) < (150 if example.name in LONG else 100)
     sources = [line.split()[1] for line in text.splitlines() if line.startswith("from tinkex")]
-    engine = ENGINE if example.name in REAL else set()
-    assert set(sources) <= {"tinkex", "tinkex.testing", "tinkex.types"} | engine
+    assert set(sources) <= {"tinkex", "tinkex.testing", "tinkex.types"}
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if script_of(p)], ids=lambda path: path.name)

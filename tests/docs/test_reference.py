@@ -20,6 +20,7 @@ from tests.docs.reference import PRINTED, printed_part
 from tinkex import Config, errors, testing
 from tinkex.clients.retry_config import RetryConfig
 from tinkex.futures.future import APIFuture, FutureStatus
+from tinkex.host.settings import HostSettings, known
 from tinkex.server.settings import Settings
 from tinkex.testing import faults, plugin
 from tinkex.wire.routes import ROUTES
@@ -55,7 +56,7 @@ def test_what_is_printed_from_the_program_is_current(name: str):
 
 def _variables() -> set[str]:
     source = (ROOT / "src" / "tinkex" / "config.py").read_text()
-    return set(re.findall(r'"((?:TINKER|CLOUDFLARE)_[A-Z_]+)"', source))
+    return set(re.findall(r'"((?:TINKER|TINKEX|CLOUDFLARE)_[A-Z_]*[A-Z])"', source))
 
 
 def test_the_settings_page_lists_exactly_the_variables_that_are_read():
@@ -74,6 +75,21 @@ def test_the_settings_page_gives_the_true_defaults():
     for field in (*dataclasses.fields(Config), *dataclasses.fields(RetryConfig)):
         if isinstance(field.default, bool | int | float) or field.default is None:
             assert rows[field.name][0] == f"`{field.default}`", field.name
+
+
+def test_the_serving_page_lists_every_setting_of_a_host_with_its_true_default():
+    rows = _rows("serving.md")
+    names = [field.name for field in dataclasses.fields(HostSettings) if field.name != "server"]
+    assert {name: rows[name][0] for name in names} == {
+        name: f"`{', '.join(value) if isinstance(value, tuple) else value}`"
+        for name in names
+        for value in [getattr(HostSettings(), name)]
+    }
+
+
+def test_everything_that_can_be_set_by_name_is_documented():
+    listed = _rows("serving.md").keys() | _rows("settings.md").keys()
+    assert not known().keys() - listed
 
 
 def test_the_settings_page_lists_what_a_service_client_takes():

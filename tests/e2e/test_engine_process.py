@@ -26,11 +26,13 @@ from tests.contracts.engine_suite import (
     datum,
     optim_op,
     sample_op,
+    saved,
     spec,
     step,
     train_op,
 )
 from tests.e2e.engine_parents import LONG
+from tests.s3 import bucket, s3_environment, s3_url
 from tinkex.engine.base import TrainResult
 from tinkex.engine.process import (
     EngineSpec,
@@ -45,6 +47,7 @@ from tinkex.errors import (
     InputError,
     ModelError,
     RequestFailedError,
+    StorageError,
 )
 
 if TYPE_CHECKING:
@@ -54,6 +57,8 @@ pytestmark = [
     pytest.mark.anyio,
     pytest.mark.skipif(sys.platform != "linux", reason="uses pidfd, prlimit and /proc"),
 ]
+
+__all__ = ["bucket", "s3_environment", "s3_url"]
 
 ROOT = Path(__file__).parents[2]
 NOTICED_WITHIN_S = 2.0
@@ -301,7 +306,7 @@ device = lambda name: types.SimpleNamespace(type=name)
 set_num_threads = lambda threads: None
 
 class LocalEngine(FakeEngine):
-    def __init__(self, models, folder, settings):
+    def __init__(self, models, folder, settings, artifacts):
         super().__init__()
 
     async def train(self, batch):
@@ -318,6 +323,7 @@ class LocalEngine(FakeEngine):
 
 sys.modules["tinkex.engine.local"] = sys.modules[__name__]
 sys.modules["tinkex.engine.models.loader"] = types.SimpleNamespace(load_model=lambda *a, **k: None)
+sys.modules["tinkex.engine.models.deferred"] = types.SimpleNamespace(defer_model=None)
 """
 
 
@@ -344,6 +350,77 @@ async def test_after_a_fault_of_the_device_the_engine_reports_it_and_ends(
 async def test_an_engine_whose_thread_has_ended_lets_nobody_wait(faulty: ProcessEngine) -> None:
     with pytest.raises(EngineDiedError, match="gave up: ValueError: a mistake in the engine"):
         await faulty.optim_step([optim_op("m")])
+
+
+# -- its storage ------------------------------------------------------------------------------
+
+
+async def test_a_full_disk_fails_the_save_as_such_and_keeps_what_was_saved_before(
+    tmp_path: Path,
+) -> None:
+    async with await ProcessEngine.start(engine_spec(tmp_path)) as engine:
+        await engine.create_adapter(spec("m"))
+        await engine.save_adapter("m", "x", optimizer=False)
+        await engine.publish("m", "snapshot")
+        before = await engine.export_saved("x")
+        await step(engine, "m")
+        # The child's writes end in the middle of the file, as on a disk that is full.
+        resource.prlimit(engine.pid, resource.RLIMIT_FSIZE, (1 << 14, resource.RLIM_INFINITY))
+        for call in (
+            lambda: engine.save_adapter("m", "x", optimizer=True),
+            lambda: engine.save_snapshot("snapshot", "y"),
+            lambda: engine.copy_saved("x", "y"),
+        ):
+            with pytest.raises(StorageError, match=r"File too large \(\d+ bytes needed") as caught:
+                await call()
+            assert str(tmp_path) in caught.value.path
+            assert caught.value.retryable
+        assert _names(tmp_path) == {"x.safetensors", "lock"}
+        assert await engine.export_saved("x") == before
+        resource.prlimit(engine.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+        assert (await engine.save_adapter("m", "x", optimizer=True)).has_optimizer
+        assert await engine.export_saved("x") != before
+
+
+def _names(folder: Path) -> set[str]:
+    return {path.name for path in folder.rglob("*") if path.is_file()}
+
+
+async def test_what_was_saved_at_a_url_is_found_by_an_engine_on_another_machine(
+    tmp_path: Path, bucket: str
+) -> None:
+    url = f"s3://{bucket}/adapters"
+    here, there = (engine_spec(tmp_path / place, artifacts=url) for place in ("here", "there"))
+    async with await ProcessEngine.start(here) as engine:
+        await engine.create_adapter(spec("m"))
+        await step(engine, "m")
+        await engine.train([train_op("m")])
+        await engine.save_adapter("m", "runs/half", optimizer=True)
+        unbroken = [await step(engine, "m") for _ in range(2)]
+        await engine.publish("m", "end")
+        await engine.save_snapshot("end", "runs/end")
+        exported = await engine.export_saved("runs/end", "tinker")
+        scored = await engine.sample(sample_op(saved("runs/end")))
+        os.kill(engine.pid, signal.SIGKILL)
+        await engine.wait_dead()
+    async with await ProcessEngine.start(there) as engine:
+        await engine.create_adapter(spec("again"))
+        await engine.load_adapter("again", "runs/half", optimizer=True)
+        assert [await step(engine, "again") for _ in range(2)] == unbroken
+        assert await engine.export_saved("runs/end", "tinker") == exported
+        result = await engine.sample(sample_op(saved("runs/end")))
+        assert result.response.sequences == scored.response.sequences
+        await engine.copy_saved("runs/half", "runs/copy")
+        for location in ("runs/half", "runs/end"):
+            await engine.delete_saved(location)
+        with pytest.raises(RequestFailedError, match="nothing is saved at 'runs/half'"):
+            await engine.load_adapter("again", "runs/half", optimizer=True)
+        await engine.load_adapter("again", "runs/copy", optimizer=True)
+
+
+async def test_artifacts_that_cannot_be_used_keep_the_engine_from_starting(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="artifacts: 'nowhere' cannot be used"):
+        await ProcessEngine.start(engine_spec(tmp_path, artifacts="nowhere://x"))
 
 
 # -- its start --------------------------------------------------------------------------------

@@ -78,6 +78,7 @@ TINKEX = [
     "ServerSilentError",
     "ServiceClient",
     "StopReason",
+    "StorageError",
     "TensorData",
     "TensorDtype",
     "Timeout",

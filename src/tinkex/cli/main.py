@@ -55,6 +55,10 @@ _LIMIT = Argument(
     metavar="N",
     help="how many at most; 0 for all (default: 20)",
 )
+_SERVER = (
+    Argument("--data-dir", metavar="DIR", help="the server's folder (default: ./tinkex-data)"),
+    Argument("--database", metavar="URL", help="its database, if that is not in the folder"),
+)
 _CSV = Argument("--csv", metavar="FILE", help="write CSV to FILE instead; - is standard output")
 
 COMMANDS: dict[str, tuple[str, dict[str, Command]]] = {
@@ -162,6 +166,31 @@ COMMANDS: dict[str, tuple[str, dict[str, Command]]] = {
             ),
         },
     ),
+    "key": (
+        "the keys of your own server",
+        {
+            "create": Command(
+                "keys:create",
+                "make a key and print it, this once",
+                Argument("--owner", metavar="NAME", help="whose key it is (default: a new tenant)"),
+                Argument("--name", default="", metavar="TEXT", help="what to call it"),
+                Argument("--note", default="", metavar="TEXT", help="anything worth remembering"),
+                *_SERVER,
+            ),
+            "list": Command(
+                "keys:list_all",
+                "list keys; the keys themselves are not kept",
+                Argument("--owner", metavar="NAME", help="only this tenant's"),
+                *_SERVER,
+            ),
+            "revoke": Command(
+                "keys:revoke",
+                "let a key in no more",
+                Argument("key_id", type=int, metavar="ID", help="as in `tinkex key list`"),
+                *_SERVER,
+            ),
+        },
+    ),
     "model": (
         "models to train and sample",
         {
@@ -217,6 +246,37 @@ COMMANDS: dict[str, tuple[str, dict[str, Command]]] = {
     ),
 }
 
+# Commands of one word.
+PROGRAMS: dict[str, Command] = {
+    "serve": Command(
+        "serve:serve",
+        "run a server",
+        Argument(
+            "--base-model",
+            dest="base_models",
+            action="append",
+            metavar="NAME[=FOLDER]",
+            help="a model to serve; may be given again (default: "
+            "HuggingFaceTB/SmolLM2-135M-Instruct)",
+        ),
+        Argument("--host", metavar="ADDRESS", help="where to listen (default: 127.0.0.1)"),
+        Argument("--port", metavar="N", help="0 for any that is free (default: 8000)"),
+        Argument("--data-dir", metavar="DIR", help="what is kept (default: ./tinkex-data)"),
+        Argument("--database", metavar="URL", help="postgresql://… instead of a file in DIR"),
+        Argument("--artifacts", metavar="URL", help="adapters go to s3://… instead of to DIR"),
+        Argument(
+            "--no-auth", action="store_true", help="any key is the one tenant; on this machine only"
+        ),
+        Argument("--config", metavar="FILE", help="settings (default: DIR/tinkex.toml, if any)"),
+        Argument("--device", metavar="NAME", help="such as cpu or cuda (default: cuda if any)"),
+        Argument("--dtype", metavar="NAME", help="float32, bfloat16 or float16"),
+        Argument("--threads", metavar="N", help="threads of one computation on the CPU"),
+        Argument("--log-level", metavar="LEVEL", help="debug, info, warning or error"),
+        Argument("--log-format", metavar="FORMAT", help="text or json"),
+        Argument("--set", action="append", metavar="NAME=VALUE", help="any other setting"),
+    ),
+}
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status: 0, 1 failed, 2 misused, 130 interrupted."""
@@ -242,6 +302,10 @@ def build_parser(words: Sequence[str] | None = None) -> argparse.ArgumentParser:
             _add_verbs(nouns.add_parser(noun, help=summary, **_settings(summary)), noun, verbs)
         else:
             nouns.add_parser(noun, help=summary, add_help=False)
+    for name, command in PROGRAMS.items():
+        leaf = nouns.add_parser(name, help=command.summary, **_settings(command.summary))
+        if words is None or name in words:
+            _fill(leaf, command)
     summary = "print the version"
     version = nouns.add_parser("version", help=summary, **_settings(summary))
     _add_format(version)
@@ -255,11 +319,16 @@ def _add_verbs(parser: argparse.ArgumentParser, noun: str, verbs: dict[str, Comm
     parser.set_defaults(parser=parser)
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", prog=f"tinkex {noun}")
     for verb, command in verbs.items():
-        leaf = subparsers.add_parser(verb, help=command.summary, **_settings(command.summary))
-        _add_format(leaf)
-        leaf.set_defaults(handler=command.handler, parser=leaf)
-        for argument in command.arguments:
-            leaf.add_argument(*argument.names, **argument.settings)
+        _fill(
+            subparsers.add_parser(verb, help=command.summary, **_settings(command.summary)), command
+        )
+
+
+def _fill(leaf: argparse.ArgumentParser, command: Command) -> None:
+    _add_format(leaf)
+    leaf.set_defaults(handler=command.handler, parser=leaf)
+    for argument in command.arguments:
+        leaf.add_argument(*argument.names, **argument.settings)
 
 
 def _settings(summary: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from tinkex.clients.operations import Operations
 from tinkex.clients.portal import LoopThread
 from tinkex.clients.telemetry import Telemetry
 from tinkex.clock import SystemClock
-from tinkex.errors import APIError, ClosedError, CredentialError, NotFoundError
+from tinkex.errors import APIError, ClosedError, NotFoundError
 from tinkex.futures.budget import ByteBudget
 from tinkex.futures.poller import Poller
 from tinkex.types import ClientConfigRequest, ClientDynamicConfigResponse
@@ -111,17 +111,16 @@ class Connection:
         """Server flags fetched, credentials resolved."""
         if self.closed:
             raise ClosedError("ServiceClient is closed")
-        if self.config.embedded:
-            raise CredentialError(
-                "no server is configured, and this version cannot start one by itself: set "
-                "TINKER_API_KEY for hosted Tinker, or TINKER_BASE_URL and a key for a server of "
-                "your own; tinkex.testing.FakeServer serves tests"
-            )
         return await self._connected.get()
 
     async def _connect(self) -> Api:
         from tinkex.transport.api import connect
 
+        if self.config.embedded:
+            # The one seam to the other half: nothing of it is loaded before it is needed.
+            from tinkex.embedded import connect as embedded
+
+            self.config = await embedded(self.config)
         api = connect(self.config, self._make_transport(self.config, self.clock), self.clock)
         request = ClientConfigRequest(sdk_version=PROTOCOL_VERSION)
         bootstrap_s = self.config.bootstrap_deadline_s

@@ -328,9 +328,10 @@ class SamplingClient:
         return self._load_tokenizer()
 
     async def _load_tokenizer(self) -> Tokenizer:
-        from tinkex.clients.tokenizers import load_tokenizer_async
+        from tinkex.clients.served_tokenizers import tokenizer_of
 
-        return await load_tokenizer_async(await self.get_base_model_async(), None)
+        base_model = await self.get_base_model_async()
+        return await tokenizer_of(await self.holder.opened(), base_model)
 
     get_tokenizer = blocking(get_tokenizer_async)
 

@@ -335,11 +335,11 @@ class TrainingClient:
         return self._load_tokenizer()
 
     async def _load_tokenizer(self) -> Tokenizer:
-        from tinkex.clients.tokenizers import load_tokenizer_async
+        from tinkex.clients.served_tokenizers import tokenizer_of
 
         data = (await self.get_info_async()).model_data
         name = given(data.model_name, "model_data.model_name", "get_info")
-        tokenizer = await load_tokenizer_async(name, data.tokenizer_id)
+        tokenizer = await tokenizer_of(await self.holder.opened(), name, data.tokenizer_id)
         # From now on ids that the model cannot know are refused before they are sent.
         self._calls.vocab_size = vocabulary(tokenizer)
         return tokenizer

@@ -9,7 +9,7 @@ must do is in tests/contracts/engine_suite.py.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +30,25 @@ if TYPE_CHECKING:
     )
 
 
+Layout = Literal["peft", "tinker"]
+"""How exported files name the unembedding: `lm_head`, which PEFT loads, or `model.unembed_tokens`,
+as the archives of hosted Tinker do. Everything else is the same."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelText:
+    """What turns text into a base model's tokens, and messages into text."""
+
+    tokenizer_json: bytes
+    """The content of its `tokenizer.json`."""
+    chat_template: str | None = None
+    """The model's own Jinja text, if it brings one, and what that calls its two markers."""
+    bos_token: str | None = None
+    eos_token: str | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    """The tokens that end a text; `eos_token` is usually one of them."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """A base model the engine serves."""
@@ -39,6 +58,8 @@ class ModelSpec:
     vocab_size: int
     tokenizer_id: str | None = None
     arch: str | None = None
+    text: ModelText | None = field(default=None, repr=False)
+    """None for a model without a tokenizer, which takes and gives tokens only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,8 +172,27 @@ class SampleResult:
 
 
 if TYPE_CHECKING:
-    # Called as (sample index, token, log-probability) while a sequence grows.
-    OnToken = Callable[[int, int, float], None]
+    # The likeliest tokens of one position and their log-probabilities.
+    Best = tuple[Sequence[int], Sequence[float]]
+    # Called as (sample index, token, log-probability, likeliest) while a sequence grows; the last
+    # is None unless `topk_sample_logprobs` asks for it.
+    OnToken = Callable[[int, int, float, Best | None], None]
+
+
+GAUGES = (
+    "adapters_resident",
+    "adapters_parked",
+    "samples_running",
+    "kv_blocks_used",
+    "kv_blocks_total",
+    "tokens_trained_total",
+    "tokens_scored_total",
+    "tokens_prompt_total",
+    "tokens_generated_total",
+)
+"""What `stats` says: adapters and snapshots on the device and off it, sampling requests, blocks of
+the key/value cache, and tokens since the start: of forward_backward, of forward alone, of prompts
+and of completions."""
 
 
 class Engine(Protocol):
@@ -160,6 +200,7 @@ class Engine(Protocol):
 
     Every method may be cancelled. A batch answers operation by operation, in order: one
     bad operation is a `RequestFailedError` in its place and leaves the others alone.
+    What cannot be written or read because of the storage raises `StorageError`.
     Calls for one `model_id` are never made concurrently; calls for different ones are.
     Where the engine lives in another process, every call raises `EngineDiedError` once that has
     ended, also those under way.
@@ -196,6 +237,10 @@ class Engine(Protocol):
         """Freeze a copy of an adapter for sampling under the name `snapshot`."""
         ...
 
+    async def save_snapshot(self, snapshot: str, location: str) -> SavedAdapter:
+        """Write what was published; complete and durable when it returns."""
+        ...
+
     async def drop_snapshot(self, snapshot: str) -> None: ...
 
     async def sample(self, op: SampleOp, on_token: OnToken | None = None) -> SampleResult:
@@ -208,6 +253,13 @@ class Engine(Protocol):
 
     async def delete_saved(self, location: str) -> None: ...
 
-    async def export_saved(self, location: str) -> Mapping[str, bytes]:
-        """The files of a saved adapter in PEFT's layout, by relative name."""
+    async def export_saved(self, location: str, layout: Layout = "peft") -> Mapping[str, bytes]:
+        """The two files of a saved adapter, by name."""
+        ...
+
+    async def stats(self) -> Mapping[str, float]:
+        """Gauges, and counters whose names end in `_total`; does not wait for what runs.
+
+        At least `GAUGES`; an engine may have more.
+        """
         ...

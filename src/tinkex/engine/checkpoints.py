@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from tinkex.engine.base import SavedAdapter
+from tinkex.engine.durable import write_atomically
 from tinkex.engine.lora import check_lora, parameter_count, wrap
 from tinkex.engine.optim import Moments
-from tinkex.engine.tensor_files import damaged, read_tensors, write_atomically, write_tensors
+from tinkex.engine.tensor_files import damaged, read_header, read_tensors, write_tensors
 from tinkex.errors import InputError, RequestFailedError
 from tinkex.types import LoraConfig
 from tinkex.types.optimizers import optimizer_config
@@ -41,7 +42,7 @@ class State:
 
     base_model: str
     weights: LoraWeights
-    optimizer: OptimizerConfig
+    optimizer: OptimizerConfig | None = None
     moments: Moments | None = None
     gradient_P: Tensor | None = None
 
@@ -50,28 +51,50 @@ class _Header(msgspec.Struct, kw_only=True):
     format: int
     base_model: str
     lora: dict[str, Any]
-    optimizer: dict[str, Any]
+    optimizer: dict[str, Any] | None
     step: int
 
 
 def save(state: State, path: Path) -> SavedAdapter:
     """Write a checkpoint; a file that is already there is replaced in one go."""
-    tensors = {"weights": state.weights.flat_P}
-    if state.moments is not None:
-        tensors |= {"first": state.moments.first_P, "second": state.moments.second_P}
-        if state.gradient_P is not None:
-            tensors["gradient"] = state.gradient_P
+    write_atomically(path, partial(write, state))
+    return SavedAdapter(size_bytes=path.stat().st_size, has_optimizer=state.moments is not None)
+
+
+def size_bytes(state: State) -> int:
+    """About how large its file is; the header is small."""
+    return sum(tensor.numel() * tensor.itemsize for tensor in _tensors(state).values())
+
+
+def write(state: State, path: Path) -> None:
+    """Write a checkpoint, neither atomically nor durably; whoever calls sees to that."""
     header = msgspec.json.encode(
         _Header(
             format=FORMAT,
             base_model=state.base_model,
             lora=state.weights.lora.model_dump(),
-            optimizer=state.optimizer.model_dump(),
+            optimizer=None if state.optimizer is None else state.optimizer.model_dump(),
             step=0 if state.moments is None else state.moments.step,
         )
     ).decode()
-    write_atomically(path, partial(write_tensors, header=header, tensors=tensors))
-    return SavedAdapter(size_bytes=path.stat().st_size, has_optimizer=state.moments is not None)
+    write_tensors(path, header, _tensors(state))
+
+
+def _tensors(state: State) -> dict[str, Tensor]:
+    tensors = {"weights": state.weights.flat_P}
+    if state.moments is not None:
+        tensors |= {"first": state.moments.first_P, "second": state.moments.second_P}
+        if state.gradient_P is not None:
+            tensors["gradient"] = state.gradient_P
+    return tensors
+
+
+def base_model_of(path: Path) -> str:
+    """The base model of a checkpoint, without reading the rest."""
+    try:
+        return msgspec.json.decode(read_header(path), type=_Header).base_model
+    except msgspec.MsgspecError as error:
+        raise damaged(path, str(error)) from error
 
 
 def load(path: Path, config: DecoderConfig) -> State:
@@ -84,7 +107,8 @@ def load(path: Path, config: DecoderConfig) -> State:
         header = msgspec.json.decode(text, type=_Header)
         lora = LoraConfig.model_validate(header.lora)
         check_lora(lora)
-        optimizer = optimizer_config(header.optimizer, "optimizer")
+        found = header.optimizer
+        optimizer = None if found is None else optimizer_config(found, "optimizer")
     except (msgspec.MsgspecError, InputError) as error:
         raise damaged(path, str(error)) from error
     if header.format != FORMAT:

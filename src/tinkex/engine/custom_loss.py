@@ -2,8 +2,8 @@
 
 Nothing a graph says is ever looked up by name in a module or on an object: functions,
 methods and attributes come from the tables of `custom_loss_tables`. Graphs cannot draw
-random numbers, change tensors in place, or make tensors much larger than their inputs; so
-they are harmless and give the same result every time.
+random numbers, change tensors in place, make tensors much larger than their inputs, or work
+without end (`custom_loss_limits`); so they are harmless and give the same result every time.
 
 Shapes: N tokens of one sequence, K targets of a row.
 """
@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from tinkex.engine import custom_loss_limits as limits
 from tinkex.engine.custom_loss_arguments import Values, decode_argument
 from tinkex.engine.custom_loss_tables import (
     ATTRIBUTES,
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
 MAX_NODES: Final = 1000
 MAX_ELEMENTS: Final = 2**24
 """How large one value may become while a graph is evaluated."""
-MAX_TOTAL: Final = 2**28
+MAX_TOTAL: Final = 2**27
 """How many elements all values of one datum may have together."""
 _MAX_INPUTS: Final = 16
 _NAME: Final = re.compile(r"[a-z_][a-z0-9_]{0,63}")
@@ -49,17 +51,18 @@ class _Step:
     """One checked node."""
 
     name: str
-    run: Callable[[Values], Any]
+    run: Callable[[Values, limits.Work], Any]
 
 
 @dataclass(frozen=True, slots=True)
 class CompiledLoss:
-    """A graph that passed every check."""
+    """A graph that passed every check; made for one operation, whose work it counts."""
 
     inputs: tuple[CustomLossInput, ...]
     steps: tuple[_Step, ...]
     loss: str
     metrics: Mapping[str, str]
+    work: limits.Work = field(default_factory=limits.Work, compare=False)
 
     def read(self, datum: Datum, shape: tuple[int, ...], path: str) -> Values:
         """The declared inputs of one datum, as arrays; `shape` is that of its targets."""
@@ -80,7 +83,7 @@ class CompiledLoss:
         results["input", "logprobs"] = logprobs
         total = 0
         for step in self.steps:
-            value = results[step.name] = step.run(results)
+            value = results[step.name] = step.run(results, self.work)
             total += _elements(step, value)
             if total > MAX_TOTAL:
                 raise InputError(f"holds more than {MAX_TOTAL} numbers at {step.name}", "graph")
@@ -101,11 +104,13 @@ def compile_loss(inputs: Sequence[CustomLossInput], graph: CustomLossGraph) -> C
         raise InputError("must end with an output node", "graph.nodes")
     declared = {declared.name for declared in inputs}
     names: set[str] = set()
+    values = limits.Values()
     steps: list[_Step] = []
     for index, node in enumerate(graph.nodes[:-1]):
         path = f"graph.nodes[{index}]"
         if not node.name or node.name in names:
             raise InputError(f"{node.name!r} is not a new name", f"{path}.name")
+        values.add([node.args, node.kwargs], path)
         steps.append(_Step(node.name, _compile(node, names, declared, path)))
         names.add(node.name)
     loss, metrics = _output(graph.nodes[-1], names, f"graph.nodes[{len(steps)}]")
@@ -128,7 +133,7 @@ def _check_inputs(inputs: Sequence[CustomLossInput]) -> None:
 
 def _compile(
     node: CustomLossNode, names: set[str], declared: set[str], path: str
-) -> Callable[[Values], Any]:
+) -> Callable[[Values, limits.Work], Any]:
     if node.op == "placeholder":
         return _placeholder(node, declared, path)
     arguments = [decode_argument(value, names, f"{path}.args") for value in node.args]
@@ -137,27 +142,31 @@ def _compile(
         raise InputError("results cannot be written into a tensor", f'{path}.kwargs["out"]')
     function = _callee(node, path)
 
-    def run(results: Values) -> Any:
+    def run(results: Values, work: limits.Work) -> Any:
         try:
-            return function(
-                *(argument(results) for argument in arguments),
-                **{key: option(results) for key, option in options.items()},
-            )
+            args = [argument(results) for argument in arguments]
+            kwargs = {key: option(results) for key, option in options.items()}
+            work.spend(node.target, [args, *kwargs.values()])
+            value = function(*args, **kwargs)
+            work.spend(node.target, [value])
+            return value
         except InputError as error:
             raise InputError(error.reason, path) from error
-        except (TypeError, ValueError, RuntimeError, IndexError, ArithmeticError) as error:
+        except Exception as error:  # torch has many ways to say no
             raise InputError(f"{node.target} failed: {_first_line(error)}", path) from error
 
     return run
 
 
-def _placeholder(node: CustomLossNode, declared: set[str], path: str) -> Callable[[Values], Any]:
+def _placeholder(
+    node: CustomLossNode, declared: set[str], path: str
+) -> Callable[[Values, limits.Work], Any]:
     target = node.target
     if target not in declared:
         raise InputError(f"{target[:80]!r} is not a declared input", f"{path}.target")
     if node.args or node.kwargs:
         raise InputError("an input has no default", path)
-    return lambda results: results["input", target]
+    return lambda results, work: results["input", target]
 
 
 def _callee(node: CustomLossNode, path: str) -> Callable[..., Any]:
@@ -226,7 +235,7 @@ def _arithmetic(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 def _check_index(index: tuple[Any, ...]) -> None:
     """A mask selects elements; with index tensors beside it, it could multiply them."""
-    tensors = _tensors(index)
+    tensors = limits.tensors(index)
     if len(tensors) > 1 and any(tensor.dtype == torch.bool for tensor in tensors):
         raise InputError("indexing by a mask and another tensor at once is not offered")
 
@@ -257,11 +266,18 @@ def _result_elements(
     try:
         with torch.no_grad():
             shadow = function(*_shadow(args), **{k: _shadow(v) for k, v in kwargs.items()})
-        return sum(tensor.numel() for tensor in _tensors([shadow]))
-    except (TypeError, ValueError, RuntimeError, IndexError):
-        # Either the call is wrong, or its size depends on values: then it selects some of
-        # its argument's elements, which `_arithmetic` makes sure of for indexing.
-        return max((tensor.numel() for tensor in _tensors([args, *kwargs.values()])), default=0)
+        return sum(tensor.numel() for tensor in limits.tensors([shadow]))
+    except Exception:  # noqa: BLE001 - the call itself will say what is wrong
+        # Or its size depends on values: then it selects some of its arguments' elements, which
+        # `_arithmetic` makes sure of for indexing, or gives the places of some.
+        return _most_selected(limits.tensors([args, *kwargs.values()]))
+
+
+def _most_selected(tensors: list[Tensor]) -> int:
+    """As many as the arguments have after broadcasting, with one number per dimension for each."""
+    columns = zip_longest(*(reversed(tensor.shape) for tensor in tensors), fillvalue=1)
+    shape = [max(sizes) for sizes in columns]
+    return math.prod(shape) * max(len(shape), 1)
 
 
 def _shadow(value: Any) -> Any:
@@ -274,21 +290,11 @@ def _shadow(value: Any) -> Any:
     return value
 
 
-def _tensors(values: Sequence[Any]) -> list[Tensor]:
-    found: list[Tensor] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, list | tuple):
-            found += _tensors(cast("list[Any]", value))
-    return found
-
-
 def _elements(step: _Step, value: Any) -> int:
     """The size of a result; Python's own numbers must stay numbers of 64 bits."""
     if isinstance(value, int) and abs(value) >= 2**63:
         raise InputError(f"the number is too large at {step.name}", "graph")
-    return sum(tensor.numel() for tensor in _tensors([value]))
+    return sum(tensor.numel() for tensor in limits.tensors([value]))
 
 
 _TOO_LARGE: Final = f"a value of a loss may have {MAX_ELEMENTS}"

@@ -7,6 +7,7 @@ leaves torch.
 
 from __future__ import annotations
 
+import inspect
 import math
 import operator
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -14,6 +15,8 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from tinkex.errors import InputError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -78,12 +81,63 @@ def _empty_like(tensor: Tensor, **kwargs: Any) -> Tensor:
     return torch.zeros_like(tensor, **kwargs)
 
 
+def _div(tensor: Any, other: Any, *, rounding_mode: str | None = None) -> Any:
+    """Without truncating whole numbers: there the smallest one by -1 ends the process."""
+    plain = [v for v in (tensor, other) if isinstance(v, Tensor)]
+    if rounding_mode == "trunc" and not any(value.is_floating_point() for value in plain):
+        raise InputError("rounding_mode='trunc' needs floats; make one of them .float() first")
+    return torch.div(tensor, other, rounding_mode=rounding_mode)
+
+
+def _diff(tensor: Tensor, n: int = 1, dim: int = -1, **ends: Any) -> Tensor:
+    """Differences of differences are taken one by one; a few are enough."""
+    if n > _MAX_DIFF:
+        raise InputError(f"n may be {_MAX_DIFF} at most, not {n}")
+    return torch.diff(tensor, n, dim, **ends)
+
+
+_MAX_DIFF: Final = 8
+
+
+def _norm(tensor: Tensor, p: Any = "fro", *args: Any, **kwargs: Any) -> Tensor:
+    """Norms of the numbers; the nuclear norm of a matrix takes minutes."""
+    if isinstance(p, str) and p != "fro":
+        raise InputError(f"the norm p={p[:80]!r} is not offered; give a number or 'fro'")
+    return cast("Any", tensor).norm(p, *args, **kwargs)
+
+
+def _never_in_place(function: Callable[..., Any]) -> Callable[..., Any]:
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # written in C++, and without such an option
+        return function
+    if "inplace" not in signature.parameters:
+        return function
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if signature.bind(*args, **kwargs).arguments.get("inplace"):
+            raise InputError("tensors cannot be changed in place; leave inplace out")
+        return function(*args, **kwargs)
+
+    return call
+
+
 def _size(tensor: Tensor, dim: int | None = None) -> Any:
     return tensor.shape if dim is None else tensor.shape[dim]
 
 
-_OWN_METHODS: Final[dict[str, Callable[..., Any]]] = {"to": _to, "size": _size}
-_OWN_FUNCTIONS: Final[dict[str, Callable[..., Any]]] = {"torch.empty_like": _empty_like}
+# In place of torch's own, which can do more than a stranger may ask for.
+_BOUNDED: Final[dict[str, Callable[..., Any]]] = {
+    "div": _div,
+    "divide": _div,
+    "diff": _diff,
+    "norm": _norm,
+}
+_OWN_METHODS: Final[dict[str, Callable[..., Any]]] = {**_BOUNDED, "to": _to, "size": _size}
+_OWN_FUNCTIONS: Final[dict[str, Callable[..., Any]]] = {
+    **{f"torch.{name}": function for name, function in _BOUNDED.items()},
+    "torch.empty_like": _empty_like,
+}
 
 METHODS: Final[Mapping[str, Callable[..., Any]]] = {
     **{name: getattr(Tensor, name) for name in (*_BOTH, *_METHODS_ONLY) if hasattr(Tensor, name)},
@@ -93,9 +147,9 @@ METHODS: Final[Mapping[str, Callable[..., Any]]] = {
 
 FUNCTIONS: Final[Mapping[str, Callable[..., Any]]] = {
     **{f"torch.{n}": getattr(torch, n) for n in (*_BOTH, *_FUNCTIONS_ONLY) if hasattr(torch, n)},
-    **{f"torch.nn.functional.{name}": getattr(F, name) for name in _FUNCTIONAL},
+    **{f"torch.nn.functional.{name}": _never_in_place(getattr(F, name)) for name in _FUNCTIONAL},
     # Where a function is written in C++, tracing names the module it was made in.
-    **{f"torch._C._nn.{name}": getattr(F, name) for name in _FUNCTIONAL},
+    **{f"torch._C._nn.{name}": _never_in_place(getattr(F, name)) for name in _FUNCTIONAL},
     **_OWN_FUNCTIONS,
 }
 """Functions of torch, by qualified name."""

@@ -29,9 +29,15 @@ def exponentials_(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
 
 def normalizers(logits_RV: Tensor) -> Tensor:
     """What to subtract from each row's logits to get log-probabilities, [R]."""
+    return weighed(logits_RV)[0]
+
+
+def weighed(logits_RV: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The same, and the exponentials where they had to be computed for it."""
     if logits_RV.is_cuda and logits_RV.dtype == torch.float32:
         from tinkex.engine.kernels import cross_entropy
 
         any_token_R1 = torch.zeros_like(logits_RV[:, :1], dtype=torch.int64)
-        return cross_entropy.logprobs(logits_RV, any_token_R1)[1]
-    return exponentials_(logits_RV.clone())[0][:, 0]
+        return cross_entropy.logprobs(logits_RV, any_token_R1)[1], None
+    weights_RV = logits_RV.clone()
+    return exponentials_(weights_RV)[0][:, 0], weights_RV

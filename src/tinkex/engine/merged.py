@@ -15,8 +15,8 @@ import msgspec
 import torch
 from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType] -- its own stub
 
+from tinkex.engine.durable import write_atomically
 from tinkex.engine.peft import hugging_face_name
-from tinkex.engine.tensor_files import write_atomically
 from tinkex.errors import InputError
 
 if TYPE_CHECKING:

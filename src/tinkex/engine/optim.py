@@ -79,13 +79,13 @@ def adamw_step(
     norm = _norm(gradient_P)
     clipped = 0 < params.grad_clip_norm < norm
     clip = params.grad_clip_norm / norm if clipped else 1.0
+    new_P, first_P, second_P = (torch.empty_like(flat_P) for _ in range(3))
     old = (flat_P, gradient_P, moments.first_P, moments.second_P)
-    new = tuple(torch.empty_like(flat_P) for _ in range(3))
     size = _BLOCK if flat_P.device.type == "cpu" else max(flat_P.numel(), 1)
-    blocks = zip(*(torch.split(vector_P, size) for vector_P in (*old, *new)), strict=True)
+    vectors = (*old, new_P, first_P, second_P)
+    blocks = zip(*(torch.split(vector_P, size) for vector_P in vectors), strict=True)
     step = moments.step + 1
     norms = [_update(*block, clip=clip, step=step, params=params) for block in blocks]
-    new_P, first_P, second_P = new
     metrics = {
         "grad_norm": norm,
         "grad_norm_clipped": params.grad_clip_norm if clipped else norm,
@@ -112,18 +112,26 @@ def _update(
     """Write a block's new parameters and moments; return the norm of its change."""
     if clip != 1.0:
         gradient_P = gradient_P * clip
-    torch.lerp(old_first_P, gradient_P, 1 - params.beta1, out=first_P)
-    torch.mul(old_second_P, params.beta2, out=second_P)
-    second_P.addcmul_(gradient_P, gradient_P, value=1 - params.beta2)
-    # Both bias corrections in one factor.
-    correction = math.sqrt(1 - params.beta2**step)
-    change_P = second_P.sqrt().add_(params.eps * correction)
-    torch.div(first_P, change_P, out=change_P)
-    change_P.mul_(params.learning_rate * correction / (1 - params.beta1**step))
-    if params.weight_decay:
-        change_P.add_(flat_P, alpha=params.learning_rate * params.weight_decay)
-    torch.sub(flat_P, change_P, out=new_P)
-    return _norm(change_P)
+    new_P.copy_(flat_P)
+    first_P.copy_(old_first_P)
+    second_P.copy_(old_second_P)
+    # torch's own update, one pass over everything; it works in place.
+    torch._fused_adamw_(  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage] -- the public way is an optimizer that owns its state
+        [new_P],
+        [gradient_P],
+        [first_P],
+        [second_P],
+        list["Tensor"](),
+        [torch.full((), float(step), device=flat_P.device)],
+        lr=params.learning_rate,
+        beta1=params.beta1,
+        beta2=params.beta2,
+        weight_decay=params.weight_decay,
+        eps=params.eps,
+        amsgrad=False,
+        maximize=False,
+    )
+    return _norm(new_P - flat_P)
 
 
 def _norm(flat_P: Tensor) -> float:

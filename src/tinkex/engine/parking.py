@@ -108,6 +108,12 @@ class Parking:
         """What is parked in host memory."""
         return sum(entry.size_bytes for entry in self._entries.values() if entry.host is not None)
 
+    def counts(self) -> tuple[int, int]:
+        """How many values lie ready on the device, and how many are parked; for any thread."""
+        entries = list(self._entries.values())  # in one go, as its owner may be at work
+        ready = sum(entry.ready for entry in entries)
+        return ready, len(entries) - ready
+
     def close(self) -> None:
         """Let go of everything, and of the files."""
         self._entries.clear()

@@ -1,7 +1,8 @@
 """Adapters in PEFT's layout: `adapter_config.json` and `adapter_model.safetensors`.
 
 Names are `base_model.model.<Hugging Face name>.lora_A.weight` and `...lora_B.weight`. The
-unembedding is `lm_head`, which PEFT wraps without touching a tied input embedding.
+unembedding is `lm_head`, which PEFT wraps without touching a tied input embedding; in the layout
+of hosted Tinker's archives it is `model.unembed_tokens`. Either is read.
 """
 
 from __future__ import annotations
@@ -27,12 +28,14 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from tinkex.engine.base import Layout
     from tinkex.engine.lora import LoraWeights, Target
     from tinkex.engine.models.base import DecoderConfig
 
 CONFIG_FILE: Final = "adapter_config.json"
 WEIGHTS_FILE: Final = "adapter_model.safetensors"
 
+_HEADS: Final[Mapping[Layout, str]] = {"peft": "lm_head", "tinker": "model.unembed_tokens"}
 _KEY: Final = re.compile(
     r"(?:base_model\.model\.)?(?:model\.)?"
     r"(?:layers\.(?P<layer>\d+)\.(?:self_attn|mlp)\.(?P<name>[a-z]+_proj)"
@@ -44,16 +47,20 @@ _KEY: Final = re.compile(
 def hugging_face_name(target: Target) -> str:
     """The module that a target is in Hugging Face's models."""
     if target.layer is None:
-        return "lm_head"
+        return _HEADS["peft"]
     group = "self_attn" if target.matrix in ATTENTION else "mlp"
     return f"model.layers.{target.layer}.{group}.{target.matrix}"
 
 
-def export_peft(weights: LoraWeights) -> dict[str, bytes]:
+def export_peft(weights: LoraWeights, layout: Layout = "peft") -> dict[str, bytes]:
     """The files of a PEFT adapter, by name."""
+    head = _HEADS.get(layout)
+    if head is None:
+        raise InputError(f"{layout!r} is unknown; there are {', '.join(_HEADS)}", "layout")
     tensors: dict[str, Tensor] = {}
     for target, pair in weights.named():
-        module = f"base_model.model.{hugging_face_name(target)}"
+        name = head if target.layer is None else hugging_face_name(target)
+        module = f"base_model.model.{name}"
         for factor, tensor in zip("AB", pair, strict=True):
             # Views of one vector: safetensors wants memory of their own.
             tensors[f"{module}.lora_{factor}.weight"] = tensor.detach().cpu().clone()
@@ -61,7 +68,7 @@ def export_peft(weights: LoraWeights) -> dict[str, bytes]:
     modules = [
         *(ATTENTION if lora.train_attn else ()),
         *(MLP if lora.train_mlp else ()),
-        *(("lm_head",) if lora.train_unembed else ()),
+        *((head.rpartition(".")[2],) if lora.train_unembed else ()),
     ]
     config = {
         "base_model_name_or_path": weights.config.name,

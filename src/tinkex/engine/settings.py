@@ -34,6 +34,8 @@ class LocalSettings:
     """What parked ones may take in host memory before they go to disk; None likewise."""
     parking_folder: Path | None = None
     """Where they go; None is the folder of the engine."""
+    artifact_cache_bytes: int = 8 << 30
+    """What copies of saved adapters may take on disk where the adapters themselves lie at a URL."""
     strict: bool = True
     """Whether training and sampling give the same bits whatever else is in the batch.
 

@@ -6,9 +6,7 @@ Used for checkpoints, which must survive a crash, and for parked adapters, which
 from __future__ import annotations
 
 import hashlib
-import os
-import tempfile
-from pathlib import Path
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
@@ -18,18 +16,19 @@ from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariable
 from tinkex.errors import RequestFailedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Generator, Mapping
+    from pathlib import Path
 
     from torch import Tensor
 
-_HEADER: Final = "tinkex"
-_CHECKSUM: Final = "sha256"
+_ENTRY: Final = "tinkex"
 
 
 def write_tensors(path: Path, header: str, tensors: Mapping[str, Tensor]) -> None:
     """Write tensors and a text that describes them; neither atomic nor durable by itself."""
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    metadata = {_HEADER: header, _CHECKSUM: _checksum(header, plain)}
+    # One entry: the library writes several in any order, and the same state is the same file.
+    metadata = {_ENTRY: f"{_checksum(header, plain)} {header}"}
     try:
         save_file(plain, path, metadata=metadata)
     except SafetensorError as error:
@@ -39,34 +38,37 @@ def write_tensors(path: Path, header: str, tensors: Mapping[str, Tensor]) -> Non
 
 def read_tensors(path: Path) -> tuple[str, dict[str, Tensor]]:
     """The text and the tensors, on the CPU; a file that has changed since is refused."""
-    try:
-        with cast("Any", safe_open)(path, framework="pt") as file:  # it has no types
-            # A copy: the file may be replaced while its memory map is in use.
-            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 -- no dict
-            metadata: dict[str, str] = file.metadata() or {}
-    except FileNotFoundError:
-        raise
-    except (OSError, SafetensorError) as error:
-        raise damaged(path, str(error)) from error
-    header = metadata.get(_HEADER, "")
-    if metadata.get(_CHECKSUM) != _checksum(header, tensors):
+    with _opened(path) as file:
+        # A copy: the file may be replaced while its memory map is in use.
+        tensors: dict[str, Tensor] = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 -- no dict
+        checksum, header = _described(file)
+    if checksum != _checksum(header, tensors):
         raise damaged(path, "its checksum does not match its content")
     return header, tensors
 
 
-def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
-    """Have `write(temporary_path)` make a file, then put it in its place durably."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    os.close(handle)
-    temporary = Path(name)
+def read_header(path: Path) -> str:
+    """The text alone, which may have changed since."""
+    with _opened(path) as file:
+        return _described(file)[1]
+
+
+def _described(file: Any) -> tuple[str, str]:
+    """The checksum and the text; empty ones when the file is somebody else's."""
+    metadata: dict[str, str] = file.metadata() or {}
+    checksum, _, header = metadata.get(_ENTRY, "").partition(" ")
+    return checksum, header
+
+
+@contextmanager
+def _opened(path: Path) -> Generator[Any]:
     try:
-        write(temporary)
-        _flush(temporary)
-        temporary.replace(path)
-        _flush(path.parent)
-    finally:
-        temporary.unlink(missing_ok=True)
+        with cast("Any", safe_open)(path, framework="pt") as file:  # it has no types
+            yield file
+    except FileNotFoundError:
+        raise
+    except (OSError, SafetensorError) as error:
+        raise damaged(path, str(error)) from error
 
 
 def damaged(path: Path, reason: str) -> RequestFailedError:
@@ -81,11 +83,3 @@ def _checksum(header: str, tensors: Mapping[str, Tensor]) -> str:
         digest.update(f"/{name}/{tensor.dtype}/{list(tensor.shape)}/".encode())
         digest.update(memoryview(cast("Any", tensor.view(torch.uint8).numpy())))
     return digest.hexdigest()
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

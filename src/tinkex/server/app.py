@@ -13,13 +13,16 @@ from typing import TYPE_CHECKING, Any
 import anyio
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.routing import Route
 
 from tinkex.clock import SystemClock
+from tinkex.server import openai
 from tinkex.server.api import (
     checkpoints,
+    downloads,
     files,
     futures,
     models,
@@ -29,14 +32,25 @@ from tinkex.server.api import (
     training,
     usage,
 )
-from tinkex.server.api.call import Call, Parts
+from tinkex.server.api.body import Uploads
+from tinkex.server.api.call import Call, Parts, check_scope
+from tinkex.server.api.decode import decode_operation
 from tinkex.server.api.errors import error_reply, refuse
+from tinkex.server.api.exports import Exports
 from tinkex.server.api.identity import Identity
+from tinkex.server.api.limits import Limits
+from tinkex.server.direct import Direct
+from tinkex.server.observe import routes as operators
+from tinkex.server.observe.meters import Meters
+from tinkex.server.observe.polls import Polls
+from tinkex.server.observe.readiness import Readiness
+from tinkex.server.observe.requests import Observed
+from tinkex.server.observe.seen import seen_by
 from tinkex.server.scheduler.upkeep import Upkeep
 from tinkex.server.scheduler.waiters import Waiters
 from tinkex.server.scheduler.worker import Worker
 from tinkex.server.settings import Settings
-from tinkex.wire.routes import HEALTHZ, PREFIX, ROUTES
+from tinkex.wire.routes import HEALTHZ, PREFIX, ROUTES, SESSION_HEARTBEAT
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable
@@ -46,6 +60,7 @@ if TYPE_CHECKING:
     from tinkex.clock import Clock
     from tinkex.engine.base import Engine
     from tinkex.server.api.call import Handler
+    from tinkex.server.direct import Endpoint
     from tinkex.server.store.base import Store
 
 HANDLERS: dict[str, Handler] = {
@@ -56,6 +71,7 @@ HANDLERS: dict[str, Handler] = {
     **sampling.HANDLERS,
     **futures.HANDLERS,
     **checkpoints.HANDLERS,
+    **downloads.HANDLERS,
     **usage.HANDLERS,
 }
 
@@ -67,10 +83,18 @@ def create_app(
     clock: Clock | None = None,
     *,
     new_id: Callable[[], str] | None = None,
+    meters: Meters | None = None,
+    readiness: Readiness | None = None,
 ) -> Starlette:
     """The server's app; run its lifespan, or nothing accepted is ever executed."""
     parts = _connect(
-        store, engine, settings or Settings(), clock or SystemClock(), new_id or _random_id
+        store,
+        engine,
+        settings or Settings(),
+        clock or SystemClock(),
+        new_id or _random_id,
+        meters or Meters(),
+        readiness or Readiness(),
     )
 
     @asynccontextmanager
@@ -78,14 +102,30 @@ def create_app(
         async with running(parts):
             yield
 
+    endpoints = {route.name: _endpoint(parts, route) for route in ROUTES}
     app = Starlette(
         routes=[
-            *(_route(parts, route) for route in ROUTES),
+            *(_route(route, endpoints[route.name]) for route in ROUTES),
             Route(f"{PREFIX}/files/{{token}}/{{name:path}}", _files(parts), methods=["GET"]),
+            *operators.routes(parts),
+            *openai.routes(parts),
+        ],
+        middleware=[
+            Middleware(Observed, parts=parts),
+            Middleware(
+                Direct,
+                endpoints={
+                    (route.method, route.path): endpoints[route.name]
+                    for route in ROUTES
+                    if "{" not in route.path
+                },
+            ),
         ],
         lifespan=lifespan,
         exception_handlers={HTTPException: _http_error},
     )
+    # A path with a slash too many is another path; a redirect would repeat the caller's Host.
+    app.router.redirect_slashes = False
     app.state.parts = parts
     return app
 
@@ -106,17 +146,26 @@ async def running(parts: Parts) -> AsyncGenerator[None]:
     async with anyio.create_task_group() as group:
         group.start_soon(parts.worker.run)
         group.start_soon(upkeep.run)
+        group.start_soon(parts.uploads.run)
         try:
             yield
         except Exception as error:  # noqa: BLE001 - raised below, outside the group
             failure = error
+        await parts.worker.stop()
         group.cancel_scope.cancel()
+    parts.exports.close()
     if failure is not None:
         raise failure
 
 
 def _connect(
-    store: Store, engine: Engine, settings: Settings, clock: Clock, new_id: Callable[[], str]
+    store: Store,
+    engine: Engine,
+    settings: Settings,
+    clock: Clock,
+    new_id: Callable[[], str],
+    meters: Meters,
+    readiness: Readiness,
 ) -> Parts:
     waiters = Waiters(clock)
     worker = Worker(
@@ -124,9 +173,10 @@ def _connect(
         engine,
         clock,
         waiters,
+        meters,
+        settings,
         encode=futures.encode_value,
-        gap_timeout_s=settings.gap_timeout_s,
-        max_batch_ops=settings.max_batch_ops,
+        decode=decode_operation,
     )
     return Parts(
         store=store,
@@ -135,34 +185,56 @@ def _connect(
         clock=clock,
         worker=worker,
         waiters=waiters,
-        identity=Identity(settings, clock),
+        identity=Identity(settings, clock, store),
+        limits=Limits(settings, clock, store, worker),
+        exports=Exports(engine),
         new_id=new_id,
+        meters=meters,
+        readiness=readiness,
+        uploads=Uploads(clock, settings.upload_timeout_s),
+        polls=Polls(),
     )
 
 
-def _route(parts: Parts, route: Any) -> Route:
+def _endpoint(parts: Parts, route: Any) -> Endpoint:
     handler = HANDLERS[route.name]
     public = route.name == HEALTHZ.name
 
     async def endpoint(request: Request) -> Response:
+        seen = seen_by(request.scope)
+        seen.route = route.name
         try:
-            owner = "" if public else parts.identity.owner(request.headers.get("x-api-key"))
+            seen.owner = owner = "" if public else await _owner(parts, request, route.name)
+            check_scope(request)
             return await handler(Call(request=request, parts=parts, owner=owner))
         except ClientDisconnect:
             return Response(status_code=499)  # nobody reads it
         except Exception as error:  # noqa: BLE001  # a request ends here, answered
             return error_reply(request, error)
 
+    return endpoint
+
+
+def _route(route: Any, endpoint: Endpoint) -> Route:
     # A checkpoint id is the two last parts of a path, such as weights/final.
     path = route.path.replace("{ckpt}", "{kind}/{name}")
     return Route(path, endpoint, methods=[route.method], name=route.name)
 
 
+async def _owner(parts: Parts, request: Request, route: str) -> str:
+    address = "" if request.client is None else request.client.host
+    owner = await parts.identity.owner(request.headers.get("x-api-key"), address)
+    if route != SESSION_HEARTBEAT.name:
+        parts.limits.request(owner)
+    return owner
+
+
 def _files(parts: Parts) -> Callable[[Request], Any]:
     async def endpoint(request: Request) -> Response:
+        seen_by(request.scope).route = "files"
         params = request.path_params
         try:
-            return await files.download(parts, params["token"], params["name"])
+            return await files.download(parts, request, params["token"], params["name"])
         except Exception as error:  # noqa: BLE001  # a request ends here, answered
             return error_reply(request, error)
 
@@ -173,7 +245,8 @@ async def _http_error(request: Request, error: Exception) -> Response:
     """Starlette's own refusals (no such path, wrong method) in our form."""
     status = error.status_code if isinstance(error, HTTPException) else 500
     what = f"{request.method} {request.url.path} is not part of this API."
-    return error_reply(request, refuse(status, what))
+    headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
+    return error_reply(request, refuse(status, what, headers=headers))
 
 
 def _random_id() -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 import zlib
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,11 +17,12 @@ import msgspec
 import numpy as np
 
 from tinkex.clock import SystemClock
-from tinkex.engine.base import ModelSpec, OptimResult, SavedAdapter, TrainResult
+from tinkex.engine.base import GAUGES, ModelSpec, OptimResult, SavedAdapter, TrainResult
 from tinkex.errors import InputError, RequestFailedError
 from tinkex.testing.toy_losses import LOSSES
 from tinkex.testing.toy_model import ToyModel, input_tokens
 from tinkex.testing.toy_sampler import ToySampler
+from tinkex.testing.toy_text import toy_text
 from tinkex.types import AdamParams, ForwardBackwardOutput, TensorData
 
 if TYPE_CHECKING:
@@ -29,7 +31,15 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from tinkex.clock import Clock
-    from tinkex.engine.base import AdapterSpec, OnToken, OptimOp, SampleOp, SampleResult, TrainOp
+    from tinkex.engine.base import (
+        AdapterSpec,
+        Layout,
+        OnToken,
+        OptimOp,
+        SampleOp,
+        SampleResult,
+        TrainOp,
+    )
     from tinkex.testing.toy_model import Head
     from tinkex.types import Datum, LoraConfig
 
@@ -41,8 +51,9 @@ TINY = ModelSpec(
     vocab_size=1024,
     tokenizer_id="tinkex/tiny",
     arch="toy",
+    text=toy_text(),
 )
-OTHER = replace(TINY, name="tinkex/tiny-2")
+OTHER = replace(TINY, name="tinkex/tiny-2", text=replace(toy_text(), chat_template=None))
 EOS_TOKEN = 256
 """Ends a sequence; ids below it are bytes, which is what stop strings are compared with."""
 
@@ -99,12 +110,13 @@ class FakeEngine:
         self._specs = tuple(models)
         self._toys = {spec.name: ToyModel(spec.name, spec.vocab_size) for spec in models}
         self.delays = delays or Delays()
-        # Mutable state: adapters, published snapshots, saved adapters, scripted failures.
+        # Mutable state: adapters, published snapshots, saved adapters, scripted failures, counts.
         self.calls: list[EngineCall] = []
         self._adapters: dict[str, _State] = {}
         self._snapshots: dict[str, _State] = {}
         self._saved: dict[str, tuple[_State, bool]] = {}
         self._failures: dict[str, list[Exception]] = {}
+        self._counts: Counter[str] = Counter()
         self._heads: dict[tuple[str, int], tuple[Floats, Head]] = {}
         self._seen_prompts: set[int] = set()
         self._sampler = ToySampler(self._clock, EOS_TOKEN)
@@ -144,8 +156,8 @@ class FakeEngine:
         if optimizer and not has_optimizer:
             raise _user("the checkpoint has no optimizer state")
         zeros = np.zeros_like(saved.bias)
-        loaded = saved if optimizer else replace(saved, first=zeros, second=zeros, step=0)
-        self._adapters[model_id] = replace(loaded, gradient=None)
+        fresh = replace(saved, first=zeros, second=zeros, step=0, gradient=None)
+        self._adapters[model_id] = saved if optimizer else fresh
 
     async def save_adapter(self, model_id: str, location: str, *, optimizer: bool) -> SavedAdapter:
         await self._enter("save_adapter", (model_id,), self.delays.save_s)
@@ -162,6 +174,12 @@ class FakeEngine:
         await self._enter("publish", (model_id, snapshot), 0.0)
         self._snapshots[snapshot] = self._adapter(model_id)
 
+    async def save_snapshot(self, snapshot: str, location: str) -> SavedAdapter:
+        await self._enter("save_snapshot", (snapshot,), self.delays.save_s)
+        state = self._snapshot(snapshot)
+        self._saved[location] = (state, False)
+        return SavedAdapter(size_bytes=state.bias.nbytes, has_optimizer=False)
+
     async def drop_snapshot(self, snapshot: str) -> None:
         await self._enter("drop_snapshot", (snapshot,), 0.0)
         self._snapshots.pop(snapshot, None)
@@ -174,9 +192,13 @@ class FakeEngine:
         await self._enter("delete_saved", (location,), 0.0)
         self._saved.pop(location, None)
 
-    async def export_saved(self, location: str) -> Mapping[str, bytes]:
+    async def export_saved(self, location: str, layout: Layout = "peft") -> Mapping[str, bytes]:
         await self._enter("export_saved", (location,), 0.0)
-        return _peft_files(self._at(location)[0])
+        return _peft_files(self._at(location)[0], layout)
+
+    async def stats(self) -> Mapping[str, float]:
+        held = len(self._adapters) + len(self._snapshots)
+        return {**dict.fromkeys(GAUGES, 0.0), "adapters_resident": held, **self._counts}
 
     async def train(self, batch: Sequence[TrainOp]) -> Sequence[TrainResult | RequestFailedError]:
         ids = tuple(op.op_id for op in batch)
@@ -199,9 +221,14 @@ class FakeEngine:
         if len(self._seen_prompts) > 100_000:
             self._seen_prompts.clear()
         self._seen_prompts.add(key)
-        result = await self._sampler.run(
-            op, self._sampling_head(op), prompt, spec, self.delays.token_s, on_token
-        )
+        head = self._sampling_head(op)
+        self._counts["samples_running"] += 1
+        try:
+            result = await self._sampler.run(op, head, prompt, spec, self.delays.token_s, on_token)
+        finally:
+            self._counts["samples_running"] -= 1
+        self._counts["tokens_prompt_total"] += result.prompt_tokens
+        self._counts["tokens_generated_total"] += result.generated_tokens
         device_s = result.device_s + self.delays.sample_s
         return replace(
             result,
@@ -213,9 +240,7 @@ class FakeEngine:
     def _sampling_head(self, op: SampleOp) -> Head:
         weights = op.weights
         if weights.snapshot is not None:
-            if weights.snapshot not in self._snapshots:
-                raise _user("these sampling weights are gone: their session has ended")
-            return self._head(weights.base_model, self._snapshots[weights.snapshot].bias)
+            return self._head(weights.base_model, self._snapshot(weights.snapshot).bias)
         if weights.location is not None:
             return self._head(weights.base_model, self._at(weights.location)[0].bias)
         return self._head(weights.base_model, None)
@@ -266,6 +291,7 @@ class FakeEngine:
         if op.backward:
             before = 0.0 if state.gradient is None else state.gradient
             self._adapters[op.model_id] = replace(state, gradient=before + gradient)
+        self._counts["tokens_trained_total" if op.backward else "tokens_scored_total"] += tokens
         output = ForwardBackwardOutput(
             loss_fn_output_type="ArrayRecord", loss_fn_outputs=outputs, metrics={"loss:sum": total}
         )
@@ -309,6 +335,12 @@ class FakeEngine:
         state = self._adapters.get(model_id)
         if state is None:
             raise _user(f"model {model_id!r} is not loaded")
+        return state
+
+    def _snapshot(self, snapshot: str) -> _State:
+        state = self._snapshots.get(snapshot)
+        if state is None:
+            raise _user("these sampling weights are gone: their session has ended")
         return state
 
     def _at(self, location: str) -> tuple[_State, bool]:
@@ -365,10 +397,11 @@ def _optimize(state: _State, params: Any) -> tuple[_State, dict[str, float]]:
     }
 
 
-def _peft_files(state: _State) -> dict[str, bytes]:
+def _peft_files(state: _State, layout: Layout) -> dict[str, bytes]:
     """A loadable adapter: the bias as a rank-one pair on the unembedding."""
     size = len(state.bias)
-    name = "base_model.model.model.unembed_tokens"
+    head_name = "lm_head" if layout == "peft" else "model.unembed_tokens"
+    name = f"base_model.model.{head_name}"
     tensors = {
         f"{name}.lora_A.weight": np.ones((1, 1), "<f4"),
         f"{name}.lora_B.weight": state.bias.astype("<f4").reshape(size, 1),

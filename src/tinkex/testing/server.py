@@ -56,6 +56,9 @@ class FakeServer:
 
     `requests` lists what arrived, without credentials; `faults` scripts trouble; `engine`
     and `store` can be looked into. Ids are `session-0`, `session-1`, …
+
+    With `after`, it is the next start of a server that has ended: it has the same store, and
+    nothing of what the other one held in memory.
     """
 
     def __init__(
@@ -66,15 +69,19 @@ class FakeServer:
         engine: FakeEngine | None = None,
         delays: Delays | None = None,
         record: bool = True,
+        store: MemoryStore | None = None,
+        after: FakeServer | None = None,
     ) -> None:
         self.clock: Clock = clock or SystemClock()
         self.settings = settings or Settings()
         self.engine = engine or FakeEngine(self.clock, delays=delays)
-        self.store = MemoryStore()
+        self.store = after.store if after is not None else store or MemoryStore()
         self.faults = Faults()
         self.record = record
         self.requests: list[SeenRequest] = []
-        ids = itertools.count()
+        self._ids = ids = itertools.count() if after is None else after._ids
+        if after is not None:
+            self.store.lose_memory()
         self._inner = create_app(
             self.store,
             self.engine,
@@ -276,7 +283,8 @@ def _uvicorn(fake: FakeServer) -> tuple[_Server, socket.socket]:
             self.loop = asyncio.get_running_loop()
             self.ready.set()
 
-    listener = socket.socket()
+    # Of no named protocol, asyncio would leave small answers waiting for an acknowledgement.
+    listener = socket.socket(proto=socket.IPPROTO_TCP)
     listener.bind(("127.0.0.1", 0))
     config = uvicorn.Config(
         cast("Any", fake.app),

@@ -21,7 +21,7 @@ from tinkex.types import (
 
 if TYPE_CHECKING:
     from tinkex.clock import Clock
-    from tinkex.engine.base import ModelSpec, OnToken, SampleOp
+    from tinkex.engine.base import Best, ModelSpec, OnToken, SampleOp
     from tinkex.testing.toy_model import Head
     from tinkex.types import SamplingParams, StopReason
 
@@ -110,7 +110,7 @@ class ToySampler:
         sequence.logprobs.append(logprob)
         sequence.rows.append(row)
         if on_token is not None:
-            on_token(sequence.index, token, logprob)
+            on_token(sequence.index, token, logprob, _best(head, row, op.topk_sample_logprobs))
         if self._stops(sequence.tokens, params):
             sequence.stop_reason = "stop"
 
@@ -124,6 +124,11 @@ class ToySampler:
             (tokens[-1] == choice) if isinstance(choice, int) else text.endswith(choice.encode())
             for choice in choices
         )
+
+
+def _best(head: Head, row: int, k: int) -> Best | None:
+    ids, values = head.best(row, k)
+    return (ids.tolist(), values.tolist()) if k else None
 
 
 def _limit(op: SampleOp, prompt: list[int], spec: ModelSpec) -> int:

@@ -175,6 +175,7 @@ class Connection(asyncio.Protocol):
             self._fail(BrokenReply("the headers of the answer do not end"))
 
     def eof_received(self) -> bool:
+        self.reusable = False
         return False  # close; connection_lost decides what it means
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -67,6 +67,15 @@ class ArchiveUrlResponse(WireBody, frozen=True):
     expires: datetime
 
 
+class TokenizerResponse(WireBody, frozen=True):
+    """What turns text into a base model's tokens: a `tokenizer.json`, and what belongs to it."""
+
+    tokenizer: str
+    chat_template: str | None = None
+    bos_token: str | None = None
+    eos_token: str | None = None
+
+
 class ApiKeyOrganization(WireBody, frozen=True):
     """The organisation behind a key."""
 

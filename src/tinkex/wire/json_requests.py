@@ -64,6 +64,13 @@ class _Forward(msgspec.Struct):
     seq_id: int | None = None
 
 
+TRAINING_BODIES: dict[str, type[msgspec.Struct]] = {
+    "forward_backward": _ForwardBackward,
+    "forward": _Forward,
+}
+"""How the two training routes look in JSON, by the name of the route."""
+
+
 def decode_request(kind: type[T], data: bytes | str) -> T:
     """A request of `kind`; raises InputError with the path of what is wrong."""
     try:

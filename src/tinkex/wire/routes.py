@@ -319,6 +319,10 @@ JOIN_SAMPLING_SESSION = _post(
 ASAMPLE = _submit(
     "asample", t.SampleRequest, t.SampleResponse, "Sample", pool=Pool.SAMPLE, retry="sample"
 )
+# Not part of the official protocol: other servers answer 404.
+GET_TOKENIZER = _rest(
+    "get_tokenizer", "GET", f"{PREFIX}/tokenizer", b.TokenizerResponse, query=("base_model",)
+)
 GET_SAMPLER = _rest("get_sampler", "GET", f"{PREFIX}/samplers/{{sampler}}", t.GetSamplerResponse)
 
 # Futures.
@@ -473,6 +477,7 @@ ROUTES: tuple[Route[Any, Any], ...] = (
     JOIN_SAMPLING_SESSION,
     ASAMPLE,
     GET_SAMPLER,
+    GET_TOKENIZER,
     RETRIEVE_FUTURE,
     RETRIEVE_FUTURES,
     CANCEL_FUTURE,

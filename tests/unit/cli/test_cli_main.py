@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tinkex._version import __version__
-from tinkex.cli.main import COMMANDS, DONE, INTERRUPTED, MISUSED, build_parser
+from tinkex.cli.main import COMMANDS, DONE, INTERRUPTED, MISUSED, PROGRAMS, build_parser
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -54,11 +54,11 @@ def test_commands_and_flags_are_those_we_froze():
 
 
 def test_every_command_has_a_handler_and_a_summary():
-    for _, verbs in COMMANDS.values():
-        for command in verbs.values():
-            module, _, name = command.handler.partition(":")
-            assert callable(getattr(importlib.import_module(f"tinkex.cli.{module}"), name))
-            assert command.summary
+    commands = [command for _, verbs in COMMANDS.values() for command in verbs.values()]
+    for command in (*commands, *PROGRAMS.values()):
+        module, _, name = command.handler.partition(":")
+        assert callable(getattr(importlib.import_module(f"tinkex.cli.{module}"), name))
+        assert command.summary
 
 
 def test_every_page_of_help_fits_eighty_columns():

@@ -13,6 +13,7 @@ import pytest
 import tokenizers as hf_tokenizers
 from tokenizers import models, pre_tokenizers, processors
 
+from tinkex.clients.service import ServiceClient
 from tinkex.clients.tokenizers import (
     FastTokenizer,
     Source,
@@ -23,6 +24,8 @@ from tinkex.clients.tokenizers import (
     plan,
 )
 from tinkex.errors import InputError
+from tinkex.testing import API_KEY, FakeServer
+from tinkex.testing.faults import reply
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -269,3 +272,28 @@ def test_loading_does_not_block_the_callers_loop(tmp_path: Path):
             return await load_tokenizer_async(str(folder))
 
     assert asyncio.run(load()).encode("world", add_special_tokens=False) == [3]
+
+
+def test_a_server_on_this_machine_gives_its_own_tokenizer():
+    with (
+        FakeServer().serve() as server,
+        ServiceClient(base_url=server.url, api_key=API_KEY) as service,
+    ):
+        sampler = service.create_sampling_client(base_model="tinkex/tiny")
+        tokenizer = sampler.get_tokenizer()
+        assert tokenizer.encode("yes", add_special_tokens=False) == list(b"yes")
+        assert tokenizer.decode(list(b"yes")) == "yes"
+        assert [request.query for request in server.seen("get_tokenizer")] == [
+            "base_model=tinkex%2Ftiny"
+        ]
+
+
+def test_a_server_without_the_route_leaves_it_to_the_hub(in_an_empty_folder: Path):
+    with (
+        FakeServer().serve() as server,
+        ServiceClient(base_url=server.url, api_key=API_KEY) as service,
+    ):
+        server.faults.on("get_tokenizer", reply(404, {"detail": "no such path"}))
+        sampler = service.create_sampling_client(base_model="tinkex/tiny")
+        with pytest.raises(TokenizerError, match="toy model without a tokenizer"):
+            sampler.get_tokenizer()

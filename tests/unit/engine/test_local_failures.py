@@ -173,7 +173,7 @@ def test_no_room_for_a_new_adapter_or_a_snapshot_is_that_requests_failure(tmp_pa
                     lambda: target.publish("m", "snap"),
                 ),
                 (
-                    "tinkex.engine.checkpoints.save",
+                    "tinkex.engine.checkpoints.write",
                     lambda: target.save_adapter("m", "x", optimizer=True),
                 ),
             ):

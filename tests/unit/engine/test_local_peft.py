@@ -120,7 +120,7 @@ def test_samples_have_the_logprobs_of_the_merged_folder(case: str, tmp_path: Pat
     ours = load_model(str(tmp_path / "base"), name="base")
     decoder: Any = ours.decoder
     sample, _ = asyncio.run(learned(ours, tmp_path / "engine", flags))
-    state = load(tmp_path / "engine" / "base" / "done.safetensors", decoder.config)
+    state = load(tmp_path / "engine" / "saved" / "done.safetensors", decoder.config)
     write_merged(tmp_path / "merged", decoder.stored, state.weights, decoder.model_type)
     merged = transformers_model(tmp_path / "merged")
     check(sample, merged)

@@ -74,7 +74,7 @@ def test_a_run_that_goes_on_in_a_new_process_equals_the_unbroken_one(tmp_path, m
             return await go_on(target, middle)
 
     expected = asyncio.run(unbroken())
-    (tmp_path / "tinkex%2Ftiny" / "end.safetensors").unlink()
+    (tmp_path / "saved" / "end.safetensors").unlink()
     answer = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(tmp_path), str(middle)],
         check=True,

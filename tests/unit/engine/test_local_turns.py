@@ -334,6 +334,27 @@ def test_other_models_are_served_in_the_middle_of_a_batch(tmp_path):
     asyncio.run(scenario())
 
 
+def test_stats_are_told_in_the_middle_of_a_pass(tmp_path):
+    async def scenario():
+        model, decoder = noting_model()
+        async with engine(tmp_path, model, adapter_bytes=1 << 20) as target:
+            for name in ("m", "n", "o"):
+                await target.create_adapter(spec(name, 12))
+            came, go = decoder.gate(1)
+            batch = asyncio.ensure_future(trained(target, train_op("m", [data(16)])))
+            await asyncio.to_thread(came.wait, 10)
+            during = await target.stats()
+            assert not batch.done()
+            go.set()
+            await batch
+            return during, await target.stats()
+
+    during, after = asyncio.run(scenario())
+    # No two of them fit.
+    assert (during["adapters_resident"], during["adapters_parked"]) == (1, 2)
+    assert (during["tokens_trained_total"], after["tokens_trained_total"]) == (0, 16)
+
+
 def test_a_cancelled_batch_ends_after_its_pass(tmp_path):
     async def scenario():
         model, decoder = noting_model()

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from tinkex.server import Settings
+from tinkex.server.api.identity import owner_of_key
 from tinkex.testing import FakeClock, FakeEngine, FakeServer
 from tinkex.transport.base import Pool, Reply, Request
 from tinkex.types import Datum, ModelInput
@@ -49,6 +50,11 @@ class Api:
 
     def __post_init__(self) -> None:
         self.transport = self.server.transport(self.base_url)
+
+    @property
+    def owner(self) -> str:
+        """The tenant this key is."""
+        return owner_of_key(self.key)
 
     def other(self, key: str = "tml-two") -> Api:
         """The same server with another key."""

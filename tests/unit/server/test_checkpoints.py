@@ -6,8 +6,16 @@ import io
 import tarfile
 from typing import Any
 
+import anyio
+import anyio.lowlevel
 import msgspec
 import pytest
+
+from tinkex.errors import EngineDiedError
+from tinkex.server.scheduler.rows import Rows
+from tinkex.server.store.memory import MemoryStore
+from tinkex.server.store.records import StoredCheckpoint
+from tinkex.types import AdamOptimizerConfig, LoraConfig
 
 from .conftest import Api
 
@@ -296,3 +304,102 @@ async def test_all_checkpoints_are_paged_newest_first(api: Api) -> None:
     assert (await api.other().get("/checkpoints"))["checkpoints"] == []
     old = await api.get(f"/models/{model}/checkpoints")
     assert len(old["checkpoints"]) == 3
+
+
+# -- changed by two at once ------------------------------------------------------------------------
+
+
+class YieldingStore(MemoryStore):
+    """Lets others run between a read and what is done with it, as a database does."""
+
+    async def get_checkpoint(self, path: str) -> StoredCheckpoint | None:
+        found = await super().get_checkpoint(path)
+        await anyio.lowlevel.checkpoint()
+        return found
+
+
+def stored(location: str) -> StoredCheckpoint:
+    return StoredCheckpoint(
+        path="tinker://m/weights/one",
+        owner="a",
+        model_id="m",
+        kind="weights",
+        name="one",
+        location=location,
+        base_model="tinkex/tiny",
+        lora=LoraConfig(rank=8),
+        optimizer=AdamOptimizerConfig(),
+        has_optimizer=True,
+        created_at=0.0,
+        size_bytes=1,
+    )
+
+
+@pytest.mark.parametrize("overwritten_first", [True, False])
+async def test_publishing_never_brings_back_what_is_being_overwritten(
+    overwritten_first: bool,
+) -> None:
+    store = YieldingStore()
+    rows = Rows(store)
+    old, new = stored("old"), stored("new")
+    await store.put_checkpoint(old)
+
+    async def publish() -> None:
+        await rows.change_checkpoint(old, public=True)
+
+    async def overwrite() -> None:
+        await rows.put_checkpoint(new)
+
+    async with anyio.create_task_group() as group:
+        for do in (overwrite, publish) if overwritten_first else (publish, overwrite):
+            group.start_soon(do)
+    assert await store.get_checkpoint(new.path) == new
+    assert not await rows.delete_checkpoint(old)
+    assert await rows.delete_checkpoint(new)
+
+
+async def test_a_deleted_checkpoint_is_gone_at_once_and_its_files_when_the_engine_can(
+    api: Api,
+) -> None:
+    _, model = await trained(api)
+    path = (await save(api, model, 3))["path"]
+    api.server.engine.fail_next("delete_saved", EngineDiedError("it died"))
+    url = f"/training_runs/{model}/checkpoints/weights/one"
+    assert (await api.call("DELETE", url)).status == 200
+    assert (await api.call("DELETE", url)).status == 404
+    assert (await api.get("/checkpoints"))["checkpoints"] == []
+    before = [call.name for call in api.server.engine.calls].count("delete_saved")
+    await api.clock.sleep(31)
+    assert [call.name for call in api.server.engine.calls].count("delete_saved") > before
+    assert await api.server.store.get_checkpoint(path) is None
+
+
+async def test_the_name_of_a_deleted_or_expired_checkpoint_is_free_again(api: Api) -> None:
+    _, model = await trained(api)
+    await save(api, model, 3)
+    api.server.engine.fail_next("delete_saved", EngineDiedError("it died"))
+    await api.call("DELETE", f"/training_runs/{model}/checkpoints/weights/one")
+    assert "path" in await save(api, model, 4)
+    await api.clock.sleep(31)
+    assert len((await api.get("/checkpoints"))["checkpoints"]) == 1
+
+
+async def test_runs_with_something_published_are_listed_on_request(api: Api) -> None:
+    _, model = await trained(api)
+    await save(api, model, 3, "shown")
+    await save(api, model, 4, "hidden")
+    await api.call("POST", f"/training_runs/{model}/checkpoints/weights/shown/publish")
+    other = api.other()
+    own = await other.model()
+    assert [r["training_run_id"] for r in await runs(other, "")] == [own]
+    listed = {r["training_run_id"]: r for r in await runs(other, "access_scope=accessible")}
+    assert set(listed) == {own, model}
+    assert listed[model]["last_checkpoint"]["checkpoint_id"] == "weights/shown"
+    shown = await other.get(f"/training_runs/{model}/checkpoints")
+    assert [c["checkpoint_id"] for c in shown["checkpoints"]] == ["weights/shown"]
+    reply = await other.call("GET", "/training_runs", query="access_scope=everything")
+    assert reply.status == 400
+
+
+async def runs(api: Api, query: str) -> Any:
+    return (await api.get("/training_runs", query=query))["training_runs"]

@@ -118,3 +118,21 @@ def test_whatever_the_order_of_arrival_each_runs_once_and_in_turn(
     now += 60
     run_all()
     assert ran == [seq for seq in range(1, 9) if seq not in missing]
+
+
+def test_a_suspect_shares_no_batch_and_the_others_wait_for_the_next_one() -> None:
+    bad = lane("a", (1, "forward_backward"), (2, "forward_backward"), arrived=5)
+    good = lane("b", (1, "forward_backward"), arrived=1)
+    settings = {"device_busy": False, "gap_timeout_s": 60.0, "max_batch_ops": 64}
+    decided = plan([bad, good], 9.0, suspects={"a:1"}, **settings)
+    assert batches(decided) == [["a:1"]]
+    decided = plan([bad, good], 9.0, suspects={"a:2"}, **settings)
+    assert batches(decided) == [["b:1", "a:1"]]
+
+
+def test_a_lane_that_rests_is_left_alone_until_its_time() -> None:
+    queue = lane("a", (1, "optim_step"))
+    queue.rest_until = 30.0
+    held = decide(queue, now=20)
+    assert (batches(held), held.wake_at) == ([], 30.0)
+    assert batches(decide(queue, now=30)) == [["a:1"]]

@@ -47,7 +47,7 @@ async def test_a_request_without_a_key_is_refused_and_health_needs_none(api: Api
 
 
 async def test_only_listed_keys_are_let_in(start: Start) -> None:
-    async with start(keys=frozenset({"tml-one"})) as api:
+    async with start(key_mode="fixed", keys=frozenset({"tml-one"})) as api:
         await api.session()
         reply = await api.other().call("POST", "/client/config", {})
         assert reply.status == 401

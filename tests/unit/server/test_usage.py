@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 
+from tinkex.server.api.keys import end_key, make_key
+from tinkex.server.api.stored_hours import stored_hours
+from tinkex.server.store.records import StoredCheckpoint
+from tinkex.testing.engine import Delays
+from tinkex.types import AdamOptimizerConfig, BillingUsageResponse, LoraConfig
+from tinkex.wire.json_codec import decode
+
 if TYPE_CHECKING:
-    from .conftest import Api
+    from .conftest import Api, Start
 
 pytestmark = pytest.mark.anyio
 
@@ -83,3 +91,133 @@ async def test_the_audit_log_is_filtered_by_topic_and_day(api: Api) -> None:
     assert (await api.get("/audit", query="day=2001-01-01"))["entries"] == []
     assert (await api.call("GET", "/audit", query="day=soon")).status == 400
     assert (await api.call("GET", "/audit", query="event_type=x")).status == 400
+
+
+async def test_usage_reports_device_seconds_beside_the_protocol_s_members(start: Start) -> None:
+    async with start(delays=Delays(train_s=2.0, optim_s=1.0, sample_s=3.0)) as api:
+        session = await api.session()
+        model = await api.model(session)
+        await api.result(await api.train(model, 1))
+        await api.result(await api.step(model, 2))
+        await api.result(await api.sample(await api.sampler(session)))
+        reply = await api.call("GET", "/billing/usage/events", query=window(api))
+        seconds = {
+            event["event_info"]["type"]: event.get("device_seconds")
+            for event in msgspec.json.decode(reply.body)["data"]
+        }
+        assert seconds["training"] == pytest.approx(3.0, abs=1e-3)
+        assert seconds["sampling_sample"] == pytest.approx(3.0, abs=1e-3)
+        # (The fake engine takes a little for each token as well.)
+        # Every client reads it, and skips what it does not know.
+        assert len(decode(BillingUsageResponse, reply.body).data) == len(seconds)
+
+
+async def test_usage_reports_stored_gigabyte_hours(api: Api) -> None:
+    model = await api.model(await api.session(project_id="p"))
+    await api.result(await api.post("/save_weights", {"model_id": model, "seq_id": 1}))
+    query = window(api)
+    await api.clock.sleep(1800)
+    usage = await api.get("/billing/usage/events", query=query)
+    (size,) = [
+        item["size_bytes"] for item in (await api.get("/billing/usage/checkpoints/current"))["data"]
+    ]
+    events = [e for e in usage["data"] if e["event_info"]["type"] == "storage"]
+    assert sum(e["event_info"]["gigabyte_hours"] for e in events) == pytest.approx(size * 0.5 / 1e9)
+    assert {e["project_id"] for e in events} == {"p"}
+    assert all("estimated_cost_usd" not in e for e in events)
+
+
+def checkpoint(created_h: float, size: int, expires_h: float | None = None, **members: Any):
+    return StoredCheckpoint(
+        path="tinker://m/weights/x",
+        owner="o",
+        model_id="m",
+        kind="weights",
+        name="x",
+        location="l",
+        base_model="b",
+        lora=LoraConfig(rank=8),
+        optimizer=AdamOptimizerConfig(),
+        has_optimizer=True,
+        created_at=created_h * 3600,
+        size_bytes=size,
+        expires_at=None if expires_h is None else expires_h * 3600,
+        **members,
+    )
+
+
+@pytest.mark.parametrize(
+    ("checkpoints", "expected"),
+    [
+        ([checkpoint(-9, 10**9)], [1, 1, 1, 0.5]),
+        ([checkpoint(0.5, 10**9)], [0.5, 1, 1, 0.5]),
+        ([checkpoint(1.25, 10**9, 1.75)], [0, 0.5, 0, 0]),
+        ([checkpoint(1, 10**9, 2)], [0, 1, 0, 0]),
+        ([checkpoint(1.5, 10**9, 2)], [0, 0.5, 0, 0]),
+        ([checkpoint(0, 10**9), checkpoint(1.5, 2 * 10**9)], [1, 2, 3, 1.5]),
+        ([checkpoint(3.5, 10**9)], [0, 0, 0, 0]),
+        ([checkpoint(5, 10**9)], [0, 0, 0, 0]),
+        ([checkpoint(-9, 10**9, -8)], [0, 0, 0, 0]),
+    ],
+)
+def test_stored_hours_count_parts_of_hours_up_to_now(
+    checkpoints: list[StoredCheckpoint], expected: list[float]
+) -> None:
+    found = {
+        s.hour // 3600: s.gigabyte_hours for s in stored_hours(checkpoints, 0, 4 * 3600, 3.5 * 3600)
+    }
+    assert [found.get(hour, 0) for hour in range(4)] == pytest.approx(expected)
+
+
+def test_stored_hours_are_kept_apart_by_project() -> None:
+    found = stored_hours(
+        [checkpoint(0, 10**9), checkpoint(0, 10**9, project_id="p")], 0, 3600, 3600
+    )
+    assert {(s.project_id, s.gigabyte_hours) for s in found} == {(None, 1.0), ("p", 1.0)}
+
+
+async def test_the_audit_log_tells_of_publishing_copying_and_deleting(api: Api) -> None:
+    model = await api.model()
+    saved = await api.result(
+        await api.post("/save_weights", {"model_id": model, "seq_id": 1, "path": "a"})
+    )
+    path = f"/training_runs/{model}/checkpoints/weights/a"
+    await api.call("POST", f"{path}/publish")
+    await api.call("DELETE", f"{path}/publish")
+    await api.call("PUT", f"{path}/ttl", {"ttl_seconds": 7200})
+    await api.post("/copy_weights", {"source_path": saved["path"]})
+    await api.call("DELETE", path)
+    entries = (await api.get("/audit"))["entries"]
+    assert [entry["event"] for entry in entries] == [
+        "checkpoint_created",
+        "checkpoint_published",
+        "checkpoint_unpublished",
+        "checkpoint_ttl_set",
+        "checkpoint_copied",
+        "checkpoint_deleted",
+    ]
+    assert all(entry["model_id"] and entry["tinker_path"] for entry in entries)
+    assert (await api.other().get("/audit"))["entries"] == []
+
+
+@pytest.mark.parametrize("path", ["/sessions", "/sessions/x", "/training_runs", "/training_runs/x"])
+async def test_an_unknown_access_scope_is_refused(api: Api, path: str) -> None:
+    for scope in ("owned", "accessible"):
+        assert (await api.call("GET", path, query=f"access_scope={scope}")).status in (200, 404)
+    reply = await api.call("GET", path, query="access_scope=everything")
+    assert reply.status == 400
+    assert b"owned or accessible" in reply.body
+
+
+async def test_the_audit_log_tells_of_keys_made_and_revoked(api: Api) -> None:
+    store = api.server.store
+    _, first = await make_key(store, 1.0, owner="a", name="laptop")
+    _, other = await make_key(store, 2.0, owner="b")
+    assert await end_key(store, first.key_id, 3.0)
+    assert not await end_key(store, first.key_id, 4.0)
+    assert not await end_key(store, 999, 4.0)
+    assert [(e.event, e.at, e.details["name"]) for e in await store.audit_log("a")] == [
+        ("api_key_created", 1.0, "laptop"),
+        ("api_key_revoked", 3.0, "laptop"),
+    ]
+    assert [e.event for e in await store.audit_log(other.owner)] == ["api_key_created"]

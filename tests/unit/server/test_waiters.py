@@ -74,3 +74,23 @@ async def test_a_timeout_of_zero_looks_once() -> None:
 
     assert await Waiters(FakeClock()).until("k", look, 0) is None
     assert looks == 1
+
+
+async def test_whoever_waits_when_a_server_ends_is_let_go_and_nobody_waits_any_more() -> None:
+    clock = FakeClock()
+    waiters = Waiters(clock)
+    found: list[None] = []
+
+    async def look() -> None:
+        return None
+
+    async def wait() -> None:
+        found.append(await waiters.until("k", look, 500))
+
+    async with clock.running(), anyio.create_task_group() as group:
+        group.start_soon(wait)
+        await clock.sleep(1)
+        waiters.close()
+        await wait()
+    assert found == [None, None]
+    assert clock.now() == 1

@@ -153,7 +153,7 @@ async def test_tokens_are_handed_out_while_a_sequence_grows() -> None:
             sequence_ids=["a", "b"],
         )
         result = await engine.sample(
-            op, lambda sample, token, _: seen.append((sample, token, clock.now()))
+            op, lambda sample, token, *_: seen.append((sample, token, clock.now()))
         )
     assert [(sample, at) for sample, _, at in seen] == [
         (0, 0.0),

@@ -16,7 +16,7 @@ from transport_fakes import read_request, reply_bytes, serve
 
 from tinkex.errors import APIConnectionError, APITimeoutError, InputError, RequestInfo
 from tinkex.transport.base import Pool, Request
-from tinkex.transport.connection import MAX_HEAD_BYTES
+from tinkex.transport.connection import MAX_HEAD_BYTES, Connection
 from tinkex.transport.http import HttpTransport, describe
 
 if sys.version_info >= (3, 14):
@@ -470,6 +470,14 @@ async def test_a_connection_the_server_closes_is_not_used_again():
         await transport.send(post())
         await transport.aclose()
     assert len(log) == 2
+
+
+async def test_a_connection_is_not_used_again_from_the_moment_the_server_says_goodbye():
+    connection = Connection(asyncio.get_running_loop())
+    assert connection.reusable
+    # Between this and the connection's end a request would be lost.
+    connection.eof_received()
+    assert not connection.reusable
 
 
 async def test_a_second_answer_nobody_asked_for_is_not_taken_for_the_next_ones():

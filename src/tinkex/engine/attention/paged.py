@@ -5,9 +5,13 @@ keys are brought together block by block and are matrices right away. The produc
 of training, so a token has the same bits there, in a prompt and while decoding: see
 `invariant`.
 
+What does not depend on the layer is made once for a pass: with few tokens, every view of a
+tensor takes as long as a small sum.
+
 Shapes: T tokens, H heads, G key/value heads, d head size, X = H*d, M query heads per key
-head, B spans of one group, Q tokens of each of them, R query rows (token by token, its M heads
-one after the other, then pads), S keys that a group reads, n = G*B.
+head, B spans of one group, Q tokens of each of them, filled up to a common length, R query
+rows (token by token, its M heads one after the other, then pads), S keys that a group reads,
+n = B*G.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ import torch
 from tinkex.engine.attention.invariant import KEY_STEP, ROW_STEP, mix, round_up, scores
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
     from torch import Tensor
@@ -34,6 +38,8 @@ _SCORES: Final = 1 << 22
 """About how many scores exist at the same time."""
 _SHORT_CONTEXT: Final = 3
 """Up to 2 to the power of this many blocks."""
+_LENGTH_STEP: Final = 16
+"""Spans of several tokens are filled up to whole steps; a multiple of `ROW_STEP`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,23 +62,16 @@ class Span:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """What spans of one group share: their length, and their context to a power of two.
+        """What spans of one group share: their length when filled up, and about their context.
 
-        Short contexts are all one size: a further group costs more than what it would not read.
+        A further group costs more than what it would not compute: contexts count to a power
+        of two, and short ones are all one size.
         """
-        return len(self), max((len(self.blocks) - 1).bit_length(), _SHORT_CONTEXT)
-
-
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """Spans of equal length whose contexts have about the same size, attended together."""
-
-    size: int
-    length: int
-    blocks: Tensor
-    """B rows of as many blocks, one after the other."""
-    mask_BQ1S: Tensor
-    """Minus infinity where a key comes after the query."""
+        length = len(self)
+        return (
+            1 if length == 1 else round_up(length, _LENGTH_STEP),
+            max((len(self.blocks) - 1).bit_length(), _SHORT_CONTEXT),
+        )
 
 
 def cache_shape(config: DecoderConfig, slots: int) -> tuple[int, ...]:
@@ -84,116 +83,168 @@ class PagedAttention:
     """`Attend` for one pass: writes the new keys and values, then attends group by group."""
 
     def __init__(self, cache: Tensor, spans: Sequence[Span], *, block_size: int) -> None:
-        self._cache = cache
-        self._block_size = block_size
-        self._clear_fresh_blocks(spans)
-        self._slots_T = self._tensor(np.concatenate([span.slots(block_size) for span in spans]))
-        order = sorted(range(len(spans)), key=lambda i: spans[i].shape)
+        self._keys_GSd, self._values_GSd = (side.unbind(0) for side in cache.unbind(0))
+        slots_T = np.concatenate([span.slots(block_size) for span in spans])
+        self._slots_T = _tensor(slots_T, cache.device)
+        clear_fresh_blocks(cache, spans, block_size)
+        shapes = [span.shape for span in spans]
+        order = sorted(range(len(spans)), key=shapes.__getitem__)
+        starts: list[int] = [0, *accumulate(map(len, spans))]
         self._groups = [
-            self._group([spans[i] for i in run])
-            for _, run in groupby(order, key=lambda i: spans[i].shape)
+            _Group(cache, shape[0], [(starts[i], spans[i]) for i in run], block_size)
+            for shape, run in groupby(order, key=shapes.__getitem__)
         ]
-        self._turned = self._rows_in_order(spans, order)
+        self._back_T: Tensor | None = None
+        """Where each token lies in the groups' rows, unless that is in their order."""
+        if len(self._groups) > 1 or not self._groups[0].in_order:
+            rows = _rows_of_tokens(spans, order, [shapes[i][0] for i in order])
+            self._back_T = _tensor(rows, cache.device)
 
     def __call__(self, layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
-        keys_GSd, values_GSd = self._cache[0, layer], self._cache[1, layer]
+        keys_GSd, values_GSd = self._keys_GSd[layer], self._values_GSd[layer]
         keys_GSd.index_copy_(1, self._slots_T, k_TGd.transpose(0, 1))
         values_GSd.index_copy_(1, self._slots_T, v_TGd.transpose(0, 1))
-        if self._turned is not None:
-            q_THd = q_THd[self._turned[0]]
-        start, outputs = 0, list[torch.Tensor]()
-        for group in self._groups:
-            stop = start + group.size * group.length
-            outputs.append(self._attend(q_THd[start:stop], keys_GSd, values_GSd, group))
-            start = stop
-        o_TX = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        return o_TX if self._turned is None else o_TX[self._turned[1]]
+        found = [group.attend(q_THd, keys_GSd, values_GSd) for group in self._groups]
+        if self._back_T is None:
+            return found[0]
+        return torch.cat(found).index_select(0, self._back_T)
 
-    def _attend(self, q_THd: Tensor, keys_GSd: Tensor, values_GSd: Tensor, group: _Group) -> Tensor:
-        q_GBQMd, shared = _queries(q_THd, group, keys_GSd.shape[0])
-        k_nSd, v_nSd = self._gather(keys_GSd, group), self._gather(values_GSd, group)
-        parts: list[Tensor] = []
-        for block in _blocks(q_GBQMd, k_nSd):
-            part_GBQMd = q_GBQMd[:, :, block]
-            s_nRS = scores(part_GBQMd.reshape(k_nSd.shape[0], -1, k_nSd.shape[2]), k_nSd)
-            s_GBQMS = s_nRS.view(*part_GBQMd.shape[:4], -1)
-            s_GBQMS += group.mask_BQ1S[:, block]
-            parts.append(mix(s_nRS.softmax(-1), v_nSd).view(part_GBQMd.shape))
-        o_GBQMd = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
-        kept_GBQMd = o_GBQMd[:, :, : group.length, :shared]
-        return kept_GBQMd.permute(1, 2, 0, 3, 4).reshape(group.size * group.length, -1)
 
-    def _gather(self, cached_GSd: Tensor, group: _Group) -> Tensor:
-        """The keys or values of a group's contexts, x_nSd."""
-        heads, _, dim = cached_GSd.shape
-        by_block = cached_GSd.view(heads, -1, self._block_size * dim)
-        return by_block.index_select(1, group.blocks).view(heads * group.size, -1, dim)
+class _Group:
+    """Spans of about the same length and context, attended together.
 
-    def _rows_in_order(
-        self, spans: Sequence[Span], order: list[int]
-    ) -> tuple[Tensor, Tensor] | None:
-        """The rows group by group, and back; None when they lie like that."""
-        if order == sorted(order):
-            return None
-        ends: list[int] = [0, *accumulate(map(len, spans))]
-        rows = np.concatenate([np.arange(ends[i], ends[i + 1]) for i in order])
-        return self._tensor(rows), self._tensor(np.argsort(rows))
+    `placed` are the spans and where each begins among the tokens of the pass; all are filled up
+    to `length`.
+    """
 
-    def _tensor(self, array: NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(array).to(self._cache.device)  # pyright: ignore[reportUnknownMemberType] -- torch's own stub
+    def __init__(
+        self, cache: Tensor, length: int, placed: list[tuple[int, Span]], block_size: int
+    ) -> None:
+        heads, slots, dim = cache.shape[2:]
+        self._shape = len(placed), length, heads, -1, dim
+        self._rows = len(placed) * length
+        starts, spans = zip(*placed, strict=True)
+        # The rows that fill a span up repeat its last token.
+        steps_BQ = np.minimum(np.arange(length), np.array([[len(s) - 1] for s in spans]))
+        tokens = (np.array(starts)[:, None] + steps_BQ).ravel()
+        self._first = starts[0]
+        self.in_order = np.array_equal(tokens, np.arange(self._rows) + self._first)
+        self._tokens = None if self.in_order else _tensor(tokens, cache.device)
+        blocks_BC = block_table(spans, block_size)
+        # Every head has all blocks.
+        blocks_BGC = blocks_BC[:, None] + slots // block_size * np.arange(heads)[:, None]
+        self._blocks = _tensor(blocks_BGC.ravel(), cache.device)
+        self._block_numbers = block_size * dim
+        keys = np.arange(int(blocks_BC.shape[1]) * block_size)
+        positions_BQ = np.array([[span.start] for span in spans]) + steps_BQ
+        hidden = torch.from_numpy(keys > positions_BQ[:, None, :, None, None])  # pyright: ignore[reportUnknownMemberType] -- torch's own stub
+        self._mask_B1Q1S = torch.zeros(hidden.shape, dtype=cache.dtype, device=cache.device)
+        self._mask_B1Q1S.masked_fill_(hidden.to(cache.device), -torch.inf)
+        """Minus infinity where a key comes after the query."""
+        # Mutable state: room for the queries of one layer.
+        self._queries: _Queries | None = None
 
-    def _group(self, spans: list[Span]) -> _Group:
-        size = self._block_size
-        tables = [list(span.blocks) for span in spans]
-        # Whole steps of keys, whatever the size of a block.
-        width = round_up(max(map(len, tables)), KEY_STEP // gcd(KEY_STEP, size))
-        # Short rows are filled up with their own first block: masked numbers still take part
-        # in the arithmetic, and a NaN of another tenant must not.
-        blocks = np.array([t + t[:1] * (width - len(t)) for t in tables], np.int64)
-        length = len(spans[0])
-        first_B1 = np.array([[span.start] for span in spans])
-        # The queries that fill up the last step see as much as the last one.
-        positions_BQ = first_B1 + np.minimum(np.arange(_padded_length(length)), length - 1)
-        hidden = torch.from_numpy(np.arange(width * size) > positions_BQ[:, :, None, None])  # pyright: ignore[reportUnknownMemberType] -- torch's own stub
-        mask_BQ1S = torch.zeros(hidden.shape, dtype=self._cache.dtype, device=self._cache.device)
-        mask_BQ1S.masked_fill_(hidden.to(self._cache.device), -torch.inf)
-        return _Group(len(spans), length, self._tensor(blocks.ravel()), mask_BQ1S)
-
-    def _clear_fresh_blocks(self, spans: Sequence[Span]) -> None:
-        """Wipe blocks that this pass begins and does not fill: see `_group` for why."""
-        size = self._block_size
-        fresh = [
-            span.blocks[span.stop // size]
-            for span in spans
-            if span.stop % size and span.start <= span.stop - span.stop % size
+    def attend(self, q_THd: Tensor, keys_GSd: Tensor, values_GSd: Tensor) -> Tensor:
+        """o_TX of the group's rows, span by span."""
+        if self._tokens is None:
+            q_THd = q_THd.narrow(0, self._first, self._rows)
+        else:
+            q_THd = q_THd.index_select(0, self._tokens)
+        q_BQGMd = q_THd.view(self._shape)
+        if self._queries is None:
+            self._queries = _Queries(q_BQGMd, self._mask_B1Q1S)
+        k_nSd, v_nSd = self._gather(keys_GSd), self._gather(values_GSd)
+        found = [
+            mix(_weights(part, k_nSd), v_nSd).view(part.shape_BGQMd)
+            for part in self._queries.parts_of(q_BQGMd)
         ]
-        if fresh:
-            slots = (np.array(fresh, np.int64)[:, None] * size + np.arange(size)).reshape(-1)
-            self._cache.index_fill_(3, self._tensor(slots), 0.0)
+        o_BGQMd = found[0] if len(found) == 1 else torch.cat(found, dim=2)
+        return self._queries.in_order(o_BGQMd).reshape(self._rows, -1)
+
+    def _gather(self, cached_GSd: Tensor) -> Tensor:
+        """The keys or values of the group's contexts, x_nSd."""
+        by_block = cached_GSd.view(-1, self._block_numbers)
+        blocks = by_block.index_select(0, self._blocks)
+        return blocks.view(self._shape[0] * self._shape[2], -1, self._shape[4])
 
 
-def _padded_length(length: int) -> int:
-    """How many tokens make whole steps of query rows; a lone token has its heads filled up."""
-    return 1 if length == 1 else round_up(length, ROW_STEP)
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Some queries of each span, and what they may not see."""
+
+    q_BGQMd: Tensor
+    mask_B1Q1S: Tensor
+    shape_BGQMd: tuple[int, ...]
 
 
-def _queries(q_THd: Tensor, group: _Group, heads: int) -> tuple[Tensor, int]:
-    """The queries by key head, scaled and filled up with zeros to whole steps; and M."""
-    dim = q_THd.shape[2]
-    q_BQGMd = q_THd.view(group.size, group.length, heads, -1, dim)
-    shared = q_BQGMd.shape[3]
-    more_heads = -shared % ROW_STEP if group.length == 1 else 0
-    q_GBQMd = q_THd.new_zeros(
-        heads, group.size, _padded_length(group.length), shared + more_heads, dim
+class _Queries:
+    """Queries by key head, scaled; a lone token has its heads filled up to a whole step."""
+
+    def __init__(self, like_BQGMd: Tensor, mask_B1Q1S: Tensor) -> None:
+        size, length, heads, self._shared, dim = like_BQGMd.shape
+        more = -self._shared % ROW_STEP if length == 1 else 0
+        self._scale = dim**-0.5
+        q_BGQMd = like_BQGMd.new_zeros(size, heads, length, self._shared + more, dim)
+        self._into_BQGMd = self.in_order(q_BGQMd)
+        # Some queries at a time, bounded by `_SCORES`.
+        per_query = heads * size * (self._shared + more) * mask_B1Q1S.shape[4]
+        step = max(_SCORES // per_query // ROW_STEP, 1) * ROW_STEP
+        self._parts = [
+            _Part(q, mask, tuple(q.shape))
+            for q, mask in zip(
+                *(torch.split(x, step, 2) for x in (q_BGQMd, mask_B1Q1S)), strict=True
+            )
+        ]
+
+    def parts_of(self, q_BQGMd: Tensor) -> list[_Part]:
+        """The queries of a layer; those of the one before are gone."""
+        torch.mul(q_BQGMd, self._scale, out=self._into_BQGMd)
+        return self._parts
+
+    def in_order(self, x_BGQMd: Tensor) -> Tensor:
+        """The same numbers as x_BQGMd, without what was filled up."""
+        return x_BGQMd.narrow(3, 0, self._shared).transpose(1, 2)
+
+
+def _weights(part: _Part, k_nSd: Tensor) -> Tensor:
+    """p_nRS of the queries of one part."""
+    count, keys, dim = k_nSd.shape
+    s_nRS = scores(part.q_BGQMd.reshape(count, -1, dim), k_nSd)
+    s_nRS.view(*part.shape_BGQMd[:4], keys).add_(part.mask_B1Q1S)
+    return s_nRS.softmax(-1)
+
+
+def _rows_of_tokens(
+    spans: Sequence[Span], order: list[int], lengths: list[int]
+) -> NDArray[np.int64]:
+    """Where each token lies when the spans, filled up to `lengths`, come in `order`."""
+    first = np.empty(len(spans), np.int64)
+    first[order] = [0, *accumulate(lengths)][:-1]
+    return np.concatenate(
+        [np.arange(len(s)) + start for s, start in zip(spans, first, strict=True)]
     )
-    into_GBQMd = q_GBQMd[:, :, : group.length, :shared]
-    torch.mul(q_BQGMd.permute(2, 0, 1, 3, 4), dim**-0.5, out=into_GBQMd)
-    return q_GBQMd, shared
 
 
-def _blocks(q_GBQMd: Tensor, k_nSd: Tensor) -> Iterator[slice]:
-    """Queries to compute at a time, bounded by `_SCORES`."""
-    per_query = k_nSd.shape[0] * k_nSd.shape[1] * q_GBQMd.shape[3]
-    step = max(_SCORES // per_query // ROW_STEP, 1) * ROW_STEP
-    for start in range(0, q_GBQMd.shape[2], step):
-        yield slice(start, start + step)
+def block_table(spans: Sequence[Span], block_size: int) -> NDArray[np.int64]:
+    """Each span's blocks, filled up to whole steps of keys whatever the size of a block."""
+    tables = [list(span.blocks) for span in spans]
+    width = round_up(max(map(len, tables)), KEY_STEP // gcd(KEY_STEP, block_size))
+    # Short rows are filled up with their own first block: masked numbers still take part in the
+    # arithmetic, and a NaN of another tenant must not.
+    return np.array([t + t[:1] * (width - len(t)) for t in tables], np.int64)
+
+
+def clear_fresh_blocks(cache: Tensor, spans: Sequence[Span], block_size: int) -> None:
+    """Wipe blocks that this pass begins and does not fill: see `block_table` for why."""
+    fresh = [
+        span.blocks[span.stop // block_size]
+        for span in spans
+        if span.stop % block_size and span.start <= span.stop - span.stop % block_size
+    ]
+    if fresh:
+        slots = (np.array(fresh, np.int64)[:, None] * block_size + np.arange(block_size)).ravel()
+        cache.index_fill_(3, _tensor(slots, cache.device), 0.0)
+
+
+def _tensor(array: NDArray[np.int64], device: torch.device) -> Tensor:
+    return torch.from_numpy(array).to(device)  # pyright: ignore[reportUnknownMemberType] -- torch's own stub

@@ -78,15 +78,20 @@ def dlogits(
     ids_CK: Tensor,
     slope_CK: Tensor,
     out_dtype: torch.dtype = torch.bfloat16,
+    *,
+    out: Tensor | None = None,
 ) -> Tensor:
     """The gradient by the logits: each target's slope up, their sum times the softmax down.
 
-    With the dtype of the logits themselves the result takes their place in memory; any other
-    dtype gets a buffer of its own. A token that is a target twice counts twice.
+    It is written to `out`. Without that, the dtype of the logits themselves lets the result take
+    their place in memory; any other dtype gets a buffer of its own. A token that is a target
+    twice counts twice.
     """
     rows, vocabulary = logits_CV.shape
     targets = ids_CK.shape[1]
-    if out_dtype == logits_CV.dtype:
+    if out is not None:
+        dlogits_CV = out
+    elif out_dtype == logits_CV.dtype:
         dlogits_CV = logits_CV
     else:
         dlogits_CV = torch.empty((rows, vocabulary), dtype=out_dtype, device=logits_CV.device)

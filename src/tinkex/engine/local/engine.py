@@ -8,48 +8,48 @@ between two training passes of a long batch.
 from __future__ import annotations
 
 import asyncio
-import logging
-import shutil
-from contextlib import suppress
+from collections import Counter
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tinkex.engine import checkpoints
+from tinkex.engine.base import GAUGES, SavedAdapter, TrainResult
 from tinkex.engine.failures import user_error
 from tinkex.engine.local.budgets import budgets
-from tinkex.engine.local.served import Served, saved_name, snapshot_name
+from tinkex.engine.local.relay import TokenRelay, hop
+from tinkex.engine.local.served import Served, device_of, saved_name, snapshot_name, spec_of
 from tinkex.engine.local.tasks import Task
 from tinkex.engine.local.thread import EngineThread
+from tinkex.engine.models.deferred import DeferredModel
 from tinkex.engine.parking import Parking
 from tinkex.engine.peft import export_peft
 from tinkex.engine.sampler import BASE
+from tinkex.engine.saved import open_saved
 from tinkex.engine.scratch import ScratchFolder
 from tinkex.engine.settings import LocalSettings
-from tinkex.engine.tensor_files import write_atomically
 from tinkex.errors import ClosedError, InputError, RequestFailedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from tinkex.clock import Clock
     from tinkex.engine.base import (
         AdapterSpec,
+        Layout,
         ModelSpec,
         OnToken,
         OptimOp,
         OptimResult,
         SampleOp,
         SampleResult,
-        SavedAdapter,
         TrainOp,
-        TrainResult,
     )
     from tinkex.engine.local.tasks import Steps
+    from tinkex.engine.models.base import DecoderConfig
     from tinkex.engine.models.loader import BaseModel
-
-_log = logging.getLogger(__name__)
 
 
 class LocalEngine:
@@ -57,16 +57,18 @@ class LocalEngine:
 
     def __init__(
         self,
-        models: Sequence[BaseModel],
+        models: Sequence[BaseModel | DeferredModel],
         folder: Path,
         settings: LocalSettings | None = None,
         clock: Clock | None = None,
+        artifacts: str | None = None,
     ) -> None:
         if not models:
             raise InputError("give at least one base model", "models")
         settings = settings or LocalSettings()
-        device = models[0].decoder.unembed_VD.device
+        device = device_of(models[0])
         room = budgets(settings, device, len(models))
+        self._files = open_saved(folder, artifacts, settings.artifact_cache_bytes)
         self._settings = settings
         self._parking = Parking(
             device,
@@ -74,20 +76,28 @@ class LocalEngine:
             host_bytes=room.host_bytes,
             folder=ScratchFolder(settings.parking_folder or folder, ".parked-"),
         )
-        made = [Served(model, folder, settings, room, self._parking) for model in models]
-        self._served = {served.spec.name: served for served in made}
-        # Mutable state: which base model each adapter and snapshot belongs to (the thread's),
-        # and every answer that somebody waits for (the callers').
+        self._relay = TokenRelay()
+        self._serve = partial(
+            Served, settings=settings, budgets=room, parking=self._parking, relay=self._relay
+        )
+        self._models = [spec_of(model) for model in models]
+        # Mutable state: base models that nobody has used yet and those that are loaded, which
+        # base model each adapter and snapshot belongs to (the thread's), and every answer that
+        # somebody waits for (the callers').
+        self._deferred = {m.config.name: m for m in models if isinstance(m, DeferredModel)}
+        made = [self._serve(model) for model in models if not isinstance(model, DeferredModel)]
+        self._served = {served.name: served for served in made}
+        self._samplers = made
         self._homes: dict[str, Served] = {}
         self._published: dict[str, Served] = {}
         self._owed: set[asyncio.Future[Any]] = set()
-        self._thread = EngineThread(made, self._end_all, clock)
+        self._thread = EngineThread(self._samplers, self._end_all, clock)
         self._thread.start()
 
     @property
     def models(self) -> Sequence[ModelSpec]:
         """The base models."""
-        return [served.spec for served in self._served.values()]
+        return self._models
 
     async def create_adapter(self, spec: AdapterSpec) -> None:
         """Make a fresh adapter on its base model."""
@@ -117,11 +127,20 @@ class LocalEngine:
         def save() -> Steps:
             served = self._home(model_id)
             state = served.trainer.state(model_id, optimizer=optimizer)
-            saved = yield partial(checkpoints.save, state, served.path(location))
-            served.versions.retire(saved_name(location))
-            return saved
+            return (yield from self._write(state, location))
 
         return await self._do(save(), _model(model_id), _saved(location))
+
+    def _write(self, state: checkpoints.State, location: str) -> Steps:
+        write, needed = partial(checkpoints.write, state), checkpoints.size_bytes(state)
+        size = yield partial(self._files.put, location, write, needed)
+        self._retire(location)
+        return SavedAdapter(size_bytes=size, has_optimizer=state.moments is not None)
+
+    def _retire(self, location: str) -> None:
+        """Have the next sample of a location read its file again."""
+        for served in self._served.values():
+            served.versions.retire(saved_name(location))
 
     async def drop_adapter(self, model_id: str) -> None:
         """Free an adapter; unknown names are fine."""
@@ -150,6 +169,7 @@ class LocalEngine:
                 yield
             ops = [batch[place] for place in places]
             found = yield from served.trainer.passes(ops, self._pass_tokens)
+            _count(served.counts, ops, found)
             answers.update(zip(places, found, strict=True))
         return [answers[place] for place in range(len(batch))]
 
@@ -183,7 +203,7 @@ class LocalEngine:
             if served is None:
                 answers[place] = user_error(f"model {op.model_id!r} is not loaded", op.op_id)
             else:
-                places.setdefault(served.spec.name, []).append(place)
+                places.setdefault(served.name, []).append(place)
         return ((self._served[name], found) for name, found in places.items())
 
     async def publish(self, model_id: str, snapshot: str) -> None:
@@ -198,6 +218,17 @@ class LocalEngine:
             self._published[snapshot] = served
 
         await self._do(_once(publish), _model(model_id), _snapshot(snapshot))
+
+    async def save_snapshot(self, snapshot: str, location: str) -> SavedAdapter:
+        """Write what was published; complete and durable when it returns."""
+
+        def save() -> Steps:
+            served = self._published.get(snapshot)
+            if served is None:
+                raise user_error(f"snapshot {snapshot!r} is not published")
+            return (yield from self._write(served.frozen(snapshot), location))
+
+        return await self._do(save(), _snapshot(snapshot), _saved(location))
 
     async def drop_snapshot(self, snapshot: str) -> None:
         """Forget a snapshot, unknown names are fine; samples that use it keep it."""
@@ -217,7 +248,7 @@ class LocalEngine:
         cancels: list[Callable[[], None]] = []
 
         def tell(outcome: object) -> None:
-            _hop(loop, lambda: _settle(answer, outcome))
+            hop(loop, lambda: _settle(answer, outcome))
 
         def submit() -> Steps:
             served = self._base(weights.base_model)
@@ -226,7 +257,8 @@ class LocalEngine:
                 assert weights.location is not None
                 state = yield partial(self._read, weights.location, served)
                 version = served.add_saved(weights.location, state)
-            cancels.append(served.submit(op, version, _relay(loop, on_token), tell))
+            relayed = None if on_token is None else self._relay.to(loop, on_token)
+            cancels.append(served.submit(op, version, relayed, tell))
 
         keys = [_snapshot(weights.snapshot)] if weights.snapshot is not None else []
         keys += [_saved(weights.location)] if weights.location is not None else []
@@ -244,46 +276,60 @@ class LocalEngine:
         """Copy what was saved at one location to another."""
 
         def copy() -> Steps:
-            served, path = self._find(source)
-            yield partial(write_atomically, served.path(target), partial(_copy, path))
-            served.versions.retire(saved_name(target))
+            with _naming(source):
+                yield partial(self._files.copy, source, target)
+            self._retire(target)
 
         await self._do(copy(), _saved(source), _saved(target))
 
     async def delete_saved(self, location: str) -> None:
         """Delete a saved adapter; samples that use it keep it until they end."""
 
-        def delete() -> None:
-            for served in self._served.values():
-                served.path(location).unlink(missing_ok=True)
-                served.versions.retire(saved_name(location))
+        def delete() -> Steps:
+            yield partial(self._files.delete, location)
+            self._retire(location)
 
-        await self._do(_once(delete), _saved(location))
+        await self._do(delete(), _saved(location))
 
-    async def export_saved(self, location: str) -> Mapping[str, bytes]:
-        """The files of a saved adapter in PEFT's layout, by relative name."""
+    async def export_saved(self, location: str, layout: Layout = "peft") -> Mapping[str, bytes]:
+        """The two files of a saved adapter, by name."""
 
         def export() -> Steps:
-            served, _ = self._find(location)
-            state = yield partial(self._read, location, served)
-            return (yield partial(export_peft, state.weights))
+            state = yield partial(self._read, location)
+            return (yield partial(export_peft, state.weights, layout))
 
         return await self._do(export(), _saved(location))
 
-    def _read(self, location: str, served: Served) -> checkpoints.State:
-        return checkpoints.load(self._find(location)[1], served.config)
+    async def stats(self) -> Mapping[str, float]:
+        """Gauges and counters; reads numbers beside the thread, so it never waits for a pass."""
+        resident, parked = self._parking.counts()
+        found = Counter({**dict.fromkeys(GAUGES, 0.0), "adapters_resident": resident})
+        found["adapters_parked"] = parked
+        for served in list(self._served.values()):
+            found.update(served.stats())
+        return dict(found)
 
-    def _find(self, location: str) -> tuple[Served, Path]:
-        for served in self._served.values():
-            path = served.path(location)
-            if path.exists():
-                return served, path
-        raise user_error(f"nothing is saved at {location!r}")
+    def _read(self, location: str, served: Served | None = None) -> checkpoints.State:
+        """What is saved there, for a base model; None is the one that it belongs to."""
+        with _naming(location), self._files.open(location) as path:
+            config = served.config if served else self._config(checkpoints.base_model_of(path))
+            return checkpoints.load(path, config)
+
+    def _config(self, name: str) -> DecoderConfig:
+        deferred = self._deferred.get(name)
+        return self._base(name).config if deferred is None else deferred.config
 
     def _base(self, name: str) -> Served:
+        """A base model, loaded now if nobody used it before."""
+        deferred = self._deferred.get(name)
+        if deferred is not None:
+            self._served[name] = self._serve(deferred.load())
+            self._samplers.append(self._served[name])
+            del self._deferred[name]
         served = self._served.get(name)
         if served is None:
-            raise user_error(f"no base model {name!r} here; there are: {', '.join(self._served)}")
+            names = ", ".join(spec.name for spec in self._models)
+            raise user_error(f"no base model {name!r} here; there are: {names}")
         return served
 
     def _home(self, model_id: str) -> Served:
@@ -298,7 +344,7 @@ class LocalEngine:
         answer: asyncio.Future[Any] = loop.create_future()
 
         def settle(outcome: object) -> None:
-            _hop(loop, lambda: _settle(answer, outcome))
+            hop(loop, lambda: _settle(answer, outcome))
 
         def wanted() -> bool:
             return not answer.cancelled()
@@ -320,17 +366,29 @@ class LocalEngine:
         """End the thread after what it is doing now; whoever still waits gets a `ClosedError`."""
         await asyncio.to_thread(self._thread.close)
         await asyncio.to_thread(self._parking.close)
+        await asyncio.to_thread(self._files.close)
 
     def _end_all(self) -> None:
         error = ClosedError("the engine was closed")
         for answer in list(self._owed):
-            _hop(answer.get_loop(), partial(_settle, answer, error))
+            hop(answer.get_loop(), partial(_settle, answer, error))
 
     async def __aenter__(self) -> LocalEngine:
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+
+def _count(
+    counts: Counter[str],
+    ops: Sequence[TrainOp],
+    answers: Sequence[TrainResult | RequestFailedError],
+) -> None:
+    for op, answer in zip(ops, answers, strict=True):
+        if isinstance(answer, TrainResult):
+            kind = "tokens_trained_total" if op.backward else "tokens_scored_total"
+            counts[kind] += answer.tokens
 
 
 def _model(model_id: str) -> str:
@@ -356,25 +414,6 @@ def _errand(action: Callable[[], object]) -> Task:
     return Task(steps=_once(action), settle=lambda _: None)
 
 
-def _hop(loop: asyncio.AbstractEventLoop, action: Callable[[], None]) -> None:
-    """Run `action` on a caller's loop; one that has closed has nobody waiting."""
-    try:
-        loop.call_soon_threadsafe(action)
-    except RuntimeError:
-        _log.debug("a caller's loop closed before its answer came")
-
-
-def _relay(loop: asyncio.AbstractEventLoop, on_token: OnToken | None) -> OnToken | None:
-    """`on_token` on the loop of whoever gave it."""
-    if on_token is None:
-        return None
-
-    def relay(sample: int, token: int, logprob: float) -> None:
-        _hop(loop, lambda: on_token(sample, token, logprob))
-
-    return relay
-
-
 def _settle(answer: asyncio.Future[Any], outcome: object) -> None:
     if answer.done():
         return
@@ -384,5 +423,9 @@ def _settle(answer: asyncio.Future[Any], outcome: object) -> None:
         answer.set_result(outcome)
 
 
-def _copy(source: Path, target: Path) -> None:
-    shutil.copy(source, target)
+@contextmanager
+def _naming(location: str) -> Generator[None]:
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise user_error(f"nothing is saved at {location!r}") from error

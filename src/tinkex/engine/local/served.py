@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
-from urllib.parse import quote
 
-from tinkex.engine.base import ModelSpec
+from tinkex.engine import checkpoints
+from tinkex.engine.base import ModelSpec, ModelText, SampleResult
 from tinkex.engine.failures import failure, user_error
 from tinkex.engine.local.budgets import sizes
 from tinkex.engine.local.versions import Versions
 from tinkex.engine.lora import wrap
+from tinkex.engine.models.deferred import DeferredModel
 from tinkex.engine.sampler import (
     BASE,
     LoraAdapters,
@@ -21,12 +23,15 @@ from tinkex.engine.trainer import Trainer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
-    from tinkex.engine import checkpoints
-    from tinkex.engine.base import OnToken, SampleOp, SampleResult, Weights
+    import torch
+
+    from tinkex.engine.base import OnToken, SampleOp, Weights
     from tinkex.engine.local.budgets import Budgets
+    from tinkex.engine.local.relay import TokenRelay
+    from tinkex.engine.models.base import DecoderConfig
     from tinkex.engine.models.loader import BaseModel
+    from tinkex.engine.models.tokenizer import ModelTokenizer
     from tinkex.engine.parking import Parking
     from tinkex.engine.sampler.request import SampleRun
     from tinkex.engine.settings import LocalSettings
@@ -41,23 +46,18 @@ class Served:
     def __init__(
         self,
         model: BaseModel,
-        folder: Path,
         settings: LocalSettings,
         budgets: Budgets,
         parking: Parking,
+        relay: TokenRelay,
     ) -> None:
         decoder = model.decoder
         config, weight = decoder.config, decoder.unembed_VD
         self.config = config
         self._device = weight.device
         self._parking = parking
-        self._folder = folder / quote(config.name, safe="")
-        self.spec = ModelSpec(
-            name=config.name,
-            max_context_length=config.max_context,
-            vocab_size=config.vocab_size,
-            arch=config.arch,
-        )
+        self._relay = relay
+        self.name = config.name
         chosen = sizes(settings, weight.device)
         self.trainer = Trainer(
             decoder,
@@ -69,32 +69,43 @@ class Served:
             parking=parking,
             strict=settings.strict,
         )
-        # Mutable state besides the trainer's: versions, and whom to tell about which sample.
+        # Mutable state besides the trainer's: versions, whom to tell about which sample, and
+        # tokens so far.
         self.versions = Versions(parking, config.name)
         self._waiting: dict[SampleRun, Tell] = {}
+        self.counts: Counter[str] = Counter()
+        sampling = SamplerSettings(
+            cache_tokens=budgets.cache_bytes // cache_bytes_per_token(config, weight.dtype),
+            pass_tokens=chosen.sample_tokens,
+            max_sequences=chosen.sequences,
+            logit_rows=chosen.logit_rows,
+            strict=settings.strict,
+        )
+        self._block_size = sampling.block_size
         self._sampler = Sampler(
             decoder,
-            SamplerSettings(
-                cache_tokens=budgets.cache_bytes // cache_bytes_per_token(config, weight.dtype),
-                pass_tokens=chosen.sample_tokens,
-                max_sequences=chosen.sequences,
-                logit_rows=chosen.logit_rows,
-                strict=settings.strict,
-            ),
+            sampling,
             adapters=LoraAdapters(decoder, self.versions.weights),
             decode=None if model.tokenizer is None else model.tokenizer.decode,
         )
 
-    def path(self, location: str) -> Path:
-        """Where a saved adapter lies; a location is a name, never a path of its own."""
-        return self._folder / f"{quote(location, safe='')}.safetensors"
+    def frozen(self, snapshot: str) -> checkpoints.State:
+        """What was published under a name, in host memory."""
+        version = self.versions.find(snapshot_name(snapshot))
+        weights = None if version is None else self.versions.weights(version)
+        if weights is None:
+            raise _not_published(snapshot)
+        return checkpoints.State(
+            base_model=self.config.name,
+            weights=wrap(self.config, weights.lora, weights.flat_P.cpu()),
+        )
 
     def version(self, weights: Weights) -> str | None:
         """The version that a sample asks for; None when its file has to be read first."""
         if weights.snapshot is not None:
             found = self.versions.find(snapshot_name(weights.snapshot))
             if found is None:
-                raise user_error(f"snapshot {weights.snapshot!r} is not published")
+                raise _not_published(weights.snapshot)
             return found
         if weights.location is None:
             return BASE
@@ -132,13 +143,30 @@ class Served:
             with self._parking.holding():
                 ended = self._sampler.step()
         except Exception as error:  # noqa: BLE001 - ends in the samples' errors
+            self._relay.flush()
             self._fail_all(error)
             return
+        # Before anybody is told of an end: the last tokens come first.
+        self._relay.flush()
         for run in ended:
             tell = self._leave(run)
             outcome = run.error or run.result
+            if isinstance(outcome, SampleResult):
+                self.counts["tokens_prompt_total"] += outcome.prompt_tokens
+                self.counts["tokens_generated_total"] += outcome.generated_tokens
             if tell is not None and outcome is not None:
                 tell(outcome)
+
+    def stats(self) -> dict[str, float]:
+        """How much it does and did; may be asked from any thread, so it only reads numbers."""
+        sampler, block = self._sampler, self._block_size
+        return {
+            "samples_running": len(self._waiting),
+            "kv_blocks_used": (sampler.cache_tokens - sampler.free_tokens) // block,
+            "kv_blocks_total": sampler.cache_tokens // block,
+            "preemptions_total": sampler.preemptions,
+            **self.counts,
+        }
 
     def _leave(self, run: SampleRun) -> Tell | None:
         tell = self._waiting.pop(run, None)
@@ -153,6 +181,37 @@ class Served:
             self._sampler.cancel(run)
             if tell is not None:
                 tell(failure(error, "while sampling", run.op.op_id))
+
+
+def _not_published(snapshot: str) -> RequestFailedError:
+    return user_error(f"snapshot {snapshot!r} is not published")
+
+
+def spec_of(model: BaseModel | DeferredModel) -> ModelSpec:
+    """What a server is told about a base model."""
+    config = model.config if isinstance(model, DeferredModel) else model.decoder.config
+    return ModelSpec(
+        name=config.name,
+        max_context_length=config.max_context,
+        vocab_size=config.vocab_size,
+        arch=config.arch,
+        text=None if model.tokenizer is None else _text(model.tokenizer, config),
+    )
+
+
+def device_of(model: BaseModel | DeferredModel) -> torch.device:
+    """Where a base model is, or will be."""
+    return model.device if isinstance(model, DeferredModel) else model.decoder.unembed_VD.device
+
+
+def _text(tokenizer: ModelTokenizer, config: DecoderConfig) -> ModelText:
+    return ModelText(
+        tokenizer_json=tokenizer.json.encode(),
+        chat_template=tokenizer.chat_template,
+        bos_token=tokenizer.bos_token,
+        eos_token=tokenizer.eos_token,
+        eos_token_ids=tuple(config.eos_token_ids),
+    )
 
 
 def snapshot_name(snapshot: str) -> str:

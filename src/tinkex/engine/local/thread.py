@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from tinkex.clock import SystemClock
 from tinkex.engine.failures import failure
 from tinkex.engine.local.tasks import TaskQueue
-from tinkex.errors import ClosedError, RequestFailedError
+from tinkex.errors import ClosedError, RequestFailedError, StorageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -162,7 +162,7 @@ class EngineThread:
             aside = task.advance()
         except StopIteration as end:
             self._end(task, end.value)
-        except RequestFailedError as error:
+        except (RequestFailedError, StorageError) as error:
             self._end(task, error)
         except Exception as error:  # noqa: BLE001 - handed to whoever asked
             self._end(task, failure(error, "while it ran a command", None))

@@ -7,8 +7,8 @@ One sweep gives the log-probabilities; a sweep that is also told the slope of th
 each log-probability gives the gradient as well. Where the slope is known beforehand
 (cross-entropy) one sweep does both; otherwise the second recomputes the logits.
 
-Shapes: T tokens, C rows of a chunk, S rows of a piece, D hidden, V vocabulary, R rank,
-K targets of a row, M targets of all rows, one after the other.
+Shapes: T tokens, C rows of a chunk, S rows of a piece, B rows of a rectangle of targets, D hidden,
+V vocabulary, R rank, K targets of a row, M targets of all rows, one after the other.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from tinkex.engine.logprobs import exponentials_
 from tinkex.engine.lora.layers import product_into
+from tinkex.engine.lora.rectangles import rectangles
 from tinkex.engine.lora.thin import expand_add_, shrink
 from tinkex.engine.packing import MIN_ROWS
 from tinkex.engine.rows import BLOCK_ROWS
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tinkex.engine.lora.layers import Segment
+    from tinkex.engine.lora.rectangles import Rectangle
     from tinkex.engine.lora.weights import LoraWeights
     from tinkex.engine.models.linear import Linear
 
@@ -147,30 +149,58 @@ def adapt_(logits_SV: Tensor, h_SD: Tensor, weights: LoraWeights | None) -> Tens
 
 
 def _softmax(
-    logits_CV: Tensor, ids_CK: Tensor, slope_CK: Tensor | None, dtype: torch.dtype
-) -> tuple[Tensor, Tensor | None]:
+    logits_CV: Tensor,
+    parts: Sequence[Rectangle],
+    ids_M: Tensor,
+    slope_M: Tensor | None,
+    dtype: torch.dtype,
+) -> tuple[list[Tensor], Tensor | None]:
     """Log-probabilities of the chosen tokens and, given slopes, the slope by the logits.
 
     The logits' memory may be used for the answer.
     """
     if logits_CV.is_cuda and logits_CV.dtype == torch.float32 and dtype != torch.float32:
-        from tinkex.engine.kernels import cross_entropy
-
-        chosen_CK, lse_C = cross_entropy.logprobs(logits_CV, ids_CK)
-        if slope_CK is None:
-            return chosen_CK, None
-        return chosen_CK, cross_entropy.dlogits(logits_CV, lse_C, ids_CK, slope_CK, dtype)
-    chosen_CK = logits_CV.gather(1, ids_CK)
+        return _softmax_on_cuda(logits_CV, parts, ids_M, slope_M, dtype)
+    found = [logits_CV[part.start : part.stop].gather(1, part.filled(ids_M)) for part in parts]
     # From here on the logits' memory holds exp(logit - largest), then the slopes.
     lse_C1, total_C1 = exponentials_(logits_CV)
-    chosen_CK -= lse_C1
-    if slope_CK is None:
-        return chosen_CK, None
+    for part, chosen_BK in zip(parts, found, strict=True):
+        chosen_BK -= lse_C1[part.start : part.stop]
+    flat = [part.flat(chosen_BK) for part, chosen_BK in zip(parts, found, strict=True)]
+    if slope_M is None:
+        return flat, None
     # The slope by the logits: each target up, the softmax down.
-    down_C1 = slope_CK.sum(1, keepdim=True).neg_().div_(total_C1)
-    dlogits_CV = logits_CV.mul_(down_C1)
-    dlogits_CV.scatter_add_(1, ids_CK, slope_CK)
-    return chosen_CK, dlogits_CV.to(dtype)
+    for part in parts:
+        dlogits_BV = logits_CV[part.start : part.stop]
+        slope_BK = part.filled(slope_M)
+        down_B1 = slope_BK.sum(1, keepdim=True).neg_().div_(total_C1[part.start : part.stop])
+        dlogits_BV.mul_(down_B1).scatter_add_(1, part.filled(ids_M), slope_BK)
+    return flat, logits_CV.to(dtype)
+
+
+def _softmax_on_cuda(
+    logits_CV: Tensor,
+    parts: Sequence[Rectangle],
+    ids_M: Tensor,
+    slope_M: Tensor | None,
+    dtype: torch.dtype,
+) -> tuple[list[Tensor], Tensor | None]:
+    from tinkex.engine.kernels import cross_entropy
+
+    flat: list[Tensor] = []
+    dlogits_CV = None
+    if slope_M is not None:
+        dlogits_CV = torch.empty(logits_CV.shape, dtype=dtype, device=logits_CV.device)
+    for part in parts:
+        logits_BV = logits_CV[part.start : part.stop]
+        ids_BK = part.filled(ids_M)
+        chosen_BK, lse_B = cross_entropy.logprobs(logits_BV, ids_BK)
+        flat.append(part.flat(chosen_BK))
+        if slope_M is not None and dlogits_CV is not None:
+            slope_BK = part.filled(slope_M)
+            out_BV = dlogits_CV[part.start : part.stop]
+            cross_entropy.dlogits(logits_BV, lse_B, ids_BK, slope_BK, out=out_BV)
+    return flat, dlogits_CV
 
 
 class _Sweep:
@@ -207,15 +237,23 @@ class _Sweep:
         else:
             logits_CV = self._products.logits(h_CD, start, stop)
         inner = {piece: self._adapt(piece, logits_CV, start) for piece in chunk}
-        ids_CK, slope_CK, place_M = self._chosen(start, stop, len(logits_CV))
-        chosen_CK, dlogits_CV = _softmax(logits_CV, ids_CK, slope_CK, h_CD.dtype)
-        self.found.append(chosen_CK.flatten()[place_M].float())
+        parts = self._rectangles(chunk)
+        ids_M, slope_M = self._targets.ids_M, self._slope_M
+        found, dlogits_CV = _softmax(logits_CV, parts, ids_M, slope_M, h_CD.dtype)
+        self.found += [each.float() for each in found]
         if dlogits_CV is None or self.dh_TD is None:
             return
         self._head.slope(dlogits_CV[:rows], out=self.dh_TD[start:stop])
         for piece, z_SR in inner.items():
             if z_SR is not None:
                 self._gradient(piece, dlogits_CV[piece.start - start : piece.stop - start], z_SR)
+
+    def _rectangles(self, chunk: list[_Piece]) -> list[Rectangle]:
+        start, stop = chunk[0].start, chunk[-1].stop
+        pieces = [(piece.start - start, piece.stop - start) for piece in chunk]
+        found = list(rectangles(pieces, self._targets.counts[start:stop], self._next))
+        self._next = found[-1].last
+        return found
 
     def _adapt(self, piece: _Piece, logits_CV: Tensor, start: int) -> Tensor | None:
         """Add the segment's low-rank product to its rows; return the inner activations."""
@@ -242,26 +280,3 @@ class _Sweep:
             later = piece.start > segment.start
             product_into(into.a_RI, dz_SR.T, h_SD, add=later)
             product_into(into.b_OR, dlogits_SV.T, z_SR.to(kind), scale=scale, add=later)
-
-    def _chosen(self, start: int, stop: int, rows: int) -> tuple[Tensor, Tensor | None, Tensor]:
-        """The chunk's targets and slopes as rectangles, and where each target lies in them.
-
-        Rows with fewer targets are filled up with token 0 at slope 0, which adds nothing.
-        """
-        counts = self._targets.counts[start:stop]
-        ids_M = self._targets.ids_M
-        width, first = max(counts), self._next
-        last = self._next = first + sum(counts)
-        if min(counts) == width:
-            place_M = torch.arange(last - first, device=ids_M.device)
-        else:
-            counts_C = torch.tensor(counts)
-            cells_CK = torch.arange(width) < counts_C[:, None]
-            place_M = cells_CK.flatten().nonzero()[:, 0].to(ids_M.device)
-        ids_CK = ids_M.new_zeros(rows * width)
-        ids_CK[place_M] = ids_M[first:last]
-        if self._slope_M is None:
-            return ids_CK.view(rows, width), None, place_M
-        slope_CK = self._slope_M.new_zeros(rows * width)
-        slope_CK[place_M] = self._slope_M[first:last]
-        return ids_CK.view(rows, width), slope_CK.view(rows, width), place_M

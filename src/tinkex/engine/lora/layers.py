@@ -62,6 +62,16 @@ class RowProducts(Protocol):
         ...
 
 
+class Adapt(Protocol):
+    """Adds the adapters' products to those with base weights."""
+
+    def __call__(
+        self, layer: int, names: tuple[Projection, ...], x_TI: Tensor, y_TY: Tensor
+    ) -> None:
+        """Add to y, given what the projections read."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class _Piece:
     """The low-rank products of one segment that share an input.
@@ -134,6 +144,24 @@ def adapted_projections(
     return project
 
 
+def adapted_in_place(segments: Sequence[Segment]) -> Adapt | None:
+    """What adds the adapters' products to those with base weights; None if there are none.
+
+    The weights have the precision of the activations.
+    """
+    adapted = [(s, s.weights) for s in segments if s.weights is not None]
+    if not adapted:
+        return None
+
+    def adapt(layer: int, names: tuple[Projection, ...], x_TI: Tensor, y_TY: Tensor) -> None:
+        for segment, weights in adapted:
+            piece = _piece(segment, weights, layer, names)
+            if piece is not None:
+                _add(piece, x_TI, y_TY)
+
+    return adapt
+
+
 def _piece(
     segment: Segment, weights: LoraWeights, layer: int, names: tuple[Projection, ...]
 ) -> _Piece | None:
@@ -156,14 +184,16 @@ def _forward(plan: _Plan, x_TI: Tensor) -> tuple[Tensor, list[Tensor]]:
     if plan.add is not None:
         plan.add(x_TI, y_TY)
         return y_TY, []
-    inner: list[Tensor] = []
-    for piece in plan.pieces:
-        z_SZ = shrink(x_TI[piece.rows], piece.factors.a_ZI)
-        parts = piece.parts(y_TY[piece.rows], z_SZ)
-        for (y_SO, z_SR), b_OR in zip(parts, piece.factors.bs_OR, strict=True):
-            expand_add_(y_SO, z_SR, b_OR, piece.scale)
-        inner.append(z_SZ)
-    return y_TY, inner
+    return y_TY, [_add(piece, x_TI, y_TY) for piece in plan.pieces]
+
+
+def _add(piece: _Piece, x_TI: Tensor, y_TY: Tensor) -> Tensor:
+    """Add a piece's products to its rows; return its inner activations."""
+    z_SZ = shrink(x_TI[piece.rows], piece.factors.a_ZI)
+    parts = piece.parts(y_TY[piece.rows], z_SZ)
+    for (y_SO, z_SR), b_OR in zip(parts, piece.factors.bs_OR, strict=True):
+        expand_add_(y_SO, z_SR, b_OR, piece.scale)
+    return z_SZ
 
 
 class _Adapted(torch.autograd.Function):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
@@ -122,17 +123,17 @@ def swiglu(gate_TM: Tensor, up_TM: Tensor) -> Tensor:
 
 
 def _swiglu(gate_TM: Tensor, up_TM: Tensor) -> Tensor:
-    y_TM = torch.empty(gate_TM.shape, dtype=gate_TM.dtype, device=gate_TM.device)
+    tokens, width = gate_TM.shape
     if gate_TM.device.type != "cpu":
-        torch.ops.aten.silu(gate_TM, out=y_TM)
-    elif gate_TM.shape[1] % _SILU_STEP:
+        return F.silu(gate_TM).mul_(up_TM)
+    if width % _SILU_STEP:
         # exp has the same bits everywhere.
-        torch.neg(gate_TM, out=y_TM).exp_().add_(1.0)
-        torch.div(gate_TM, y_TM, out=y_TM)
-    else:
-        tokens, width = gate_TM.shape
-        for rows in _whole_steps(tokens, width, torch.get_num_threads()):
-            torch.ops.aten.silu(gate_TM[rows], out=y_TM[rows])
+        return torch.div(gate_TM, torch.neg(gate_TM).exp_().add_(1.0)).mul_(up_TM)
+    if tokens * width < _SILU_ALONE:  # one thread takes them
+        return F.silu(gate_TM).mul_(up_TM)
+    y_TM = torch.empty(gate_TM.shape, dtype=gate_TM.dtype)
+    for rows in _whole_steps(tokens, width, torch.get_num_threads()):
+        torch.ops.aten.silu(gate_TM[rows], out=y_TM[rows])
     return y_TM.mul_(up_TM)
 
 
@@ -175,12 +176,19 @@ class _Swiglu(torch.autograd.Function):
         return dgate_TM, dup_TM
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Rotation:
     """Cosine and sine per token and frequency, shared by all layers of one pass."""
 
     cos_T1F: Tensor
     sin_T1F: Tensor
+
+    @cached_property
+    def _factors_T1d(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What a head is multiplied with, and its swapped halves: forth, then back."""
+        cos, sin = self.cos_T1F, self.sin_T1F
+        forth = torch.cat((-sin, sin), dim=-1)
+        return torch.cat((cos, cos), dim=-1), forth, -forth
 
     def __call__(self, x_TNd: Tensor) -> Tensor:
         """Rotate each head's first half against its second."""
@@ -190,13 +198,10 @@ class Rotation:
 
     def turned(self, x_TNd: Tensor, *, back: bool = False) -> Tensor:
         """The rotated heads outside autograd; `back` turns the other way."""
+        own_T1d, forth_T1d, back_T1d = self._factors_T1d
         exact_TNd = _exact(x_TNd)
-        y_TNd = torch.empty_like(exact_TNd, memory_format=torch.contiguous_format)
-        (a_TNF, b_TNF), (c_TNF, d_TNF) = exact_TNd.chunk(2, dim=-1), y_TNd.chunk(2, dim=-1)
-        if back:
-            c_TNF, d_TNF, a_TNF, b_TNF = d_TNF, c_TNF, b_TNF, a_TNF
-        torch.mul(a_TNF, self.cos_T1F, out=c_TNF).sub_(b_TNF * self.sin_T1F)
-        torch.mul(b_TNF, self.cos_T1F, out=d_TNF).add_(a_TNF * self.sin_T1F)
+        swapped_TNd = exact_TNd.roll(own_T1d.shape[-1] // 2, -1)
+        y_TNd = (exact_TNd * own_T1d).add_(swapped_TNd.mul_(back_T1d if back else forth_T1d))
         return y_TNd.to(x_TNd.dtype)
 
 

@@ -7,6 +7,8 @@ On a CPU in float32 there are two ways to multiply:
 - *packed*: oneDNN's product with a copy of the weight in the layout that its kernels read.
   Two to three times as fast for the few rows of decoding, and rows have the same bits
   whatever their number. It adds in another order, so it differs from plain by rounding.
+  Calling it takes longer than multiplying with a small weight; those are multiplied plainly,
+  in whole steps of four rows, which give a row the same bits whatever their number, too.
 
 Slopes by the input always take a packed copy of the transposed weight. Both copies are made
 when they are first needed. Everywhere else both ways are the library's product.
@@ -26,7 +28,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-_FEWEST_ROWS: Final = 4
+ROW_STEP: Final = 4
+"""Few rows are filled up to as many: see above."""
+_SMALL: Final = 2**18
+"""Weights of up to so many numbers are not worth packing."""
 
 
 class Linear:
@@ -41,11 +46,12 @@ class Linear:
         self.weight_OI = weight_OI
         self.bias_O = bias_O
         self.widths = tuple(widths or weight_OI.shape[:1])
-        self._packs = (
-            weight_OI.device.type == "cpu"
-            and weight_OI.dtype == torch.float32
-            and torch.backends.mkldnn.is_available()
-        )
+        exact = weight_OI.device.type == "cpu" and weight_OI.dtype == torch.float32
+        self._packs = exact and torch.backends.mkldnn.is_available()
+        self._steps = exact and weight_OI.numel() <= _SMALL
+        self._weight_IO = weight_OI.T
+        self.row_step = ROW_STEP if self._steps else 1
+        """Packed products of whole steps of rows need not be filled up, from `ROW_STEP` rows on."""
         # Mutable state: the packed copies.
         self._packed: Tensor | None = None
         self._packed_transposed: Tensor | None = None
@@ -64,11 +70,23 @@ class Linear:
 
     def multiply(self, x_TI: Tensor, *, packed: bool = False) -> Tensor:
         """Return y_TO in fresh memory, outside autograd."""
+        if packed and self._steps:
+            filled_TI = _filled_up(x_TI, -x_TI.shape[0] % ROW_STEP)
+            return F.linear(filled_TI, self.weight_OI, self.bias_O)[: x_TI.shape[0]]
         if not (packed and self._packs):
             return F.linear(x_TI, self.weight_OI, self.bias_O)
         if self._packed is None:
             self._packed = _pack(self.weight_OI)
         return _packed_product(x_TI, self._packed, self.bias_O)
+
+    def into(self, x_TI: Tensor, y_TO: Tensor) -> None:
+        """Write the packed product of rows in whole steps, outside autograd."""
+        if not self._steps:
+            y_TO.copy_(self.multiply(x_TI, packed=True))
+        elif self.bias_O is None:
+            torch.mm(x_TI, self._weight_IO, out=y_TO)
+        else:
+            torch.addmm(self.bias_O, x_TI, self._weight_IO, out=y_TO)
 
     def slope(self, dy_TO: Tensor, out: Tensor | None = None) -> Tensor:
         """Return dx_TI, the slope by x, given that by y; in fresh memory or in `out`."""
@@ -100,9 +118,12 @@ def _packed_product(x_TI: Tensor, packed: Tensor, bias_O: Tensor | None) -> Tens
     rows = x_TI.shape[0]
     # A lone row would take a kernel that adds in another order, and four take less time than
     # two or three.
-    if rows == 1:
-        x_TI = x_TI.expand(_FEWEST_ROWS, -1)
-    elif rows < _FEWEST_ROWS:
-        x_TI = F.pad(x_TI, (0, 0, 0, _FEWEST_ROWS - rows))
+    x_TI = _filled_up(x_TI, max(ROW_STEP - rows, 0))
     y_TO = torch.ops.mkldnn._linear_pointwise(x_TI, packed, bias_O, "none", [], "")
     return y_TO[:rows]
+
+
+def _filled_up(x_TI: Tensor, more: int) -> Tensor:
+    if not more:
+        return x_TI
+    return x_TI.expand(1 + more, -1) if x_TI.shape[0] == 1 else F.pad(x_TI, (0, 0, 0, more))

@@ -5,7 +5,7 @@ All three are a `tokenizers.Tokenizer` inside, so each can be written as `tokeni
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import msgspec
 import tokenizers
@@ -41,10 +41,19 @@ _CONTROL, _USER_DEFINED = 3, 4
 class ModelTokenizer:
     """Text to ids and back, the way a base model was trained on."""
 
-    def __init__(self, fast: tokenizers.Tokenizer, chat_template: str | None = None) -> None:
+    def __init__(
+        self,
+        fast: tokenizers.Tokenizer,
+        chat_template: str | None = None,
+        *,
+        bos_token: str | None = None,
+        eos_token: str | None = None,
+    ) -> None:
         self._fast = fast
         self.chat_template = chat_template
         """The model's Jinja text that turns messages into a prompt, if it brings one."""
+        self.bos_token, self.eos_token = bos_token, eos_token
+        """The markers that a template may name."""
 
     @property
     def vocab_size(self) -> int:
@@ -77,7 +86,7 @@ def byte_tokenizer() -> ModelTokenizer:
     fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     fast.decoder = decoders.ByteLevel()
     _add(fast, _BYTE_SPECIALS, special=True)
-    return ModelTokenizer(fast, _BYTE_TEMPLATE)
+    return ModelTokenizer(fast, _BYTE_TEMPLATE, eos_token=_BYTE_SPECIALS[0])
 
 
 def folder_tokenizer(folder: Path) -> ModelTokenizer | None:
@@ -89,7 +98,13 @@ def folder_tokenizer(folder: Path) -> ModelTokenizer | None:
         fast = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises bare Exception
         raise ModelError(f"{file}: is no readable tokenizer: {error}") from error
-    return ModelTokenizer(fast, _folder_template(folder))
+    settings = _folder_settings(folder)
+    return ModelTokenizer(
+        fast,
+        _folder_template(folder, settings),
+        bos_token=_content(settings.bos_token),
+        eos_token=_content(settings.eos_token),
+    )
 
 
 def gguf_tokenizer(file: GgufFile) -> ModelTokenizer:
@@ -123,7 +138,12 @@ def gguf_tokenizer(file: GgufFile) -> ModelTokenizer:
     _add_marked(fast, tokens, file)
     if file.get("tokenizer.ggml.add_bos_token", bool, False):
         _begin_with(fast, tokens, file.get("tokenizer.ggml.bos_token_id", int), file)
-    return ModelTokenizer(fast, file.get("tokenizer.chat_template", str, "") or None)
+    return ModelTokenizer(
+        fast,
+        file.get("tokenizer.chat_template", str, "") or None,
+        bos_token=_marker(tokens, file, "tokenizer.ggml.bos_token_id"),
+        eos_token=_marker(tokens, file, "tokenizer.ggml.eos_token_id"),
+    )
 
 
 def _add(fast: tokenizers.Tokenizer, tokens: Sequence[str], *, special: bool) -> None:
@@ -155,6 +175,11 @@ def _begin_with(fast: tokenizers.Tokenizer, tokens: list[str], bos: int, file: G
     )
 
 
+def _marker(tokens: list[str], file: GgufFile, key: str) -> str | None:
+    number = file.get(key, int, -1)
+    return tokens[number] if 0 <= number < len(tokens) else None
+
+
 class _NamedTemplate(msgspec.Struct):
     name: str
     template: str
@@ -162,18 +187,37 @@ class _NamedTemplate(msgspec.Struct):
 
 class _Settings(msgspec.Struct):
     chat_template: str | list[_NamedTemplate] | None = None
+    # A string, or an object with the string as its content; files have other things here, too.
+    bos_token: Any = None
+    eos_token: Any = None
 
 
-def _folder_template(folder: Path) -> str | None:
+def _content(marker: Any) -> str | None:
+    found: Any = (
+        cast("dict[str, Any]", marker).get("content") if isinstance(marker, dict) else marker
+    )
+    return found if isinstance(found, str) else None
+
+
+def _folder_settings(folder: Path) -> _Settings:
+    file = folder / _SETTINGS
+    try:
+        if not file.is_file():
+            return _Settings()
+        return msgspec.json.decode(file.read_bytes(), type=_Settings)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        problem = f"{file}: the chat template and the markers cannot be read: {error}"
+        raise ModelError(problem) from error
+
+
+def _folder_template(folder: Path, settings: _Settings) -> str | None:
     # Newer folders keep the template in a file of its own.
     try:
         if (folder / _TEMPLATE).is_file():
             return (folder / _TEMPLATE).read_text(encoding="utf-8")
-        if not (folder / _SETTINGS).is_file():
-            return None
-        found = msgspec.json.decode((folder / _SETTINGS).read_bytes(), type=_Settings).chat_template
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise ModelError(f"{folder}: the chat template cannot be read: {error}") from error
+    found = settings.chat_template
     if isinstance(found, list):
         return next((entry.template for entry in found if entry.name == "default"), None)
     return found

@@ -16,7 +16,7 @@ from tinkex.errors import InputError, RequestFailedError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tinkex.engine.base import Engine
+    from tinkex.engine.base import Best, Engine, OnToken
     from tinkex.engine.process.messages import Message
 
 METHODS: Final = frozenset(
@@ -28,11 +28,13 @@ METHODS: Final = frozenset(
         "train",
         "optim_step",
         "publish",
+        "save_snapshot",
         "drop_snapshot",
         "sample",
         "copy_saved",
         "delete_saved",
         "export_saved",
+        "stats",
     }
 )
 """What may be called: the asynchronous methods of `Engine`."""
@@ -52,7 +54,7 @@ class Answering:
         self._give_up = give_up
         # Mutable state: the calls that run, and tokens drawn since the loop last came round.
         self._running: dict[int, asyncio.Task[None]] = {}
-        self._drawn: list[tuple[int, int, int, float]] = []
+        self._drawn: list[tuple[int, int, int, float, Best | None]] = []
 
     def take(self, message: Call | Cancel) -> None:
         """Start a call, or end one that nobody waits for."""
@@ -98,13 +100,13 @@ class Answering:
         elif out_of_memory(error):
             free_memory(error)
 
-    def _streams(self, number: int) -> Callable[[int, int, float], None]:
+    def _streams(self, number: int) -> OnToken:
         """Collects tokens: one message for all that are drawn in one turn of the loop."""
 
-        def on_token(sample: int, token: int, logprob: float) -> None:
+        def on_token(sample: int, token: int, logprob: float, best: Best | None) -> None:
             if not self._drawn:
                 asyncio.get_running_loop().call_soon(self._flush)
-            self._drawn.append((number, sample, token, logprob))
+            self._drawn.append((number, sample, token, logprob, best))
 
         return on_token
 

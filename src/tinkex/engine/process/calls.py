@@ -15,7 +15,7 @@ from tinkex.errors import InputError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tinkex.engine.base import OnToken
+    from tinkex.engine.base import Best, OnToken
     from tinkex.engine.process.messages import Message
     from tinkex.errors import TinkerError
 
@@ -60,10 +60,10 @@ class Calls:
     def take(self, message: Answer | Tokens) -> None:
         """Something came back; what nobody waits for is dropped."""
         if isinstance(message, Tokens):
-            for number, sample, token, logprob in message.drawn:
+            for number, sample, token, logprob, best in message.drawn:
                 waiting = self._waiting.get(number)
                 if waiting is not None:
-                    _hand_over(waiting, sample, token, logprob)
+                    _hand_over(waiting, sample, token, logprob, best)
             return
         waiting = self._waiting.pop(message.number, None)
         if waiting is None or waiting.answer.done():
@@ -81,11 +81,13 @@ class Calls:
                 each.answer.set_exception(error())
 
 
-def _hand_over(waiting: _Waiting, sample: int, token: int, logprob: float) -> None:
+def _hand_over(
+    waiting: _Waiting, sample: int, token: int, logprob: float, best: Best | None
+) -> None:
     if waiting.on_token is None:
         return
     try:
-        waiting.on_token(sample, token, logprob)
+        waiting.on_token(sample, token, logprob, best)
     except Exception:  # noqa: BLE001 - the caller's own code; its sample goes on without it
         _log.exception("on_token failed and is not called again")
         waiting.on_token = None

@@ -29,13 +29,17 @@ from tinkex.errors import ClosedError, InputError, MissingPackageError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import torch
+
     from tinkex.engine.local import LocalEngine
+    from tinkex.engine.models.deferred import DeferredModel
     from tinkex.engine.models.loader import BaseModel
     from tinkex.engine.process.channel import Channel
     from tinkex.engine.process.messages import Message
     from tinkex.engine.process.spec import EngineSpec
 
 _BROKEN_CODE: Final = 3
+_DTYPES: Final = {"cuda": "bfloat16"}
 _FLUSH_TIMEOUT_S: Final = 2.0
 
 
@@ -153,37 +157,42 @@ def build_engine(spec: EngineSpec, say: Callable[[str], None]) -> LocalEngine:
 
         from tinkex.engine.heap import keep_freed_memory
         from tinkex.engine.local import LocalEngine
+        from tinkex.engine.models.deferred import defer_model
         from tinkex.engine.models.loader import load_model
     except ModuleNotFoundError as error:
         needs = f"the engine needs {error.name}"
         raise MissingPackageError(needs, "'tinkex[engine]'") from error
 
-    _check_device(spec.device)
+    device = _device(spec.device)
+    dtype: torch.dtype = getattr(torch, spec.dtype or _DTYPES.get(device.type, "float32"))
     threads = spec.threads
-    if torch.device(spec.device).type == "cpu":
+    if device.type == "cpu":
         keep_freed_memory()
     elif threads is None:
         threads = 1  # small sums between kernels: waking other threads takes longer
     if threads is not None:
         torch.set_num_threads(threads)
-    models: list[BaseModel] = []
+    models: list[BaseModel | DeferredModel] = []
     for model in spec.models:
-        say(f"loading {model.name or model.source} on {spec.device} as {spec.dtype}")
-        dtype: torch.dtype = getattr(torch, spec.dtype)
-        models.append(load_model(model.source, dtype=dtype, device=spec.device, name=model.name))
+        say(f"loading {model.name or model.source} on {device} as {str(dtype).split('.')[-1]}")
+        load = defer_model if model.deferred else load_model
+        models.append(load(model.source, dtype=dtype, device=device, name=model.name))
     say("preparing the engine")
-    return LocalEngine(models, spec.folder, spec.settings)
+    return LocalEngine(models, spec.folder, spec.settings, artifacts=spec.artifacts)
 
 
-def _check_device(name: str) -> None:
+def _device(name: str) -> torch.device:
     import torch
 
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        kind = torch.device(name).type
+        device = torch.device(name)
     except RuntimeError as error:
         raise InputError(f"{name!r} is not a device: {error}", "device") from error
-    if kind == "cuda" and not torch.cuda.is_available():
+    if device.type == "cuda" and not torch.cuda.is_available():
         raise InputError(f"{name!r} was asked for, and torch sees no CUDA device here", "device")
+    return device
 
 
 class _Forwarder(logging.Handler):

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from tinkex.clock import Clock
     from tinkex.engine.base import (
         AdapterSpec,
+        Layout,
         ModelSpec,
         OnToken,
         OptimOp,
@@ -118,6 +119,10 @@ class ProcessEngine:
         """Freeze an adapter as it is for sampling under the name `snapshot`."""
         await self._call("publish", model_id, snapshot)
 
+    async def save_snapshot(self, snapshot: str, location: str) -> SavedAdapter:
+        """Write what was published; complete and durable when it returns."""
+        return await self._call("save_snapshot", snapshot, location)
+
     async def drop_snapshot(self, snapshot: str) -> None:
         """Forget a snapshot; unknown names are fine."""
         await self._call("drop_snapshot", snapshot)
@@ -134,9 +139,13 @@ class ProcessEngine:
         """Delete a saved adapter; samples that use it keep it until they end."""
         await self._call("delete_saved", location)
 
-    async def export_saved(self, location: str) -> Mapping[str, bytes]:
-        """The files of a saved adapter in PEFT's layout, by relative name."""
-        return await self._call("export_saved", location)
+    async def export_saved(self, location: str, layout: Layout = "peft") -> Mapping[str, bytes]:
+        """The two files of a saved adapter, by name."""
+        return await self._call("export_saved", location, layout)
+
+    async def stats(self) -> Mapping[str, float]:
+        """The gauges and counters of the child's engine."""
+        return await self._call("stats")
 
     async def close(self) -> None:
         """End the child; whoever still waits gets a `ClosedError`."""

@@ -17,6 +17,7 @@ import io
 import pickle
 import struct
 from dataclasses import dataclass
+from functools import lru_cache
 from types import BuiltinFunctionType, FunctionType
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -25,7 +26,7 @@ from tinkex.types import TensorData
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tinkex.engine.base import ModelSpec
+    from tinkex.engine.base import Best, ModelSpec
     from tinkex.engine.process.spec import EngineSpec
     from tinkex.errors import TinkerError
 
@@ -96,9 +97,9 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Tokens of streaming samples: (call, sample, token, log-probability)."""
+    """Tokens of streaming samples: (call, sample, token, log-probability, likeliest)."""
 
-    drawn: list[tuple[int, int, int, float]]
+    drawn: list[tuple[int, int, int, float, Best | None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +198,7 @@ def _named(module: str, name: str) -> bool:
     return (module, name) in _NAMES
 
 
+@lru_cache(maxsize=1024)  # asked for every part of every message
 def _value(module: str, name: str) -> bool:
     # A dot would lead on to the attributes of a class.
     below = tuple(f"{package}." for package in _CLASSES_OF)

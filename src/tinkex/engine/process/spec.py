@@ -21,6 +21,8 @@ class ModelSource:
     source: str
     name: str | None = None
     """`source` unless given."""
+    deferred: bool = False
+    """Loaded when it is first used, if its files are on this machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,9 +31,13 @@ class EngineSpec:
 
     models: tuple[ModelSource, ...]
     folder: Path
-    """Where saved adapters lie."""
+    """Where saved adapters lie, or copies of them, and what only this process needs."""
+    artifacts: str | None = None
+    """Where saved adapters lie instead: a URL that fsspec knows, such as s3://bucket/prefix."""
     device: str = "cpu"
-    dtype: DtypeName = "float32"
+    """Or `auto`: `cuda` where torch sees one."""
+    dtype: DtypeName | None = "float32"
+    """None is bfloat16 on a GPU and float32 on a CPU."""
     threads: int | None = None
     """Threads of one computation on the CPU; None leaves it to torch, and is 1 beside a GPU."""
     settings: LocalSettings = field(default_factory=LocalSettings)
@@ -39,7 +45,7 @@ class EngineSpec:
     def __post_init__(self) -> None:
         if not self.models:
             raise InputError("give at least one base model", "models")
-        if self.dtype not in get_args(DtypeName):
+        if self.dtype is not None and self.dtype not in get_args(DtypeName):
             known = ", ".join(get_args(DtypeName))
             raise InputError(f"{self.dtype!r} is not supported; there are {known}", "dtype")
         if self.threads is not None and self.threads < 1:

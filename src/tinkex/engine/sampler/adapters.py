@@ -33,11 +33,11 @@ class LoraAdapters:
 
     def project(self, segments: Sequence[Segment]) -> Project:
         """The base layers with each segment's adapter on top."""
-        return adapted_projections(
-            self._decoder,
-            [LoraSegment(s.start, s.stop, self.find(s.version)) for s in segments],
-            packed=True,
-        )
+        return adapted_projections(self._decoder, self.segments(segments), packed=True)
+
+    def segments(self, segments: Sequence[Segment]) -> list[LoraSegment]:
+        """The same rows with the weights of their versions."""
+        return [LoraSegment(s.start, s.stop, self.find(s.version)) for s in segments]
 
     def logits(self, h_RD: Tensor, segments: Sequence[Segment]) -> Tensor:
         """The head, with the unembedding's low-rank product where an adapter has one."""

@@ -32,6 +32,8 @@ _ROUNDS = 10
 _COLDEST = 1e-30
 _CANDIDATES = 1024
 _BLOCK = 256
+# A vocabulary of up to as many tokens is added up in one go on a CPU.
+_FEW_TOKENS = 4096
 
 
 def philox(counter: Sequence[Any], key: Sequence[Any]) -> list[NDArray[np.uint64]]:
@@ -91,11 +93,14 @@ def best(logits_BV: Tensor, lse_B: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return ids_BK, values_BK - lse_B[:, None]
 
 
-def pick(logits_BV: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """One token per row. Rows do not influence each other."""
+def pick(logits_BV: Tensor, draws: Sequence[Draw], weights_BV: Tensor | None = None) -> Tensor:
+    """One token per row. Rows do not influence each other.
+
+    `weights_BV` are the exponentials of the logits less the row's largest, where they are known.
+    """
     warm = [i for i, draw in enumerate(draws) if draw.temperature > 0]
     if len(warm) == len(draws):  # the usual case
-        return _draw(logits_BV, draws)
+        return _draw(logits_BV, draws, weights_BV)
     tokens_B = torch.argmax(logits_BV, dim=-1)  # of equal logits the lowest id
     if not warm:
         return tokens_B
@@ -104,16 +109,18 @@ def pick(logits_BV: Tensor, draws: Sequence[Draw]) -> Tensor:
     return tokens_B.index_copy(0, rows, drawn)
 
 
-def _draw(logits_BV: Tensor, draws: Sequence[Draw]) -> Tensor:
+def _draw(logits_BV: Tensor, draws: Sequence[Draw], weights_BV: Tensor | None = None) -> Tensor:
     """Invert the cumulative distribution, in the order of token ids."""
     device = logits_BV.device
+    uniforms_B1 = torch.tensor([[d.uniform] for d in draws], dtype=torch.float64, device=device)
+    if weights_BV is not None and all(d.temperature == 1.0 and not d.filters for d in draws):
+        return _inverted(weights_BV, uniforms_B1)[:, 0]
     scaled_BV = scaled(logits_BV, [draw.temperature for draw in draws])
     filtered = [i for i, draw in enumerate(draws) if draw.filters]
     if filtered:
         rows = torch.tensor(filtered, device=device)
         kept = _filter(scaled_BV[rows], [draws[i] for i in filtered])
         scaled_BV = scaled_BV.index_copy(0, rows, kept)
-    uniforms_B1 = torch.tensor([[d.uniform] for d in draws], dtype=torch.float64, device=device)
     return invert(scaled_BV, uniforms_B1)[:, 0]
 
 
@@ -128,12 +135,22 @@ def invert(scaled_BV: Tensor, uniforms_BK: Tensor) -> Tensor:
 
     `scaled_BV` are logits whose largest is 0, minus infinity where a token is ruled out.
     """
+    return _inverted(scaled_BV.exp(), uniforms_BK)
+
+
+def _inverted(weights_BV: Tensor, uniforms_BK: Tensor) -> Tensor:
+    if weights_BV.shape[1] <= _FEW_TOKENS and weights_BV.device.type == "cpu":
+        ends_BV = weights_BV.cumsum(-1, dtype=torch.float64)
+        totals_B1 = ends_BV[:, -1:]
+        targets_BK = _below(uniforms_BK.to(torch.float64) * totals_B1, totals_B1)
+        return torch.searchsorted(ends_BV, targets_BK, right=True)
     # Adding up a whole vocabulary one by one takes longer than all the rest: first the block
     # is found, then the token in it.
-    weights_BV = F.pad(scaled_BV.exp(), (0, -scaled_BV.shape[1] % _BLOCK))
+    if missing := -weights_BV.shape[1] % _BLOCK:
+        weights_BV = F.pad(weights_BV, (0, missing))
     weights_BCW = weights_BV.view(len(weights_BV), -1, _BLOCK)
     # float64: in float32 the tail of a large vocabulary would fall below one rounding step.
-    ends_BC = weights_BCW.sum(-1, dtype=torch.float64).cumsum(-1)
+    ends_BC = weights_BCW.sum(-1).cumsum(-1, dtype=torch.float64)
     targets_BK = _below(uniforms_BK.to(torch.float64) * ends_BC[:, -1:], ends_BC[:, -1:])
     blocks_BK = torch.searchsorted(ends_BC, targets_BK, right=True)
     starts_BC = F.pad(ends_BC, (1, 0))

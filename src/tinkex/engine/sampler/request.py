@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from tinkex.engine.base import SampleResult
-from tinkex.engine.sampler.pick import Draw, seed_of
+from tinkex.engine.sampler.pick import Draw, seed_of, uniforms
 from tinkex.engine.sampler.prompt import PromptScores
 from tinkex.engine.sampler.sequence import TokenSequence
 from tinkex.types import SampledSequence, SampleResponse, TopkLogprobs
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from tinkex.engine.sampler.checks import Accepted
     from tinkex.engine.sampler.stops import Stops
     from tinkex.errors import RequestFailedError
+
+_AHEAD: Final = 64
+"""Random numbers made at a time."""
 
 Best = tuple[list[int], list[float]]
 """The likeliest tokens of one position and their log-probabilities."""
@@ -52,6 +55,8 @@ class SampleRun:
         # Only the first sample scores the prompt; the others may share all of it.
         self.sequences[0].reusable = self._reusable()
         self._best: list[list[Best]] = [[] for _ in self.sequences]
+        # Random numbers made ahead, with the position of the first, by sample.
+        self._ahead: list[tuple[int, list[float]]] = [(0, [])] * len(self.sequences)
         self._stops = stops
         self._on_token = on_token
         for sequence in self.sequences:
@@ -75,6 +80,23 @@ class SampleRun:
         params = self.op.params
         return Draw(params.temperature, params.top_k, params.top_p, uniform)
 
+    def uniform(self, sequence: TokenSequence) -> float:
+        """The random number of a sequence's next token."""
+        start, numbers = self._ahead[sequence.sample]
+        place = len(sequence.tokens) - start
+        if not 0 <= place < len(numbers):
+            self._look_ahead(len(sequence.tokens))
+            return self._ahead[sequence.sample][1][0]
+        return numbers[place]
+
+    def _look_ahead(self, start: int) -> None:
+        # Samples are drawn side by side, and making one number takes as long as making many.
+        abreast = [s.sample for s in self.sequences if len(s.tokens) == start]
+        positions = np.arange(start, start + _AHEAD)
+        made = uniforms(self.seed, np.array(abreast)[:, None], positions).tolist()
+        for sample, numbers in zip(abreast, made, strict=True):
+            self._ahead[sample] = start, numbers
+
     def scored(self) -> None:
         """Note progress of the prompt scores: what is scored may come from the cache next time."""
         first = self.sequences[0]
@@ -93,7 +115,7 @@ class SampleRun:
         elif len(sequence.tokens) == sequence.max_length:
             sequence.stop_reason = "length"
         if self._on_token is not None:
-            self._on_token(sequence.sample, token, logprob)
+            self._on_token(sequence.sample, token, logprob, best)
 
     def finish(self) -> None:
         """Put the result together; all sequences have ended."""

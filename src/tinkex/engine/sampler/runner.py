@@ -18,6 +18,7 @@ import torch
 from tinkex.engine.attention import Span, new_cache, paged_attention
 from tinkex.engine.lora import logits
 from tinkex.engine.models.base import base_projections
+from tinkex.engine.sampler.cpu_step import cpu_steps
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -96,6 +97,7 @@ class Runner:
         self._device = decoder.unembed_VD.device
         # The only mutable state: keys and values.
         self.cache = new_cache(decoder.config, num_blocks * block_size, decoder.unembed_VD)
+        self._steps = cpu_steps(decoder, adapters, self.cache, block_size=block_size)
 
     @torch.no_grad()
     def run(self, pieces: Sequence[Piece]) -> Pass:
@@ -108,25 +110,25 @@ class Runner:
         tokens: list[int] = []
         for piece in ordered:
             tokens += piece.sequence.tokens[piece.start : piece.stop]
+        segments = _segments([(p.sequence.version, len(p)) for p in ordered])
+        laid = [spans[p] for p in ordered]
+        if self._steps is not None and self._steps.suits(laid):
+            return Pass(ordered, starts, self._steps.hidden(tokens, laid, segments))
         positions = np.concatenate([np.arange(p.start, p.stop) for p in ordered])
-        attend = paged_attention(
-            self.cache,
-            [spans[p] for p in ordered],
-            block_size=self._block_size,
-            strict=self._strict,
-        )
+        attend = paged_attention(self.cache, laid, block_size=self._block_size, strict=self._strict)
         h_TD = self._decoder.hidden(
             torch.tensor(tokens, device=self._device),
             torch.from_numpy(positions).to(self._device),  # pyright: ignore[reportUnknownMemberType] -- torch's own stub
             attend,
-            self._adapters.project(_segments([(p.sequence.version, len(p)) for p in ordered])),
+            self._adapters.project(segments),
         )
         return Pass(ordered, starts, h_TD)
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def logits(self, h_TD: Tensor, rows: Sequence[int], versions: Sequence[str]) -> Tensor:
         """float32 logits [R, V] of some rows of a pass; the caller keeps R small."""
-        h_RD = h_TD[torch.tensor(rows, device=self._device)]
+        all_rows = len(rows) == len(h_TD) and list(rows) == list(range(len(rows)))
+        h_RD = h_TD if all_rows else h_TD[torch.tensor(rows, device=self._device)]
         segments = _segments([(version, 1) for version in versions])
         return self._adapters.logits(h_RD, segments).float()
 

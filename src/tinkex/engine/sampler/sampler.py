@@ -17,15 +17,16 @@ import torch
 
 from tinkex.clock import SystemClock
 from tinkex.engine.kernels import has_kernels
-from tinkex.engine.logprobs import normalizers
+from tinkex.engine.logprobs import normalizers, weighed
 from tinkex.engine.sampler.adapters import LoraAdapters
 from tinkex.engine.sampler.batcher import Batcher
 from tinkex.engine.sampler.blocks import BlockPool
 from tinkex.engine.sampler.checks import check
-from tinkex.engine.sampler.pick import best, pick, uniforms
+from tinkex.engine.sampler.pick import best, pick
 from tinkex.engine.sampler.request import SampleRun
 from tinkex.engine.sampler.runner import NoAdapters, Runner
 from tinkex.engine.sampler.stops import stop_rule
+from tinkex.engine.threads import SAMPLING_ALONE, multiplications, threads_for
 from tinkex.errors import RequestFailedError
 
 if TYPE_CHECKING:
@@ -85,6 +86,7 @@ class Sampler:
         self._decode = decode
         self._clock = clock or SystemClock()
         self._logit_rows = settings.logit_rows
+        self._multiplications = multiplications(decoder.config)
         pool = BlockPool(settings.cache_tokens // settings.block_size, settings.block_size)
         self._runner, self._graphs = _runner(decoder, adapters, settings, pool)
         # All mutable state, besides the cache that the runner owns.
@@ -157,10 +159,11 @@ class Sampler:
         if pieces:
             began = self._clock.now()
             runs = [self._runs[piece.sequence] for piece in pieces]
-            for finished in self._passes(self._decode_pieces(pieces)):
-                self._use(finished)
-            spent_s = self._clock.now() - began
             tokens = sum(len(piece) for piece in pieces)
+            with threads_for(tokens * self._multiplications, SAMPLING_ALONE):
+                for finished in self._passes(self._decode_pieces(pieces)):
+                    self._use(finished)
+            spent_s = self._clock.now() - began
             for run, piece in zip(runs, pieces, strict=True):
                 run.device_s += spent_s * len(piece) / tokens
             for run in dict.fromkeys(runs):
@@ -239,7 +242,7 @@ class Sampler:
             _log.warning("a pass over %d requests failed and is split: %s", len(own), error)
             return [finished for parts in own.values() for finished in self._passes(parts)]
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def _use(self, finished: Pass) -> None:
         """Score prompts and draw tokens from a pass."""
         for piece in finished.pieces:
@@ -288,10 +291,9 @@ class Sampler:
 
     def _draw_chunk(self, logits_BV: Tensor, sequences: list[TokenSequence]) -> None:
         runs = [self._runs[sequence] for sequence in sequences]
-        numbers = _uniforms(sequences, runs).tolist()
-        draws = [run.draw(u) for run, u in zip(runs, numbers, strict=True)]
-        lse_B = normalizers(logits_BV)
-        tokens_B = pick(logits_BV, draws)
+        draws = [run.draw(run.uniform(s)) for run, s in zip(runs, sequences, strict=True)]
+        lse_B, weights_BV = weighed(logits_BV)
+        tokens_B = pick(logits_BV, draws, weights_BV)
         logprobs_B = logits_BV.gather(1, tokens_B[:, None])[:, 0] - lse_B
         bests = _bests(logits_BV, lse_B, [run.op.topk_sample_logprobs for run in runs])
         rows = zip(
@@ -391,11 +393,7 @@ def _runner(
 
 def _uniforms(sequences: list[TokenSequence], runs: list[SampleRun]) -> NDArray[np.float64]:
     """The random number of each sequence's next token."""
-    return uniforms(
-        np.array([run.seed for run in runs], np.uint64),
-        np.array([sequence.sample for sequence in sequences]),
-        np.array([len(sequence.tokens) for sequence in sequences]),
-    )
+    return np.array([run.uniform(s) for run, s in zip(runs, sequences, strict=True)])
 
 
 def _no_adapter(version: str) -> None:

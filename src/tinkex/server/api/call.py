@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 from starlette.responses import Response
 
+from tinkex.server.api.body import read_body
 from tinkex.server.api.errors import refuse
-from tinkex.wire.compression import decompress
+from tinkex.server.observe.seen import seen_by
 from tinkex.wire.json_codec import encode
 from tinkex.wire.json_requests import decode_request
 
@@ -19,7 +20,13 @@ if TYPE_CHECKING:
 
     from tinkex.clock import Clock
     from tinkex.engine.base import Engine, ModelSpec
+    from tinkex.server.api.body import Uploads
+    from tinkex.server.api.exports import Exports
     from tinkex.server.api.identity import Identity
+    from tinkex.server.api.limits import Limits
+    from tinkex.server.observe.meters import Meters
+    from tinkex.server.observe.polls import Polls
+    from tinkex.server.observe.readiness import Readiness
     from tinkex.server.scheduler.waiters import Waiters
     from tinkex.server.scheduler.worker import Worker
     from tinkex.server.settings import Settings
@@ -42,7 +49,14 @@ class Parts:
     worker: Worker
     waiters: Waiters
     identity: Identity
+    limits: Limits
+    exports: Exports
     new_id: Callable[[], str]
+    # What operators see: counts, what the server waits for, and bodies that are too slow.
+    meters: Meters
+    readiness: Readiness
+    uploads: Uploads
+    polls: Polls
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +81,11 @@ class Call:
     def worker(self) -> Worker:
         """Where operations go."""
         return self.parts.worker
+
+    @property
+    def address(self) -> str:
+        """Where the request came from."""
+        return "" if self.request.client is None else self.request.client.host
 
     def now(self) -> float:
         """Seconds since the epoch."""
@@ -102,23 +121,7 @@ class Call:
 
     async def body(self) -> bytes:
         """The body, decompressed, within the server's limits."""
-        encoding = self.header("content-encoding").lower()
-        if encoding not in ("", "identity", "zstd"):
-            raise refuse(415, f"Content-Encoding {encoding!r} is not understood; use zstd or none.")
-        raw = await self._raw()
-        if encoding == "zstd":
-            return decompress(raw, self.settings.max_decoded_bytes)
-        return raw
-
-    async def _raw(self) -> bytes:
-        parts: list[bytes] = []
-        size = 0
-        async for part in self.request.stream():
-            size += len(part)
-            if size > self.settings.max_body_bytes:
-                raise refuse(413, f"A body may have {self.settings.max_body_bytes} bytes at most.")
-            parts.append(part)
-        return b"".join(parts)
+        return await read_body(self.request, self.settings, self.parts.uploads)
 
     async def session(self, session_id: str) -> Session:
         """One of the caller's sessions."""
@@ -136,6 +139,7 @@ class Call:
 
     async def model(self, model_id: str) -> Model:
         """One of the caller's models."""
+        seen_by(self.request.scope).model_id = model_id
         model = await self.store.get_model(model_id)
         if model is None or model.owner != self.owner:
             raise refuse(404, f"There is no model {model_id!r}.")
@@ -154,3 +158,12 @@ def reply(value: object = None, headers: Mapping[str, str] | None = None) -> Res
     """A JSON reply; without a value an empty object, which also serves as an empty result."""
     body = b"{}" if value is None else encode(value)
     return Response(body, media_type="application/json", headers=dict(headers or {}))
+
+
+def check_scope(request: Request) -> None:
+    """Refuse a scope that means nothing; which routes know the difference, they say themselves."""
+    if not request.scope["query_string"]:
+        return
+    scope = request.query_params.get("access_scope", "owned")
+    if scope not in ("owned", "accessible"):
+        raise refuse(400, f"access_scope must be owned or accessible, not {scope!r}.")

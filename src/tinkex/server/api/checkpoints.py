@@ -1,18 +1,18 @@
-"""Saved weights: list, describe, publish, expire, delete, copy, download."""
+"""Saved weights: list, describe, publish, expire, delete, copy; and who may read them."""
 
 from __future__ import annotations
 
-import io
-import tarfile
+import logging
+import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
-from starlette.responses import RedirectResponse, Response
-
+from tinkex.errors import AuthenticationError, TinkerError
 from tinkex.server.api.call import reply
 from tinkex.server.api.errors import refuse
 from tinkex.server.api.sessions import when
-from tinkex.server.scheduler.jobs import check_ttl
+from tinkex.server.scheduler.checks import check_ttl
+from tinkex.server.scheduler.quota import check_room, is_live
 from tinkex.server.store.records import AuditEntry, Model
 from tinkex.types import (
     Checkpoint,
@@ -20,18 +20,24 @@ from tinkex.types import (
     CopyWeightsRequest,
     CopyWeightsResponse,
     Cursor,
-    ExternalWeightsUrlsResponse,
     WeightsInfoResponse,
 )
 from tinkex.wire import routes
-from tinkex.wire.bodies import ArchiveUrlResponse, SetTtlRequest, WeightsInfoRequest
+from tinkex.wire.bodies import SetTtlRequest, WeightsInfoRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Sequence
 
+    from starlette.responses import Response
+
+    from tinkex.errors import APIStatusError
     from tinkex.server.api.call import Call, Handler
     from tinkex.server.store.records import CheckpointKind, StoredCheckpoint
 
+_log = logging.getLogger(__name__)
+
+# The last minor version of the official client that knows no exports.
+_LAST_WITHOUT_EXPORTS = 25
 _TYPES: dict[CheckpointKind, Literal["training", "sampler", "external"]] = {
     "weights": "training",
     "sampler_weights": "sampler",
@@ -57,13 +63,32 @@ def describe(checkpoint: StoredCheckpoint) -> Checkpoint:
 async def live_checkpoints(call: Call, model_id: str | None = None) -> list[StoredCheckpoint]:
     """The caller's checkpoints that have not expired, newest first."""
     found = await call.store.checkpoints(owner=call.owner, model_id=model_id)
-    return [c for c in found if c.expires_at is None or c.expires_at > call.now()]
+    return [c for c in found if is_live(c, call.now())]
 
 
-def readers(call: Call, token: str | None) -> tuple[str, ...]:
-    """Whose weights the caller may read: its own, and those a token gives access to."""
+async def published(call: Call, model_id: str | None = None) -> list[StoredCheckpoint]:
+    """The checkpoints that everybody may read, newest first."""
+    found = await call.store.checkpoints(model_id=model_id)
+    return [c for c in found if c.public and is_live(c, call.now())]
+
+
+async def readers(call: Call, token: str | None) -> tuple[str, ...]:
+    """Whose weights the caller may read: its own, and those a token gives access to.
+
+    An access token is a key, or a token made from a key, of whoever owns the weights. Here it only
+    ever lets somebody read.
+    """
     token = token or call.header("x-tinker-weights-access-token")
-    return (call.owner, call.parts.identity.owner(token)) if token else (call.owner,)
+    if not token:
+        return (call.owner,)
+    try:
+        return (call.owner, await call.parts.identity.owner(token, call.address))
+    except AuthenticationError as error:
+        raise refuse(
+            403,
+            "The weights access token is not valid here, or no longer; ask the owner of the "
+            "weights for one, which is an API key or a token made from it.",
+        ) from error
 
 
 async def readable(call: Call, path: str, owners: tuple[str, ...]) -> StoredCheckpoint:
@@ -72,18 +97,28 @@ async def readable(call: Call, path: str, owners: tuple[str, ...]) -> StoredChec
     if (
         checkpoint is None
         or not (checkpoint.public or checkpoint.owner in owners)
-        or (checkpoint.expires_at is not None and checkpoint.expires_at <= call.now())
+        or not is_live(checkpoint, call.now())
     ):
-        raise refuse(404, f"There is no checkpoint {path!r}.")
+        raise _gone(path)
     return checkpoint
 
 
+def _gone(path: str) -> APIStatusError:
+    """The answer for what is not there, and for what is not the caller's."""
+    return refuse(404, f"There is no checkpoint {path!r}.")
+
+
+async def named(call: Call) -> StoredCheckpoint:
+    """The checkpoint that the path of the request names, if the caller may read it."""
+    path = f"tinker://{call.param('run')}/{call.param('ckpt')}"
+    return await readable(call, path, await readers(call, None))
+
+
 async def _own(call: Call) -> StoredCheckpoint:
-    """The caller's checkpoint that the path of the request names."""
-    run, checkpoint_id = call.param("run"), call.param("ckpt")
-    checkpoint = await readable(call, f"tinker://{run}/{checkpoint_id}", (call.owner,))
+    """The same, if the caller may change it."""
+    checkpoint = await named(call)
     if checkpoint.owner != call.owner:
-        raise refuse(404, f"There is no checkpoint {checkpoint_id!r} of {run!r}.")
+        raise _gone(checkpoint.path)
     return checkpoint
 
 
@@ -99,25 +134,43 @@ async def _audit(call: Call, event: str, checkpoint: StoredCheckpoint) -> None:
 async def list_checkpoints(call: Call) -> Response:
     """All of the caller's checkpoints, page by page."""
     offset, limit = call.number("offset", 0), call.number("limit", 100)
-    found = await live_checkpoints(call)
+    found = _known_kinds(call, await live_checkpoints(call))
     cursor = Cursor(offset=offset, limit=limit, total_count=len(found))
     page = [describe(c) for c in found[offset : offset + limit]]
     return reply(CheckpointsListResponse(checkpoints=page, cursor=cursor))
 
 
 async def list_run_checkpoints(call: Call) -> Response:
-    """The checkpoints of one run."""
-    model = await call.model(call.param("run"))
-    found = await live_checkpoints(call, model.model_id)
-    return reply(CheckpointsListResponse(checkpoints=[describe(c) for c in found]))
+    """The checkpoints of one run; of somebody else's run, those that are published."""
+    run = call.param("run")
+    found = await published(call, run)
+    if not found or found[0].owner == call.owner:
+        found = await live_checkpoints(call, (await call.model(run)).model_id)
+    known = _known_kinds(call, found)
+    return reply(CheckpointsListResponse(checkpoints=[describe(c) for c in known]))
+
+
+def _known_kinds(call: Call, found: Sequence[StoredCheckpoint]) -> Sequence[StoredCheckpoint]:
+    """Without exports for clients older than those: they refuse a listing that has one."""
+    version = re.match(r"0\.(\d+)\.", call.header("x-stainless-package-version"))
+    if version is None or int(version[1]) > _LAST_WITHOUT_EXPORTS:
+        return found
+    return [c for c in found if c.kind != "external_weights"]
 
 
 async def delete_checkpoint(call: Call) -> Response:
     """Delete; samplers made before keep what they have."""
     checkpoint = await _own(call)
-    await call.store.delete_checkpoint(checkpoint.path)
-    await call.worker.jobs.forget_location(checkpoint.location)
+    rows = call.worker.rows
+    # It ends now, whatever becomes of its files; what fails below is tried again by the upkeep.
+    if not await rows.change_checkpoint(checkpoint, expires_at=call.now()):
+        raise _gone(checkpoint.path)
     await _audit(call, "checkpoint_deleted", checkpoint)
+    try:
+        await call.worker.saves.forget_location(checkpoint.location)
+        await rows.delete_checkpoint(checkpoint)
+    except TinkerError as error:
+        _log.warning("%s will be deleted later: %s", checkpoint.path, error)
     return reply()
 
 
@@ -134,7 +187,8 @@ async def unpublish_checkpoint(call: Call) -> Response:
 async def _set_public(call: Call, public: bool) -> Response:
     checkpoint = await _own(call)
     if checkpoint.public != public:
-        await call.store.put_checkpoint(replace(checkpoint, public=public))
+        if not await call.worker.rows.change_checkpoint(checkpoint, public=public):
+            raise _gone(checkpoint.path)
         event = "checkpoint_published" if public else "checkpoint_unpublished"
         await _audit(call, event, checkpoint)
     return reply()
@@ -147,7 +201,8 @@ async def set_checkpoint_ttl(call: Call) -> Response:
     check_ttl(request.ttl_seconds)
     ttl_s = request.ttl_seconds
     expires_at = None if ttl_s is None else call.now() + ttl_s
-    await call.store.put_checkpoint(replace(checkpoint, expires_at=expires_at))
+    if not await call.worker.rows.change_checkpoint(checkpoint, expires_at=expires_at):
+        raise _gone(checkpoint.path)
     await _audit(call, "checkpoint_ttl_set", checkpoint)
     return reply()
 
@@ -155,7 +210,7 @@ async def set_checkpoint_ttl(call: Call) -> Response:
 async def weights_info(call: Call) -> Response:
     """What is needed to build a model that fits a checkpoint."""
     request = await call.json(WeightsInfoRequest)
-    checkpoint = await readable(call, request.tinker_path, readers(call, None))
+    checkpoint = await readable(call, request.tinker_path, await readers(call, None))
     lora = checkpoint.lora
     return reply(
         WeightsInfoResponse(
@@ -177,10 +232,16 @@ async def copy_weights(call: Call) -> Response:
     if key and (known := await call.store.recall(call.owner, f"copy:{key}")) is not None:
         return reply(CopyWeightsResponse(tinker_path=known))
     check_ttl(request.ttl_seconds)
-    source = await readable(call, request.source_path, readers(call, request.weights_access_token))
+    owners = await readers(call, request.weights_access_token)
+    source = await readable(call, request.source_path, owners)
     now = call.now()
+    most = call.settings.max_stored_bytes
+    await check_room(call.store, call.owner, most, now, source.size_bytes)
     run = await _copy_target(call, request, source)
     path = f"tinker://{run.model_id}/{source.kind}/{source.name}"
+    there = await call.store.get_checkpoint(path)
+    if there is not None and is_live(there, now):
+        raise refuse(400, f"{path} exists already; copy into another run.")
     copy = replace(
         source,
         path=path,
@@ -220,45 +281,6 @@ async def _copy_target(call: Call, request: CopyWeightsRequest, source: StoredCh
     )
 
 
-async def get_external_weights_urls(call: Call) -> Response:
-    """A signed link per file of an export."""
-    checkpoint = await _own(call)
-    if checkpoint.kind != "external_weights":
-        raise refuse(
-            400, f"{checkpoint.path} is no export; make one with save_weights_external first."
-        )
-    files = await call.parts.engine.export_saved(checkpoint.location)
-    token, expires = call.parts.identity.make_link(
-        {"kind": "file", "location": checkpoint.location}
-    )
-    urls = {name: call.link(f"{routes.PREFIX}/files/{token}/{name}") for name in files}
-    return reply(ExternalWeightsUrlsResponse(urls=urls, expires=when(expires)))
-
-
-async def get_checkpoint_archive(call: Call) -> Response:
-    """One tar of a checkpoint: a redirect for old clients, a link in JSON for newer ones."""
-    checkpoint = await _own(call)
-    token, expires = call.parts.identity.make_link(
-        {"kind": "archive", "location": checkpoint.location}
-    )
-    url = call.link(f"{routes.PREFIX}/files/{token}/archive.tar")
-    if "json" in call.header("accept"):
-        return reply(ArchiveUrlResponse(url=url, expires=when(expires)))
-    stamp = when(expires).strftime("%a, %d %b %Y %H:%M:%S GMT")
-    return RedirectResponse(url, status_code=302, headers={"expires": stamp})
-
-
-def make_tar(files: Mapping[str, bytes]) -> bytes:
-    """A plain tar with the files side by side."""
-    target = io.BytesIO()
-    with tarfile.open(fileobj=target, mode="w") as tar:
-        for name, data in files.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            tar.addfile(info, io.BytesIO(data))
-    return target.getvalue()
-
-
 HANDLERS: dict[str, Handler] = {
     routes.LIST_CHECKPOINTS.name: list_checkpoints,
     routes.LIST_RUN_CHECKPOINTS.name: list_run_checkpoints,
@@ -269,6 +291,4 @@ HANDLERS: dict[str, Handler] = {
     routes.SET_CHECKPOINT_TTL.name: set_checkpoint_ttl,
     routes.WEIGHTS_INFO.name: weights_info,
     routes.COPY_WEIGHTS.name: copy_weights,
-    routes.GET_EXTERNAL_WEIGHTS_URLS.name: get_external_weights_urls,
-    routes.GET_CHECKPOINT_ARCHIVE.name: get_checkpoint_archive,
 }

@@ -14,16 +14,21 @@ from starlette.responses import Response
 
 from tinkex.errors import (
     APIStatusError,
+    EngineDiedError,
     InputError,
     RequestFailedError,
     ResponseInfo,
+    StorageError,
     status_error,
 )
+from tinkex.server.observe.seen import seen_by
 
 if TYPE_CHECKING:
     from starlette.requests import Request
 
 _log = logging.getLogger(__name__)
+
+_SOON = {"retry-after": "1"}
 
 
 def refuse(status: int, detail: str, *, headers: dict[str, str] | None = None) -> APIStatusError:
@@ -35,11 +40,41 @@ def error_reply(request: Request, error: Exception) -> Response:
     """The reply for whatever a handler raised."""
     if isinstance(error, APIStatusError):
         return _reply(error.status_code, error.body, error.response.headers)
-    if isinstance(error, (InputError, RequestFailedError)):
+    if isinstance(error, InputError):
         return _reply(400, {"detail": str(error)})
-    # The handler ends here; the client learns that it is not its own fault, and no more.
-    _log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    return _reply(500, {"detail": "The server failed on this request; its log says why."})
+    if isinstance(error, RequestFailedError):
+        return _reply(400 if error.category == "user" else 500, {"detail": str(error)})
+    if isinstance(error, StorageError):
+        return _storage_reply(request, error)
+    if isinstance(error, EngineDiedError):
+        detail = "The engine is being started again; send the request again in a moment."
+        return _reply(503, {"detail": detail}, _SOON)
+    return _surprise(request, error)
+
+
+def _storage_reply(request: Request, error: StorageError) -> Response:
+    """A full or read-only disk stays so for a while; a database out of reach may be back soon."""
+    seen_by(request.scope).storage_error = str(error)
+    _log.error("the storage failed: %s", error)
+    status = 503 if _is_out_of_reach(error) else 507
+    return _reply(status, {"detail": str(error)}, _SOON)
+
+
+def _is_out_of_reach(error: BaseException | None) -> bool:
+    while error is not None:
+        if isinstance(error, ConnectionError | TimeoutError):
+            return True
+        error = error.__cause__
+    return False
+
+
+def _surprise(request: Request, error: Exception) -> Response:
+    # The client learns that it is not its own fault and where to look, and no more. The path
+    # stays out of the log: download links are secrets.
+    seen = seen_by(request.scope)
+    _log.error("%s failed request_id=%s", seen.route, seen.request_id, exc_info=error)
+    detail = f"The server failed on this request; its log says why (request id {seen.request_id})."
+    return _reply(500, {"detail": detail, "request_id": seen.request_id})
 
 
 def _reply(status: int, body: object, headers: dict[str, str] | None = None) -> Response:

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from tinkex.server.api.call import reply
 from tinkex.server.api.errors import refuse
 from tinkex.server.api.sampling import own_sampler
+from tinkex.server.observe.seen import seen_by
 from tinkex.types import (
     FutureFailed,
     FutureFinished,
@@ -59,6 +60,7 @@ async def retrieve_future(call: Call) -> Response:
 
     async def look() -> Operation | None:
         operation = await _own_operation(call, request.request_id)
+        seen_by(call.request.scope).polled = (operation.session_id, operation.op_id)
         return operation if operation.state == "done" else None
 
     done = await call.parts.waiters.until(request.request_id, look, call.settings.long_poll_s)
@@ -95,11 +97,13 @@ async def _own_operation(call: Call, op_id: str) -> Operation:
 async def _try_again(call: Call, op_id: str) -> Response:
     operation = await _own_operation(call, op_id)
     progress = await call.worker.progress(operation)
+    state, reason = call.parts.limits.queue_state(operation)
     return reply(
         {
             "type": "try_again",
             "request_id": op_id,
-            "queue_state": "active",
+            "queue_state": state,
+            **({} if reason is None else {"queue_state_reason": reason}),
             # Beyond the protocol: where the operation stands, for clients that show it.
             "progress": {
                 "state": progress.state,
@@ -132,6 +136,7 @@ async def retrieve_futures(call: Call) -> Response:
     request = await call.json(FuturesRetrieveRequest)
     target = request.target
     sampler = await own_sampler(call, target.sampling_session_id)
+    seen_by(call.request.scope).polled = (sampler.session_id, sampler.sampler_id)
     await call.store.drop_results(
         [
             op_id
@@ -140,21 +145,25 @@ async def retrieve_futures(call: Call) -> Response:
         ]
     )
 
+    clone, lost = target.cloned_sampler_id, call.worker.lost
+    gone = await lost.since(request.prev_cursor, sampler, clone)
+    if gone:
+        announced: list[FutureCompletion] = [FutureFailed(request_id=op_id) for op_id in gone]
+        return reply(FuturesRetrieveResponse(completions=announced, cursor=lost.cursor(0)))
+
     async def look() -> FuturesRetrieveResponse | None:
-        ended, cursor = await call.store.completions(
-            sampler.sampler_id, target.cloned_sampler_id, request.prev_cursor
+        ended, position = await call.store.completions(
+            sampler.sampler_id, clone, lost.position(request.prev_cursor)
         )
         if not ended:
             return None
-        return FuturesRetrieveResponse(
-            completions=[_completion(operation) for operation in ended], cursor=cursor
-        )
+        completions = [_completion(operation) for operation in ended]
+        return FuturesRetrieveResponse(completions=completions, cursor=lost.cursor(position))
 
     timeout_s = call.settings.long_poll_s
     if request.timeout is not None:
         timeout_s = min(timeout_s, request.timeout)
-    key = (sampler.sampler_id, target.cloned_sampler_id)
-    found = await call.parts.waiters.until(key, look, timeout_s)
+    found = await call.parts.waiters.until((sampler.sampler_id, clone), look, timeout_s)
     return reply(found or FuturesRetrieveResponse(completions=[], cursor=request.prev_cursor))
 
 

@@ -1,111 +1,189 @@
 """Who is calling: keys, tokens made from keys, and signed download links.
 
-An owner is a hash of an API key; keys themselves are never kept. Tokens and links are
-signed with the server's secret.
+Everything belongs to an owner. Which keys there are, and whose they are, depends on the mode of
+the server (`Settings.key_mode`). Keys themselves are never kept.
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
 import hashlib
-import hmac
-from typing import TYPE_CHECKING, cast
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
 
-import msgspec
-
+from tinkex.server.api import signing
 from tinkex.server.api.errors import refuse
+from tinkex.server.api.keys import fingerprint
+from tinkex.server.api.throttle import Throttle
 
 if TYPE_CHECKING:
     from tinkex.clock import Clock
     from tinkex.server.settings import Settings
+    from tinkex.server.store.base import Store
+    from tinkex.server.store.records import ApiKey
 
-_JWT_HEADER = {"alg": "HS256", "typ": "JWT"}
-_BAD_KEY = "This API key is not valid here."
+LOCAL: Final = "local"
+"""The one tenant of a server that has only one."""
+
+# A key that is revoked by another process is still let in for this long.
+_REMEMBERED_S = 2.0
+_LONGEST_KEY = 8192
+_BAD_BURST_S = 10.0
+
+_ASK = "ask whoever runs this server for one (`tinkex key create`)"
+_MISSING = f"Send an API key in the X-API-Key header; {_ASK}."
+_BAD = f"This API key is not valid here, or no longer: {_ASK}."
 
 
 def owner_of_key(key: str) -> str:
-    """The tenant behind a key."""
+    """The tenant behind a key of a server that lets in every key."""
     return "user-" + hashlib.sha256(key.encode()).hexdigest()[:16]
 
 
-class Identity:
-    """Checks credentials; holds nothing but what it was given."""
+@dataclass(frozen=True, slots=True)
+class _Caller:
+    """Who a credential stands for, and what a token made from it says."""
 
-    def __init__(self, settings: Settings, clock: Clock) -> None:
+    owner: str
+    mark: str
+    key: ApiKey | None = None
+
+
+class Identity:
+    """Checks credentials and makes them."""
+
+    def __init__(self, settings: Settings, clock: Clock, store: Store) -> None:
         self._settings = settings
         self._clock = clock
+        self._store = store
+        per_s = settings.max_bad_keys_per_s
+        self._bad = Throttle(clock, per_s=per_s, burst=per_s * _BAD_BURST_S)
+        # Mutable state: keys found lately, by hash and by id, and when to look again. Keys that
+        # were not found are not remembered: a new one works at once.
+        self._found: dict[str | int, tuple[ApiKey, float]] = {}
 
-    def owner(self, credential: str | None) -> str:
-        """The tenant of a request; raises a 401 that says what is missing."""
-        if not credential:
-            raise refuse(401, "Send an API key in the X-API-Key header.")
-        if credential.startswith("eyJ"):
-            claims = self._open_jwt(credential)
-            return str(claims["sub"])
-        keys = self._settings.keys
-        if keys is not None and not any(_equal(credential, key) for key in keys):
-            raise refuse(401, _BAD_KEY)
-        return owner_of_key(credential)
+    async def owner(self, credential: str | None, address: str = "") -> str:
+        """The tenant of a request; raises a 401 that says what to do.
 
-    def make_jwt(self, owner: str) -> str:
-        """A token that stands for a key until it expires."""
+        `address` is where it came from: who keeps trying bad keys is put off by a 429.
+        """
+        return (await self._caller(credential, address)).owner
+
+    async def key(self, credential: str | None) -> ApiKey | None:
+        """The stored key that a credential is or was made from; None in the other modes."""
+        return (await self._caller(credential, "")).key
+
+    async def make_jwt(self, credential: str | None) -> str:
+        """A token that stands for a key until it expires, or the key is revoked."""
+        caller = await self._caller(credential, "")
         now = self._clock.wall()
-        claims = {
+        claims: dict[str, object] = {
             "iss": "passport-tinkex",
-            "sub": owner,
+            "sub": caller.owner,
             "org_id": "tinkex",
             "email": "",
             "iat": int(now),
             "exp": int(now + self._settings.token_ttl_s),
+            "key": caller.mark,
         }
-        head = f"{_pack(_JWT_HEADER)}.{_pack(claims)}"
-        return f"{head}.{self._sign(head)}"
+        return signing.make_jwt(self._settings.secret, claims)
+
+    async def revoke(self, key: ApiKey) -> None:
+        """Let a key in no more, from now on."""
+        await self._store.revoke_key(key.key_id, self._clock.wall())
+        self._found.pop(key.key_hash, None)
+        self._found.pop(key.key_id, None)
 
     def make_link(self, claims: dict[str, str]) -> tuple[str, float]:
         """A token for a download link, and when it expires."""
         expires = self._clock.wall() + self._settings.url_ttl_s
-        head = _pack({**claims, "exp": expires})
-        return f"{head}.{self._sign(head)}", expires
+        return signing.make_link(self._settings.secret, {**claims, "exp": expires}), expires
 
     def open_link(self, token: str) -> dict[str, str]:
         """What a download link stands for."""
-        head, _, signature = token.rpartition(".")
-        claims = _unpack(head) if _equal(signature, self._sign(head)) else None
+        claims = signing.open_link(self._settings.secret, token)
         if claims is None:
             raise refuse(404, "There is nothing to download here.")
-        if cast("float", claims["exp"]) <= self._clock.wall():
+        if claims["exp"] <= self._clock.wall():
             raise refuse(403, "This link has expired; ask for a new one.")
         return {k: v for k, v in claims.items() if isinstance(v, str)}
 
-    def _open_jwt(self, token: str) -> dict[str, object]:
-        head, _, signature = token.rpartition(".")
-        claims = _unpack(head.partition(".")[2]) if _equal(signature, self._sign(head)) else None
-        if claims is None or "sub" not in claims:
-            raise refuse(401, _BAD_KEY)
-        if cast("float", claims.get("exp", 0)) <= self._clock.wall():
-            raise refuse(401, "This token has expired.")
-        return claims
+    async def _caller(self, credential: str | None, address: str) -> _Caller:
+        # A key is asked for even where any will do: a page in a browser can send requests to
+        # this machine, but not with a header of its own.
+        if not credential:
+            raise refuse(401, _MISSING)
+        caller = None
+        if len(credential) <= _LONGEST_KEY:
+            is_token = credential.startswith("eyJ") and self._settings.key_mode != "single"
+            caller = await (self._by_token(credential) if is_token else self._by_key(credential))
+        if caller is not None:
+            return caller
+        wait_s = self._bad.take(address)
+        if wait_s > 0:
+            raise refuse(
+                429,
+                f"Too many tries with keys that are not valid here; {_ASK}.",
+                headers={"retry-after": str(math.ceil(min(wait_s, 60.0)))},
+            )
+        raise refuse(401, _BAD)
 
-    def _sign(self, text: str) -> str:
-        return _b64(hmac.new(self._settings.secret, text.encode(), hashlib.sha256).digest())
+    async def _by_key(self, key: str) -> _Caller | None:
+        mode = self._settings.key_mode
+        if mode == "stored":
+            found = await self._stored(key)
+            return None if found is None else _Caller(found.owner, f"stored {found.key_id}", found)
+        if mode == "open":
+            return _Caller(owner_of_key(key), "open")
+        if mode == "single":
+            return _Caller(LOCAL, "single")
+        # Every key is compared, so that the time taken does not tell which one was near.
+        known = [signing.equal(key, each) for each in self._settings.keys]
+        return _Caller(LOCAL, self._fixed_mark(key)) if any(known) else None
 
+    async def _by_token(self, token: str) -> _Caller | None:
+        claims = signing.open_jwt(self._settings.secret, token)
+        if claims is None:
+            return None
+        if claims.get("exp", 0) <= self._clock.wall():
+            raise refuse(401, "This token has expired; get a new one with your API key.")
+        owner, mark = str(claims.get("sub")), str(claims.get("key"))
+        mode = self._settings.key_mode
+        if mode == "fixed":
+            good = any(mark == self._fixed_mark(key) for key in self._settings.keys)
+            return _Caller(owner, mark) if good else None
+        if mode == "stored":
+            number = mark.removeprefix("stored ")
+            found = await self._stored_by_id(int(number), owner) if number.isdigit() else None
+            return None if found is None else _Caller(owner, mark, found)
+        return _Caller(owner, mark) if mark == mode else None
 
-def _equal(left: str, right: str) -> bool:
-    return hmac.compare_digest(left.encode(), right.encode())
+    def _fixed_mark(self, key: str) -> str:
+        return f"fixed {fingerprint(f'{self._settings.secret.hex()} {key}')[:16]}"
 
+    async def _stored(self, key: str) -> ApiKey | None:
+        key_hash = fingerprint(key)
+        known = self._remembered(key_hash)
+        if known is not None:
+            return known
+        found = await self._store.find_key(key_hash)
+        good = found is not None and signing.equal(found.key_hash, key_hash)
+        return self._remember(key_hash, found if good else None)
 
-def _b64(data: bytes) -> str:
-    return base64.urlsafe_b64encode(data).rstrip(b"=").decode()
+    async def _stored_by_id(self, key_id: int, owner: str) -> ApiKey | None:
+        known = self._remembered(key_id)
+        if known is not None:
+            return known
+        keys = await self._store.keys(owner)
+        return self._remember(key_id, next((key for key in keys if key.key_id == key_id), None))
 
+    def _remembered(self, name: str | int) -> ApiKey | None:
+        key, until = self._found.get(name, (None, 0.0))
+        return key if self._clock.now() < until else None
 
-def _pack(value: object) -> str:
-    return _b64(msgspec.json.encode(value))
-
-
-def _unpack(text: str) -> dict[str, object] | None:
-    try:
-        raw = base64.urlsafe_b64decode(text + "=" * (-len(text) % 4))
-        return msgspec.json.decode(raw, type=dict[str, object])
-    except (binascii.Error, msgspec.MsgspecError, ValueError):
-        return None
+    def _remember(self, name: str | int, key: ApiKey | None) -> ApiKey | None:
+        if key is None or key.revoked_at is not None:
+            self._found.pop(name, None)
+            return None
+        self._found[name] = (key, self._clock.now() + _REMEMBERED_S)
+        return key

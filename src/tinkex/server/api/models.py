@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tinkex.server.api.call import reply
-from tinkex.server.api.checkpoints import describe, live_checkpoints
+from tinkex.server.api.checkpoints import describe, live_checkpoints, published
 from tinkex.server.api.errors import refuse
 from tinkex.server.api.sessions import as_strings, open_session, when
 from tinkex.server.api.submit import accepted, submit_training
@@ -52,10 +52,13 @@ async def _create(call: Call, request: CreateModelRequest) -> Response:
     lora = request.lora_config or LoraConfig(rank=32)
     _check_lora(lora)
     session = await call.live_session(request.session_id)
+    model_id = f"{session.session_id}:train:{request.model_seq_id}"
+    if await call.store.get_model(model_id) is None:
+        await call.parts.limits.model(call.owner)
     now = call.now()
     model = await call.store.add_model(
         Model(
-            model_id=f"{session.session_id}:train:{request.model_seq_id}",
+            model_id=model_id,
             owner=call.owner,
             session_id=session.session_id,
             base_model=spec.name,
@@ -73,6 +76,7 @@ async def _create(call: Call, request: CreateModelRequest) -> Response:
         owner=call.owner,
         session_id=session.session_id,
         created_at=now,
+        body=encode(request),
         request=request,
         model_id=model.model_id,
     )
@@ -109,30 +113,43 @@ async def get_info(call: Call) -> Response:
 async def unload_model(call: Call) -> Response:
     """Free a model, after everything submitted before."""
     request = await call.json(UnloadModelRequest)
-    return await submit_training(call, "unload_model", request.model_id, None, request)
+    body = encode(request)
+    return await submit_training(call, "unload_model", request.model_id, None, request, body=body)
 
 
 async def list_training_runs(call: Call) -> Response:
-    """The caller's runs, newest first."""
+    """The caller's runs, newest first; on request also those with something published."""
     offset, limit = call.number("offset", 0), call.number("limit", 20)
     project = call.request.query_params.get("project_id")
-    models = [
-        m
-        for m in await call.store.models(owner=call.owner)
-        if project is None or m.project_id == project
-    ]
+    found = list(await call.store.models(owner=call.owner))
+    if _others_too(call):
+        runs = dict.fromkeys(c.model_id for c in await published(call) if c.owner != call.owner)
+        others = [await call.store.get_model(run) for run in runs]
+        found += [model for model in others if model is not None]
+        found.sort(key=lambda model: model.created_at, reverse=True)
+    models = [m for m in found if project is None or m.project_id == project]
     runs = [await _run(call, model) for model in models[offset : offset + limit]]
     cursor = Cursor(offset=offset, limit=limit, total_count=len(models))
     return reply(TrainingRunsResponse(training_runs=runs, cursor=cursor))
 
 
 async def get_training_run(call: Call) -> Response:
-    """One run."""
-    return reply(await _run(call, await call.model(call.param("run"))))
+    """One run; on request also somebody else's with something published."""
+    run = call.param("run")
+    shared = await call.store.get_model(run) if _others_too(call) else None
+    if shared is None or not await published(call, run):
+        shared = await call.model(run)
+    return reply(await _run(call, shared))
+
+
+def _others_too(call: Call) -> bool:
+    return call.request.query_params.get("access_scope") == "accessible"
 
 
 async def _run(call: Call, model: Model) -> TrainingRun:
-    saved = await live_checkpoints(call, model_id=model.model_id)
+    """A run as the caller may see it: of somebody else's, only what is published."""
+    own = model.owner == call.owner
+    saved = await (live_checkpoints if own else published)(call, model.model_id)
 
     def last(kind: str) -> StoredCheckpoint | None:
         return next((c for c in saved if c.kind == kind), None)
@@ -148,7 +165,7 @@ async def _run(call: Call, model: Model) -> TrainingRun:
         last_request_time=when(model.last_request_at),
         last_checkpoint=None if state is None else describe(state),
         last_sampler_checkpoint=None if sampler is None else describe(sampler),
-        user_metadata=dict(model.user_metadata),
+        user_metadata=dict(model.user_metadata) if own else None,
     )
 
 

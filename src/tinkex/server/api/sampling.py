@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tinkex.errors import APIStatusError
 from tinkex.server.api.call import reply
 from tinkex.server.api.checkpoints import readable, readers
 from tinkex.server.api.errors import refuse
 from tinkex.server.api.sessions import open_session
 from tinkex.server.api.submit import accepted
+from tinkex.server.scheduler.lost import CLONE_BLOCK
 from tinkex.server.store.records import Operation, Sampler
 from tinkex.types import (
     CreateSamplingSessionRequest,
@@ -24,9 +26,6 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
     from tinkex.server.api.call import Call, Handler
-
-# A copy of a sampling client numbers its requests in a block of its own.
-CLONE_BLOCK = 1_000_000_000
 
 
 async def create_sampling_session(call: Call) -> Response:
@@ -46,7 +45,7 @@ async def _sampler(
 ) -> Sampler:
     base_model, location = request.base_model, None
     if request.model_path is not None:
-        checkpoint = await readable(call, request.model_path, readers(call, None))
+        checkpoint = await readable(call, request.model_path, await readers(call, None))
         if base_model not in (None, checkpoint.base_model):
             raise refuse(
                 400, f"{checkpoint.path} is on {checkpoint.base_model}, not on {base_model}."
@@ -105,12 +104,15 @@ async def asample(call: Call) -> Response:
     seq_id = request.seq_id
     number = str(seq_id) if seq_id is not None else await _number_of(call)
     op_id = f"{sampler.sampler_id}:{number}"
-    known = await call.store.get_operation(op_id)
-    if known is not None:
+    try:
+        await call.live_session(sampler.session_id)
+        call.parts.limits.sample(call.owner)
+    except APIStatusError:
+        # Looked for only now: almost every sample is new and welcome.
+        known = await call.store.get_operation(op_id)
+        if known is None:
+            raise
         return accepted(known)
-    await call.live_session(sampler.session_id)
-    if call.worker.samples_in_flight >= call.settings.max_samples_in_flight:
-        raise refuse(429, "Too many samples are in flight; slow down.", headers=_SLOW_DOWN)
     operation = Operation(
         op_id=op_id,
         kind="sample",
@@ -124,9 +126,6 @@ async def asample(call: Call) -> Response:
         sequence_ids=tuple(f"{op_id}:{index}" for index in range(request.num_samples)),
     )
     return accepted(await call.worker.submit(operation))
-
-
-_SLOW_DOWN = {"retry-after": "1"}
 
 
 async def _sampler_of(call: Call, request: SampleRequest) -> Sampler:

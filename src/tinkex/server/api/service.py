@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import zlib
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from tinkex.server.api.call import reply
 from tinkex.server.api.errors import refuse
+from tinkex.server.api.keys import audit_key
 from tinkex.types import (
     AuthTokenResponse,
     GetServerCapabilitiesResponse,
@@ -16,7 +18,13 @@ from tinkex.types import (
     TelemetryResponse,
 )
 from tinkex.wire import routes
-from tinkex.wire.bodies import ApiKeyDetails, ApiKeyOrganization, ApiKeyResponse, ApiKeyUser
+from tinkex.wire.bodies import (
+    ApiKeyDetails,
+    ApiKeyOrganization,
+    ApiKeyResponse,
+    ApiKeyUser,
+    TokenizerResponse,
+)
 from tinkex.wire.json_codec import encode
 
 if TYPE_CHECKING:
@@ -41,27 +49,41 @@ async def auth_token(call: Call) -> Response:
     """A token for the key the request came with."""
     if call.header("x-api-key").startswith("eyJ"):
         raise refuse(400, "A token cannot be exchanged for another one; send the API key.")
-    return reply(AuthTokenResponse(jwt=call.parts.identity.make_jwt(call.owner)))
+    jwt = await call.parts.identity.make_jwt(call.header("x-api-key"))
+    return reply(AuthTokenResponse(jwt=jwt))
 
 
 async def get_api_key(call: Call) -> Response:
-    """The key the request came with."""
+    """The key the request came with, but for the key itself."""
+    key = await call.parts.identity.key(call.header("x-api-key"))
     return reply(
         ApiKeyResponse(
-            key_id=int(call.owner.removeprefix("user-")[:7], 16),
-            name=call.owner,
-            note="",
+            # Keys that are not stored have no number; one that stays the same will do.
+            key_id=zlib.crc32(call.owner.encode()) if key is None else key.key_id,
+            name=call.owner if key is None else key.name or f"key-{key.key_id}",
+            note="" if key is None else key.note,
             details=ApiKeyDetails(
                 org_details=ApiKeyOrganization(name="tinkex"),
-                user_details=ApiKeyUser(email=f"{call.owner}@localhost"),
+                user_details=ApiKeyUser(
+                    email=call.owner if "@" in call.owner else f"{call.owner}@localhost"
+                ),
             ),
         )
     )
 
 
 async def delete_api_key(call: Call) -> Response:
-    """Keys of this server come from its settings and end there."""
-    raise refuse(501, "This server's keys are set by its operator and cannot be deleted here.")
+    """Revoke the key the request came with; the owner's other keys, and work, stay."""
+    key = await call.parts.identity.key(call.header("x-api-key"))
+    if key is None:
+        raise refuse(
+            501,
+            f"This server keeps no keys (it runs in the key mode {call.settings.key_mode!r}), so "
+            "there is nothing to delete; whoever runs it decides who gets in.",
+        )
+    await call.parts.identity.revoke(key)
+    await audit_key(call.store, call.now(), "api_key_revoked", key)
+    return reply()
 
 
 async def get_server_capabilities(call: Call) -> Response:
@@ -76,6 +98,22 @@ async def get_server_capabilities(call: Call) -> Response:
         for spec in call.parts.engine.models
     ]
     return reply(GetServerCapabilitiesResponse(supported_models=models))
+
+
+async def get_tokenizer(call: Call) -> Response:
+    """The tokenizer of a base model, so that clients need no hub."""
+    spec = call.base_model(call.request.query_params.get("base_model", ""))
+    text = spec.text
+    if text is None:
+        raise refuse(404, f"{spec.name} has no tokenizer here; send token ids.")
+    return reply(
+        TokenizerResponse(
+            tokenizer=text.tokenizer_json.decode(),
+            chat_template=text.chat_template,
+            bos_token=text.bos_token,
+            eos_token=text.eos_token,
+        )
+    )
 
 
 async def healthz(call: Call) -> Response:
@@ -96,6 +134,7 @@ HANDLERS: dict[str, Handler] = {
     routes.GET_API_KEY.name: get_api_key,
     routes.DELETE_API_KEY.name: delete_api_key,
     routes.GET_SERVER_CAPABILITIES.name: get_server_capabilities,
+    routes.GET_TOKENIZER.name: get_tokenizer,
     routes.HEALTHZ.name: healthz,
     routes.TELEMETRY.name: telemetry,
 }

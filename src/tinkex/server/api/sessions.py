@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
@@ -54,6 +53,7 @@ def when(at: float) -> datetime:
 async def create_session(call: Call) -> Response:
     """Open a session; the settings may have something to say to every new one."""
     request = await call.json(CreateSessionRequest)
+    await call.parts.limits.session(call.owner)
     session = await open_session(
         call,
         sdk_version=request.sdk_version,
@@ -105,9 +105,10 @@ async def session_heartbeat(call: Call) -> Response:
     """410 tells a client that its session is over."""
     request = await call.json(SessionHeartbeatRequest)
     session = await call.session(request.session_id)
-    if not session.active:
+    # Looked at only after the touch: a session that ends meanwhile stays over.
+    touched = await call.store.touch_session(session.session_id, call.now())
+    if touched is None or not touched.active:
         raise refuse(410, f"Session {session.session_id!r} is over.")
-    await call.store.put_session(replace(session, last_seen_at=call.now()))
     return reply(SessionHeartbeatResponse())
 
 
@@ -115,9 +116,8 @@ async def finish_session(call: Call) -> Response:
     """End a session; the first reason wins, a second finish changes nothing."""
     request = await call.json(FinishSessionRequest)
     session = await call.session(call.param("session"))
-    if session.active:
-        status = ClientSessionFinished(reason=request.reason, detail=request.detail)
-        await call.store.put_session(replace(session, status=status))
+    status = ClientSessionFinished(reason=request.reason, detail=request.detail)
+    if await call.worker.rows.end_session(session, status):
         await call.worker.end_session(session.session_id)
     return reply()
 
@@ -128,9 +128,10 @@ async def set_session_project(call: Call) -> Response:
     if not request.project_id:
         raise refuse(400, "project_id is empty; name the project.")
     session = await call.session(call.param("session"))
-    await call.store.put_session(replace(session, project_id=request.project_id))
+    rows, project_id = call.worker.rows, request.project_id
+    await rows.change_session(session.session_id, project_id=project_id)
     for model in await call.store.models(session_id=session.session_id):
-        await call.store.put_model(replace(model, project_id=request.project_id))
+        await rows.change_model(model.model_id, project_id=project_id)
     await call.store.audit(
         AuditEntry(
             at=call.now(),

@@ -10,9 +10,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from tinkex.errors import APIStatusError
 from tinkex.server.api.call import reply
 from tinkex.server.store.records import Operation
 from tinkex.types import UntypedAPIFuture
+from tinkex.wire.routes import MEDIA_JSON
 
 if TYPE_CHECKING:
     from starlette.responses import Response
@@ -34,37 +36,67 @@ def accepted(operation: Operation) -> Response:
 
 
 async def submit_training(
-    call: Call, kind: OpKind, model_id: str, seq_id: int | None, request: object
+    call: Call,
+    kind: OpKind,
+    model_id: str,
+    seq_id: int | None,
+    request: object,
+    *,
+    body: bytes,
+    media: str = MEDIA_JSON,
 ) -> Response:
     """Queue an operation of a model; one with a known seq_id is answered by the first.
 
-    Clients that do not number their requests are ordered by arrival and recognised by
-    their idempotency key.
+    `body` is what a restart runs the operation from; `request` the same, decoded.
     """
     model = await call.model(model_id)
-    key = call.header("x-idempotency-key")
-    if seq_id is None:
-        known = await call.store.recall(call.owner, key) if key else None
-        if known is not None:
-            first = await call.store.get_operation(known)
-            if first is not None:
-                return accepted(first)
-        seq_id = call.worker.next_seq(model_id)
-        if key:
-            await call.store.remember(call.owner, key, f"{model_id}:{seq_id}")
-    op_id = f"{model_id}:{seq_id}"
-    if await call.store.get_operation(op_id) is None:
-        await call.live_session(model.session_id)
-    now = call.now()
-    await call.store.put_model(replace(model, last_request_at=now))
     operation = Operation(
-        op_id=op_id,
+        op_id=f"{model_id}:{seq_id}",
         kind=kind,
         owner=call.owner,
         session_id=model.session_id,
-        created_at=now,
+        created_at=call.now(),
+        body=body,
+        media=media,
         request=request,
-        seq_id=seq_id,
+        seq_id=seq_id or 0,
         model_id=model_id,
     )
+    if seq_id is None:
+        return accepted(await _submit_unnumbered(call, operation))
+    try:
+        await _check(call, operation)
+    except APIStatusError:
+        # Looked for only now: almost every request is new and welcome.
+        known = await call.store.get_operation(operation.op_id)
+        if known is None:
+            raise
+        return accepted(known)
     return accepted(await call.worker.submit(operation))
+
+
+async def _check(call: Call, operation: Operation) -> None:
+    """Refuse what is not to be accepted, unless it was before."""
+    await call.live_session(operation.session_id)
+    model_id, size_bytes = operation.model_id or "", len(operation.body)
+    call.parts.limits.training(call.owner, model_id, operation.seq_id, size_bytes)
+
+
+async def _submit_unnumbered(call: Call, operation: Operation) -> Operation:
+    """Clients that do not number their requests are ordered by arrival and recognised by key."""
+    key = call.header("x-idempotency-key")
+    known = await call.store.recall(call.owner, key) if key else None
+    first = await call.store.get_operation(known) if known is not None else None
+    if first is not None and first.kind == operation.kind:
+        return first
+    await _check(call, operation)
+    model_id = operation.model_id or ""
+    seq_id = call.worker.take_turn(model_id)
+    operation = replace(operation, op_id=f"{model_id}:{seq_id}", seq_id=seq_id)
+    try:
+        if key:
+            await call.store.remember(call.owner, key, operation.op_id)
+        return await call.worker.submit(operation)
+    except BaseException:
+        call.worker.give_turn_back(model_id, seq_id)
+        raise

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 from tinkex.errors import InputError
 from tinkex.server.api.checkpoints import readable, readers
+from tinkex.server.api.decode import (
+    JSON_REQUESTS,
+    decode_batch,
+    encode_order,
+    training_input,
+)
 from tinkex.server.api.errors import refuse
 from tinkex.server.api.sessions import as_strings
 from tinkex.server.api.submit import accepted, submit_training
-from tinkex.server.scheduler.jobs import check_loadable
+from tinkex.server.scheduler.checks import check_loadable
 from tinkex.server.store.records import LoadOrder, Model, Operation, StoredLoss
 from tinkex.types import (
     AdamOptimizerConfig,
@@ -17,16 +23,11 @@ from tinkex.types import (
     CreateCustomLossResponse,
     ForwardBackwardInput,
     LoadWeightsRequest,
-    OptimStepRequest,
-    SaveWeightsExternalRequest,
-    SaveWeightsForSamplerRequest,
-    SaveWeightsRequest,
 )
 from tinkex.wire import routes
 from tinkex.wire.json_codec import decode_object
-from tinkex.wire.json_requests import decode_request, decode_training_request
+from tinkex.wire.json_requests import decode_request
 from tinkex.wire.messages import parse
-from tinkex.wire.proto_codec import decode_forward_backward
 
 if TYPE_CHECKING:
     from starlette.responses import Response
@@ -53,38 +54,39 @@ async def forward_backward(call: Call) -> Response:
 
 
 async def _train_from_protobuf(call: Call) -> Response:
-    body = await call.body()
+    body, media = await call.body(), routes.MEDIA_PROTOBUF
     try:
-        batch = decode_forward_backward(body)
+        batch = decode_batch(body, media, forward_only=False)
     except InputError as error:
         from tinkex.wire import tinkex_pb2
 
         ids = parse(tinkex_pb2.ForwardBackwardRequest, body)
-        return await submit_training(call, "forward_backward", ids.model_id, ids.seq_id, error)
-    return await _train(call, batch)
+        kind: OpKind = "forward" if ids.forward_only else "forward_backward"
+        return await submit_training(
+            call, kind, ids.model_id, ids.seq_id, error, body=body, media=media
+        )
+    return await _train(call, batch, body, media)
 
 
 async def _train_from_json(call: Call, kind: Literal["forward", "forward_backward"]) -> Response:
     body = await call.body()
     try:
-        batch = decode_training_request(body, forward_only=kind == "forward")
+        batch = decode_batch(body, routes.MEDIA_JSON, forward_only=kind == "forward")
     except InputError as error:
         return await _refused_in_turn(call, kind, body, error)
-    return await _train(call, batch)
+    return await _train(call, batch, body, routes.MEDIA_JSON)
 
 
-async def _train(call: Call, batch: DecodedForwardBackward) -> Response:
+async def _train(call: Call, batch: DecodedForwardBackward, body: bytes, media: str) -> Response:
     kind: OpKind = "forward" if batch.forward_only else "forward_backward"
     request: ForwardBackwardInput | InputError
     try:
-        request = ForwardBackwardInput(
-            data=batch.data,
-            loss_fn=cast("Any", batch.loss_fn),
-            loss_fn_config=batch.loss_fn_config,
-        )
+        request = training_input(batch)
     except InputError as error:
         request = error
-    return await submit_training(call, kind, batch.model_id, batch.seq_id, request)
+    return await submit_training(
+        call, kind, batch.model_id, batch.seq_id, request, body=body, media=media
+    )
 
 
 async def forward(call: Call) -> Response:
@@ -94,31 +96,31 @@ async def forward(call: Call) -> Response:
 
 async def optim_step(call: Call) -> Response:
     """Apply the accumulated gradient."""
-    return await _submit_json(call, "optim_step", OptimStepRequest)
+    return await _submit_json(call, "optim_step")
 
 
 async def save_weights(call: Call) -> Response:
     """Save weights and optimizer state for resuming."""
-    return await _submit_json(call, "save_weights", SaveWeightsRequest)
+    return await _submit_json(call, "save_weights")
 
 
 async def save_weights_for_sampler(call: Call) -> Response:
     """Save weights for sampling: under a name, or as a sampler of this session."""
-    return await _submit_json(call, "save_weights_for_sampler", SaveWeightsForSamplerRequest)
+    return await _submit_json(call, "save_weights_for_sampler")
 
 
 async def save_weights_external(call: Call) -> Response:
     """Export weights for downloading."""
-    return await _submit_json(call, "save_weights_external", SaveWeightsExternalRequest)
+    return await _submit_json(call, "save_weights_external")
 
 
-async def _submit_json(call: Call, kind: OpKind, request_type: type[Any]) -> Response:
+async def _submit_json(call: Call, kind: OpKind) -> Response:
     body = await call.body()
     try:
-        request = decode_request(request_type, body)
+        request = decode_request(JSON_REQUESTS[kind], body)
     except InputError as error:
         return await _refused_in_turn(call, kind, body, error)
-    return await submit_training(call, kind, request.model_id, request.seq_id, request)
+    return await submit_training(call, kind, request.model_id, request.seq_id, request, body=body)
 
 
 async def _refused_in_turn(call: Call, kind: OpKind, body: bytes, error: InputError) -> Response:
@@ -126,16 +128,23 @@ async def _refused_in_turn(call: Call, kind: OpKind, body: bytes, error: InputEr
     model_id, seq_id = raw.get("model_id"), raw.get("seq_id")
     if not isinstance(model_id, str) or type(seq_id) is not int:
         raise error
-    return await submit_training(call, kind, model_id, seq_id, error)
+    return await submit_training(call, kind, model_id, seq_id, error, body=body)
 
 
 async def load_weights(call: Call) -> Response:
     """Load into a model, or make a model from a checkpoint."""
     request = await call.json(LoadWeightsRequest)
-    owners = readers(call, request.weights_access_token)
+    owners = await readers(call, request.weights_access_token)
     if request.model_id is not None:
         order = LoadOrder(path=request.path, optimizer=request.optimizer, readers=owners)
-        return await submit_training(call, "load_weights", request.model_id, request.seq_id, order)
+        return await submit_training(
+            call,
+            "load_weights",
+            request.model_id,
+            request.seq_id,
+            order,
+            body=encode_order(order),
+        )
     if request.session_id is None or request.model_seq_id is None:
         raise refuse(400, "Name a model_id, or a session_id and model_seq_id to make one.")
     return await _create_from(call, request, owners)
@@ -151,11 +160,14 @@ async def _create_from(
         raise refuse(
             400, f"{request.path} is on {checkpoint.base_model}, not on {request.base_model}."
         )
+    model_id = f"{session.session_id}:train:{request.model_seq_id}"
+    if await call.store.get_model(model_id) is None:
+        await call.parts.limits.model(call.owner)
     now = call.now()
     optimizer = request.optimizer_config or AdamOptimizerConfig()
     model = await call.store.add_model(
         Model(
-            model_id=f"{session.session_id}:train:{request.model_seq_id}",
+            model_id=model_id,
             owner=call.owner,
             session_id=session.session_id,
             base_model=checkpoint.base_model,
@@ -167,15 +179,17 @@ async def _create_from(
             project_id=session.project_id,
         )
     )
+    order = LoadOrder(
+        path=request.path, optimizer=request.optimizer, readers=owners, creates_model=True
+    )
     operation = Operation(
         op_id=f"{model.model_id}:0",
         kind="load_weights",
         owner=call.owner,
         session_id=session.session_id,
         created_at=now,
-        request=LoadOrder(
-            path=request.path, optimizer=request.optimizer, readers=owners, creates_model=True
-        ),
+        body=encode_order(order),
+        request=order,
         model_id=model.model_id,
     )
     return accepted(await call.worker.submit(operation))

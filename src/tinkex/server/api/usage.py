@@ -1,6 +1,6 @@
-"""Usage and audit: tokens and storage per hour, never money."""
+"""Usage and audit: tokens, device seconds and storage per hour, never money."""
 
-from __future__ import annotations
+# Without `from __future__ import annotations`: msgspec resolves the annotations of the event.
 
 from collections import defaultdict
 from datetime import UTC, date, datetime, timedelta
@@ -10,17 +10,18 @@ from tinkex.server.api.call import reply
 from tinkex.server.api.checkpoints import live_checkpoints
 from tinkex.server.api.errors import refuse
 from tinkex.server.api.sessions import when
+from tinkex.server.api.stored_hours import HOUR_S, stored_hours
 from tinkex.types import (
     AuditLogEntry,
     AuditLogResponse,
     BillingUsageEvent,
-    BillingUsageResponse,
     BillingUsageSession,
     CheckpointBillingEvent,
     CurrentCheckpointStorageUsageItem,
     CurrentCheckpointStorageUsageResponse,
     SamplingPrefillBillingEvent,
     SamplingSampleBillingEvent,
+    StorageBillingEvent,
     TrainingBillingEvent,
 )
 from tinkex.wire import routes
@@ -31,65 +32,91 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
     from tinkex.server.api.call import Call, Handler
-    from tinkex.server.store.records import UsageEntry
+    from tinkex.server.store.records import StoredCheckpoint, UsageEntry
     from tinkex.types import BillingEventInfo
 
-_HOUR_S = 3600
 _LONGEST = timedelta(days=14)
 _TOPICS = ("all", "checkpoints", "projects", "teams", "organizations")
 
 
-async def get_billing_usage(call: Call) -> Response:
-    """Tokens per hour, session and kind; this server knows no prices."""
+class MeasuredUsageEvent(BillingUsageEvent):
+    """Usage with what it cost here, which the protocol has no member for; clients skip it."""
+
+    device_seconds: float | None = None
+
+
+async def get_billing_usage(call: "Call") -> "Response":
+    """Tokens, device time and storage per hour and kind; this server knows no prices."""
     start, end = _hour(call, "starting_on"), _hour(call, "ending_before")
     if not timedelta(0) < end - start <= _LONGEST:
         raise refuse(400, "ending_before must follow starting_on by 14 days at most.")
     entries = await call.store.usage(call.owner, start.timestamp(), end.timestamp())
-    events = list(_events(entries))
+    events = [*_events(entries), *_storage_events(call, await live_checkpoints(call), start, end)]
     sessions: dict[str, BillingUsageSession] = {}
     for session_id in {entry.session_id for entry in entries}:
         session = await call.store.get_session(session_id)
         if session is not None:
             metadata = dict(session.user_metadata)
             sessions[session_id] = BillingUsageSession(user_metadata=metadata)
-    return reply(BillingUsageResponse(data=events, sessions=sessions))
+    return reply({"data": events, "sessions": sessions})
 
 
-def _hour(call: Call, name: str) -> datetime:
+def _storage_events(
+    call: "Call", checkpoints: "Iterable[StoredCheckpoint]", start: datetime, end: datetime
+) -> "Iterator[MeasuredUsageEvent]":
+    times = start.timestamp(), end.timestamp(), call.now()
+    for stored in sorted(stored_hours(checkpoints, *times), key=lambda s: s.hour):
+        yield MeasuredUsageEvent(
+            bucket_start=when(stored.hour),
+            bucket_end=when(stored.hour + HOUR_S),
+            base_model=stored.base_model,
+            user_id=call.owner,
+            project_id=stored.project_id,
+            event_info=StorageBillingEvent(gigabyte_hours=stored.gigabyte_hours),
+        )
+
+
+def _hour(call: "Call", name: str) -> datetime:
     text = call.request.query_params.get(name, "")
     try:
         moment = datetime.fromisoformat(text)
     except ValueError:
         raise refuse(400, f"{name} must be a time such as 2026-01-31T12:00:00Z.") from None
     moment = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
-    if moment.timestamp() % _HOUR_S:
+    if moment.timestamp() % HOUR_S:
         raise refuse(400, f"{name} must be a full hour, not {text!r}.")
     return moment
 
 
-def _events(entries: Iterable[UsageEntry]) -> Iterator[BillingUsageEvent]:
+def _events(entries: "Iterable[UsageEntry]") -> "Iterator[MeasuredUsageEvent]":
     sums: dict[tuple[int, str, str | None, str | None, str], int] = defaultdict(int)
+    device_s: dict[tuple[int, str, str | None, str | None, str], float] = defaultdict(float)
     owners: dict[str, str] = {}
     for entry in entries:
         owners[entry.session_id] = entry.owner
-        hour = int(entry.at // _HOUR_S) * _HOUR_S
+        hour = int(entry.at // HOUR_S) * HOUR_S
+        place = hour, entry.session_id, entry.base_model, entry.project_id
         for kind, amount in _amounts(entry):
-            sums[hour, entry.session_id, entry.base_model, entry.project_id, kind] += amount
-    for (hour, session_id, base_model, project_id, kind), amount in sorted(
-        sums.items(), key=lambda item: (item[0][0], item[0][1], item[0][4])
-    ):
-        yield BillingUsageEvent(
+            sums[*place, kind] += amount
+        # An operation has one device time; a sample's goes with what it generated.
+        device_s[*place, "sample" if entry.kind == "sample" else "training"] += (
+            entry.usage.device_s or 0.0
+        )
+    for key, amount in sorted(sums.items(), key=lambda item: (item[0][0], item[0][1], item[0][4])):
+        hour, session_id, base_model, project_id, kind = key
+        yield MeasuredUsageEvent(
             bucket_start=when(hour),
-            bucket_end=when(hour + _HOUR_S),
+            bucket_end=when(hour + HOUR_S),
             base_model=base_model,
             user_id=owners[session_id],
             session_id=session_id,
             project_id=project_id,
             event_info=_info(kind, amount),
+            device_seconds=device_s.get(key),
         )
 
 
-def _amounts(entry: UsageEntry) -> list[tuple[str, int]]:
+def _amounts(entry: "UsageEntry") -> list[tuple[str, int]]:
     usage = entry.usage
     # The forward pass of a training run is training, although it learns nothing.
     forward = usage.prompt_tokens if entry.kind == "forward" else 0
@@ -103,7 +130,7 @@ def _amounts(entry: UsageEntry) -> list[tuple[str, int]]:
     return [(kind, amount) for kind, amount in amounts if amount > 0]
 
 
-def _info(kind: str, amount: int) -> BillingEventInfo:
+def _info(kind: str, amount: int) -> "BillingEventInfo":
     match kind:
         case "training":
             return TrainingBillingEvent(token_count=amount)
@@ -116,7 +143,7 @@ def _info(kind: str, amount: int) -> BillingEventInfo:
             return CheckpointBillingEvent(count=amount)
 
 
-async def get_checkpoint_storage_usage(call: Call) -> Response:
+async def get_checkpoint_storage_usage(call: "Call") -> "Response":
     """Stored bytes per project."""
     project = call.request.query_params.get("project_id")
     sizes: dict[str | None, list[int]] = defaultdict(list)
@@ -136,7 +163,7 @@ async def get_checkpoint_storage_usage(call: Call) -> Response:
     return reply(CurrentCheckpointStorageUsageResponse(data=items))
 
 
-async def get_audit_log(call: Call) -> Response:
+async def get_audit_log(call: "Call") -> "Response":
     """What happened to the caller's things, by topic and day."""
     topic = call.request.query_params.get("event_type", "all")
     if topic not in _TOPICS:
@@ -167,7 +194,7 @@ def _text(value: object) -> str | None:
     return value if isinstance(value, str) else None
 
 
-HANDLERS: dict[str, Handler] = {
+HANDLERS: "dict[str, Handler]" = {
     routes.GET_BILLING_USAGE.name: get_billing_usage,
     routes.GET_CHECKPOINT_STORAGE_USAGE.name: get_checkpoint_storage_usage,
     routes.GET_AUDIT_LOG.name: get_audit_log,

@@ -25,6 +25,13 @@ class Waiters:
         # Mutable state: per key, one event for everybody who waits for it now.
         self._bells: dict[Hashable, anyio.Event] = {}
         self._listeners: dict[Hashable, int] = defaultdict(int)
+        self._closed = False
+
+    def close(self) -> None:
+        """Let everybody go: the server ends, and nobody waits for it from now on."""
+        self._closed = True
+        for bell in self._bells.values():
+            bell.set()
 
     def ring(self, key: Hashable) -> None:
         """Wake everybody who waits for a key."""
@@ -38,12 +45,12 @@ class Waiters:
         """What `look` finds, asked now and after each ring; None after `timeout_s`."""
         # The first look needs no timer: most polls of a busy server find their result at once.
         found = await look()
-        if found is not None or timeout_s <= 0:
+        if found is not None or timeout_s <= 0 or self._closed:
             return found
         self._listeners[key] += 1
         try:
             async with time_limit(self._clock, timeout_s):
-                while found is None:
+                while found is None and not self._closed:
                     # Taken before looking, so a ring in between is not missed.
                     bell = self._bells.setdefault(key, anyio.Event())
                     found = await look()

@@ -10,9 +10,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from tinkex.server.store.records import (
+        ApiKey,
         AuditEntry,
         Model,
         Operation,
@@ -33,8 +34,21 @@ class Store(Protocol):
 
     async def put_session(self, session: Session) -> None: ...
     async def get_session(self, session_id: str) -> Session | None: ...
-    async def sessions(self, owner: str | None = None) -> Sequence[Session]:
-        """Newest first; of everybody when `owner` is None."""
+    async def sessions(
+        self, owner: str | None = None, *, active: bool = False
+    ) -> Sequence[Session]:
+        """Newest first; of everybody when `owner` is None, only those not over if `active`."""
+        ...
+
+    async def touch_session(self, session_id: str, at: float) -> Session | None:
+        """Note a sign of life and return the session; one that is over stays over.
+
+        The note may be lost in a crash: `touch_sessions` follows every start.
+        """
+        ...
+
+    async def touch_sessions(self, at: float) -> None:
+        """Count every active session as seen: nobody was silent while the server was away."""
         ...
 
     async def add_model(self, model: Model) -> Model: ...
@@ -47,22 +61,27 @@ class Store(Protocol):
         ...
 
     async def add_sampler(self, sampler: Sampler) -> Sampler: ...
+    async def put_sampler(self, sampler: Sampler) -> None: ...
     async def get_sampler(self, sampler_id: str) -> Sampler | None: ...
     async def samplers(self, session_id: str | None = None) -> Sequence[Sampler]:
         """Oldest first."""
         ...
 
     async def join_sampler(self, sampler_id: str) -> int:
-        """Count one more copy of a sampling client; the first copy is 1."""
+        """Count one more copy of a known sampling client; the first copy is 1."""
         ...
 
     async def put_checkpoint(self, checkpoint: StoredCheckpoint) -> None: ...
     async def get_checkpoint(self, path: str) -> StoredCheckpoint | None: ...
     async def delete_checkpoint(self, path: str) -> bool: ...
     async def checkpoints(
-        self, *, owner: str | None = None, model_id: str | None = None
+        self,
+        *,
+        owner: str | None = None,
+        model_id: str | None = None,
+        expired_at: float | None = None,
     ) -> Sequence[StoredCheckpoint]:
-        """Newest first."""
+        """Newest first; only those whose time is up at `expired_at`, if it is given."""
         ...
 
     async def add_loss(self, loss: StoredLoss) -> StoredLoss: ...
@@ -71,23 +90,53 @@ class Store(Protocol):
     async def submit(self, operation: Operation) -> tuple[Operation, bool]:
         """Accept an operation and say whether it is new.
 
-        One with a known `op_id` changes nothing and is answered by the first.
+        One with a known `op_id` changes nothing and is answered by the first. A new one is its
+        model's last request.
         """
         ...
 
-    async def get_operation(self, op_id: str) -> Operation | None: ...
+    async def get_operation(self, op_id: str) -> Operation | None:
+        """One operation: with its body while it is unfinished, with its result after that."""
+        ...
+
     async def pending(self) -> Sequence[Operation]:
         """Everything accepted and not finished, in order of arrival."""
         ...
 
     async def operations(self, session_id: str) -> Sequence[Operation]:
-        """The operations of a session, in order of arrival."""
+        """The operations of a session in order of arrival, without bodies and results."""
         ...
 
-    async def start(self, op_ids: Iterable[str], at: float) -> None: ...
+    async def start(self, op_ids: Iterable[str], at: float) -> None:
+        """Note that operations run; after a restart they are queued again."""
+        ...
 
-    async def finish(self, op_id: str, outcome: Outcome, at: float) -> bool:
-        """Record how an operation ended; False when it had ended before."""
+    async def finish(
+        self, op_id: str, outcome: Outcome, at: float, usage: UsageEntry | None = None
+    ) -> bool:
+        """Record how an operation ended and what it used; False when it had ended before.
+
+        A success may be undone by a power cut, as long as nothing was submitted after it: then
+        the operation is unfinished again.
+        """
+        ...
+
+    # A model's journal is its operations with their bodies. A crash replays what a snapshot does
+    # not hold, so bodies outlive the results until they are trimmed.
+
+    async def journal(self, model_id: str, after: int) -> Sequence[Operation]:
+        """The operations of a model with a seq_id above `after`, by seq_id, finished ones too.
+
+        They have their bodies unless those were trimmed, and no results.
+        """
+        ...
+
+    async def trim_journal(self, model_id: str, through: int) -> None:
+        """Forget the bodies of a model's finished operations up to a seq_id."""
+        ...
+
+    async def last_turns(self) -> Mapping[str, int]:
+        """The highest finished seq_id of every model that has one."""
         ...
 
     async def completions(
@@ -104,13 +153,41 @@ class Store(Protocol):
         """Forget the payloads of everything that finished before a time."""
         ...
 
+    async def forget_operations_before(self, at: float) -> int:
+        """Forget what finished before a time altogether, unless a journal still has its body.
+
+        The last turn of a model stays, so that it goes on counting from there.
+        """
+        ...
+
     async def recall(self, owner: str, key: str) -> str | None:
         """The answer remembered for an idempotency key."""
         ...
 
     async def remember(self, owner: str, key: str, answer: str) -> None: ...
 
+    async def add_key(self, key: ApiKey) -> ApiKey:
+        """Keep a key; the one that is returned has its final `key_id`."""
+        ...
+
+    async def find_key(self, key_hash: str) -> ApiKey | None: ...
+    async def keys(self, owner: str | None = None) -> Sequence[ApiKey]:
+        """Oldest first, revoked ones too."""
+        ...
+
+    async def revoke_key(self, key_id: int, at: float) -> bool:
+        """Let a key in no more; False when there is none such in use."""
+        ...
+
     async def audit(self, entry: AuditEntry) -> None: ...
     async def audit_log(self, owner: str) -> Sequence[AuditEntry]: ...
-    async def add_usage(self, entry: UsageEntry) -> None: ...
-    async def usage(self, owner: str, start: float, end: float) -> Sequence[UsageEntry]: ...
+    async def add_usage(self, entry: UsageEntry) -> None:
+        """Count what was used; of samples, a crash may lose the last second."""
+        ...
+
+    async def usage(self, owner: str, start: float, end: float) -> Sequence[UsageEntry]:
+        """What an owner used from one full hour to before another, by time.
+
+        Samples of a session may be summed up: one entry in the hour they belong to.
+        """
+        ...

@@ -6,10 +6,13 @@ from collections import defaultdict
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from tinkex.server.store.samples import Samples
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from tinkex.server.store.records import (
+        ApiKey,
         AuditEntry,
         Model,
         Operation,
@@ -34,9 +37,10 @@ class MemoryStore:
         self._checkpoints: dict[str, StoredCheckpoint] = {}
         self._losses: dict[str, StoredLoss] = {}
         self._operations: dict[str, Operation] = {}
-        self._pending: dict[str, None] = {}
-        self._by_session: dict[str, list[str]] = defaultdict(list)
-        self._ended: dict[tuple[str, int], list[str]] = defaultdict(list)
+        # Bodies of finished operations, until they are trimmed.
+        self._bodies: dict[str, bytes] = {}
+        self._samples = Samples()
+        self._keys: dict[int, ApiKey] = {}
         self._answers: dict[tuple[str, str], str] = {}
         self._audit: list[AuditEntry] = []
         self._usage: list[UsageEntry] = []
@@ -47,9 +51,25 @@ class MemoryStore:
     async def get_session(self, session_id: str) -> Session | None:
         return self._sessions.get(session_id)
 
-    async def sessions(self, owner: str | None = None) -> Sequence[Session]:
-        found = [s for s in self._sessions.values() if owner in (None, s.owner)]
+    async def sessions(
+        self, owner: str | None = None, *, active: bool = False
+    ) -> Sequence[Session]:
+        found = [
+            s
+            for s in self._sessions.values()
+            if owner in (None, s.owner) and (s.active or not active)
+        ]
         return sorted(found, key=lambda s: (s.created_at, s.session_id), reverse=True)
+
+    async def touch_session(self, session_id: str, at: float) -> Session | None:
+        known = self._sessions.get(session_id)
+        if known is not None and known.active:
+            known = self._sessions[session_id] = replace(known, last_seen_at=at)
+        return known
+
+    async def touch_sessions(self, at: float) -> None:
+        for session_id in self._sessions:
+            await self.touch_session(session_id, at)
 
     async def add_model(self, model: Model) -> Model:
         return self._models.setdefault(model.model_id, model)
@@ -73,6 +93,9 @@ class MemoryStore:
     async def add_sampler(self, sampler: Sampler) -> Sampler:
         return self._samplers.setdefault(sampler.sampler_id, sampler)
 
+    async def put_sampler(self, sampler: Sampler) -> None:
+        self._samplers[sampler.sampler_id] = sampler
+
     async def get_sampler(self, sampler_id: str) -> Sampler | None:
         return self._samplers.get(sampler_id)
 
@@ -93,12 +116,18 @@ class MemoryStore:
         return self._checkpoints.pop(path, None) is not None
 
     async def checkpoints(
-        self, *, owner: str | None = None, model_id: str | None = None
+        self,
+        *,
+        owner: str | None = None,
+        model_id: str | None = None,
+        expired_at: float | None = None,
     ) -> Sequence[StoredCheckpoint]:
         found = [
             c
             for c in self._checkpoints.values()
-            if owner in (None, c.owner) and model_id in (None, c.model_id)
+            if owner in (None, c.owner)
+            and model_id in (None, c.model_id)
+            and (expired_at is None or (c.expires_at is not None and c.expires_at <= expired_at))
         ]
         # Saved at one moment, the one that was stored later comes first.
         found.reverse()
@@ -111,73 +140,142 @@ class MemoryStore:
         return self._losses.get(loss_id)
 
     async def submit(self, operation: Operation) -> tuple[Operation, bool]:
+        if operation.kind == "sample":
+            return self._samples.submit(operation)
         known = self._operations.get(operation.op_id)
         if known is not None:
             return known, False
         self._operations[operation.op_id] = operation
-        self._pending[operation.op_id] = None
-        self._by_session[operation.session_id].append(operation.op_id)
+        model = self._models.get(operation.model_id or "")
+        if model is not None:
+            self._models[model.model_id] = replace(model, last_request_at=operation.created_at)
         return operation, True
 
     async def get_operation(self, op_id: str) -> Operation | None:
-        return self._operations.get(op_id)
+        return self._samples.get(op_id) or self._operations.get(op_id)
 
     async def pending(self) -> Sequence[Operation]:
-        return [self._operations[op_id] for op_id in self._pending]
+        training = [o for o in self._operations.values() if o.state != "done"]
+        return [*training, *self._samples.pending()]
 
     async def operations(self, session_id: str) -> Sequence[Operation]:
-        return [self._operations[op_id] for op_id in self._by_session.get(session_id, ())]
+        training = [
+            _without_payloads(o) for o in self._operations.values() if o.session_id == session_id
+        ]
+        return [*training, *self._samples.of_session(session_id)]
 
     async def start(self, op_ids: Iterable[str], at: float) -> None:
         for op_id in op_ids:
+            self._samples.start(op_id, at)
             known = self._operations.get(op_id)
             if known is not None and known.state == "queued":
                 self._operations[op_id] = replace(known, state="running", started_at=at)
 
-    async def finish(self, op_id: str, outcome: Outcome, at: float) -> bool:
+    async def finish(
+        self, op_id: str, outcome: Outcome, at: float, usage: UsageEntry | None = None
+    ) -> bool:
+        if not (self._samples.finish(op_id, outcome, at) or self._finish(op_id, outcome, at)):
+            return False
+        if usage is not None:
+            self._usage.append(usage)
+        return True
+
+    def _finish(self, op_id: str, outcome: Outcome, at: float) -> bool:
         known = self._operations.get(op_id)
         if known is None or known.state == "done":
             return False
-        # The request is only needed to run it; dropping it keeps long runs small.
         self._operations[op_id] = replace(
-            known, state="done", outcome=outcome, finished_at=at, request=None
+            known, state="done", outcome=outcome, finished_at=at, request=None, body=b""
         )
-        self._pending.pop(op_id, None)
-        if known.sampler_id is not None:
-            self._ended[known.sampler_id, known.clone].append(op_id)
+        if known.model_id is not None and known.body:
+            self._bodies[op_id] = known.body
         return True
+
+    async def journal(self, model_id: str, after: int) -> Sequence[Operation]:
+        found = [
+            o
+            if o.state != "done"
+            else replace(_without_payloads(o), body=self._bodies.get(o.op_id, b""))
+            for o in self._operations.values()
+            if o.model_id == model_id and o.seq_id > after
+        ]
+        return sorted(found, key=lambda o: o.seq_id)
+
+    async def trim_journal(self, model_id: str, through: int) -> None:
+        for op in self._operations.values():
+            if op.model_id == model_id and op.seq_id <= through and op.state == "done":
+                self._bodies.pop(op.op_id, None)
+
+    async def last_turns(self) -> Mapping[str, int]:
+        turns: dict[str, int] = {}
+        for op in self._operations.values():
+            if op.model_id is not None and op.state == "done":
+                turns[op.model_id] = max(op.seq_id, turns.get(op.model_id, op.seq_id))
+        return turns
 
     async def completions(
         self, sampler_id: str, clone: int, after: int
     ) -> tuple[Sequence[Operation], int]:
-        ended = self._ended.get((sampler_id, clone), [])
-        found = [self._operations[i] for i in ended[max(after, 0) :] if i in self._operations]
-        return found, max(after, len(ended))
+        return self._samples.completions(sampler_id, clone, after)
 
     async def drop_results(self, op_ids: Iterable[str]) -> None:
+        op_ids = list(op_ids)
+        self._samples.drop_results(op_ids)
         for op_id in op_ids:
-            known = self._operations.get(op_id)
-            if known is not None and known.outcome is not None and known.outcome.body is not None:
-                outcome = replace(known.outcome, body=None)
-                self._operations[op_id] = replace(known, outcome=outcome)
+            self._drop_result(op_id)
+
+    def _drop_result(self, op_id: str) -> bool:
+        known = self._operations.get(op_id)
+        if known is None or known.outcome is None or known.outcome.body is None:
+            return False
+        self._operations[op_id] = replace(known, outcome=replace(known.outcome, body=None))
+        return True
 
     async def drop_results_before(self, at: float) -> int:
         old = [
             o.op_id
             for o in self._operations.values()
+            if o.finished_at is not None and o.finished_at < at
+        ]
+        return self._samples.drop_results_before(at) + sum(map(self._drop_result, old))
+
+    async def forget_operations_before(self, at: float) -> int:
+        last = await self.last_turns()
+        old = [
+            o.op_id
+            for o in self._operations.values()
             if o.finished_at is not None
             and o.finished_at < at
-            and o.outcome is not None
-            and o.outcome.body is not None
+            and o.op_id not in self._bodies
+            and o.seq_id != last.get(o.model_id or "")
         ]
-        await self.drop_results(old)
-        return len(old)
+        for op_id in old:
+            del self._operations[op_id]
+        return len(old) + self._samples.forget_before(at)
 
     async def recall(self, owner: str, key: str) -> str | None:
         return self._answers.get((owner, key))
 
     async def remember(self, owner: str, key: str, answer: str) -> None:
         self._answers.setdefault((owner, key), answer)
+
+    async def add_key(self, key: ApiKey) -> ApiKey:
+        kept = replace(key, key_id=len(self._keys) + 1)
+        self._keys[kept.key_id] = kept
+        return kept
+
+    async def find_key(self, key_hash: str) -> ApiKey | None:
+        return next((k for k in self._keys.values() if k.key_hash == key_hash), None)
+
+    async def keys(self, owner: str | None = None) -> Sequence[ApiKey]:
+        return [k for k in self._keys.values() if owner in (None, k.owner)]
+
+    async def revoke_key(self, key_id: int, at: float) -> bool:
+        known = self._keys.get(key_id)
+        if known is None or known.revoked_at is not None:
+            return False
+        self._keys[key_id] = replace(known, revoked_at=at)
+        return True
 
     async def audit(self, entry: AuditEntry) -> None:
         self._audit.append(entry)
@@ -189,15 +287,21 @@ class MemoryStore:
         self._usage.append(entry)
 
     async def usage(self, owner: str, start: float, end: float) -> Sequence[UsageEntry]:
-        return [e for e in self._usage if e.owner == owner and start <= e.at < end]
+        found = [e for e in self._usage if e.owner == owner and start <= e.at < end]
+        return sorted(found, key=lambda e: e.at)
 
     def lose_samples(self) -> list[str]:
         """Forget every sample, as a restart does; their ids come back for waking waiters."""
-        lost = [o.op_id for o in self._operations.values() if o.kind == "sample"]
-        for op_id in lost:
-            del self._operations[op_id]
-            self._pending.pop(op_id, None)
-        gone = set(lost)
-        for ids in self._by_session.values():
-            ids[:] = [i for i in ids if i not in gone]
-        return lost
+        return self._samples.clear()
+
+    def lose_memory(self) -> None:
+        """Forget what no store keeps, as a restart does: samples and decoded requests."""
+        self._samples.clear()
+        for op in list(self._operations.values()):
+            if op.request is not None:
+                self._operations[op.op_id] = replace(op, request=None)
+
+
+def _without_payloads(op: Operation) -> Operation:
+    outcome = None if op.outcome is None else replace(op.outcome, body=None)
+    return replace(op, body=b"", outcome=outcome)

@@ -76,11 +76,18 @@ class Model:
     user_metadata: Mapping[str, str] = field(default_factory=dict[str, str])
     project_id: str | None = None
     corrupted: bool = False
+    # What a crash goes back to: the engine's name for the state after request `snapshot_seq`.
+    snapshot_location: str | None = None
+    snapshot_seq: int = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampler:
-    """A frozen choice of weights to sample from."""
+    """A frozen choice of weights to sample from.
+
+    A `snapshot` is in the engine's memory only, until a `location` says where it was saved;
+    `model_id` and `seq_id` name the request that published it.
+    """
 
     sampler_id: str
     owner: str
@@ -90,6 +97,8 @@ class Sampler:
     model_path: str | None = None
     snapshot: str | None = None
     location: str | None = None
+    model_id: str | None = None
+    seq_id: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,14 +150,21 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """An accepted request. `op_id` is its request id and names it for ever."""
+    """An accepted request. `op_id` is its request id and names it for ever.
+
+    `body` is the request as it came, decompressed, and what a restart runs it from; it is kept
+    until a snapshot makes it unnecessary. `request` is its decoded form, in memory only and only
+    in the process that accepted it. Samples have no body: a restart loses them.
+    """
 
     op_id: str
     kind: OpKind
     owner: str
     session_id: str
     created_at: float
-    request: object
+    body: bytes = b""
+    media: str = "application/json"
+    request: object = field(default=None, compare=False, repr=False)
     seq_id: int = 0
     model_id: str | None = None
     sampler_id: str | None = None
@@ -192,3 +208,16 @@ class UsageEntry:
     project_id: str | None
     kind: OpKind
     usage: Usage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApiKey:
+    """A key that lets somebody in. The key itself is shown once and never kept."""
+
+    key_id: int
+    key_hash: str
+    owner: str
+    name: str
+    created_at: float
+    note: str = ""
+    revoked_at: float | None = None

@@ -180,6 +180,19 @@ def test_the_number_of_threads_may_be_any_as_long_as_it_stays() -> None:
         torch.set_num_threads(before)
 
 
+def test_samples_of_one_thread_have_the_bits_of_training_on_two() -> None:
+    subject, before = pair("tiny"), torch.get_num_threads()
+    batch = texts(np.random.default_rng(9), 8)
+    try:
+        torch.set_num_threads(2)  # little work takes one of them: see `threads.py`
+        wanted = subject.train(batch, backward=True)
+        assert_same(subject.score(batch, block_size=4, pass_tokens=64), wanted)
+        torch.set_num_threads(1)
+        assert_same(subject.train(batch, backward=True), wanted)
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_the_comparison_notices_a_single_last_bit() -> None:
     wanted = [np.float32([1.0, 2.0])]
     with pytest.raises(AssertionError):

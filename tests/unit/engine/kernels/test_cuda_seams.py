@@ -16,7 +16,8 @@ from tinkex.engine.attention.cuda import pages
 from tinkex.engine.attention.paged import PagedAttention, Span
 from tinkex.engine.lora import LoraWeights, Segment, adapted_projections, initial, logits, wrap
 from tinkex.engine.lora.cuda_products import CudaProducts
-from tinkex.engine.lora.head import adapt_
+from tinkex.engine.lora.head import _softmax, _softmax_on_cuda, adapt_
+from tinkex.engine.lora.rectangles import rectangles
 from tinkex.engine.models.base import SHARED_INPUT
 from tinkex.engine.models.weights import projection_shape
 from tinkex.engine.rows import FixedRows
@@ -124,3 +125,23 @@ def test_parts_of_one_tensor_are_seen_as_one_and_others_are_not() -> None:
     assert side_by_side((a, c)) is None
     assert side_by_side((b, a)) is None
     assert side_by_side((a, b.clone())) is None
+
+
+def test_targets_of_any_width_have_the_logprobs_and_slopes_of_the_plain_softmax(
+    device: str,
+) -> None:
+    counts = [1, 1, 7, 7, 0, 3, 12]
+    logits_CV = noise(1, 9, 300) * 4  # two rows more than there are targets for
+    ids_M = torch.randint(0, 300, (sum(counts),), generator=torch.Generator().manual_seed(2))
+    slope_M = noise(3, sum(counts))
+    parts = list(rectangles([(0, 2), (2, 5), (5, 7)], counts, 0))
+    wanted = _softmax(logits_CV.clone(), parts, ids_M, slope_M, torch.float32)
+    moved_M = [vector.to(device) for vector in (ids_M, slope_M)]
+    found = _softmax_on_cuda(logits_CV.to(device), parts, *moved_M, torch.float32)
+    close(torch.cat(found[0]), torch.cat(wanted[0]))
+    assert found[1] is not None
+    assert wanted[1] is not None
+    close(found[1][:7], wanted[1][:7])
+    scored = _softmax_on_cuda(logits_CV.to(device), parts, moved_M[0], None, torch.float32)
+    assert scored[1] is None
+    assert torch.equal(torch.cat(scored[0]), torch.cat(found[0]))

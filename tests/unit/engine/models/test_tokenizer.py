@@ -77,6 +77,19 @@ def test_a_template_in_its_own_file_goes_first(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
+    ("marker", "expected"),
+    [("<s>", "<s>"), ({"__type": "AddedToken", "content": "<s>"}, "<s>"), (None, None), (7, None)],
+)
+def test_the_markers_are_found_in_the_settings(marker: Any, expected: str | None, tmp_path: Path):
+    (tmp_path / "tokenizer.json").write_text(BYTES.json)
+    settings = {"bos_token": marker, "eos_token": "</s>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    found = folder_tokenizer(tmp_path)
+    assert found is not None
+    assert (found.bos_token, found.eos_token) == (expected, "</s>")
+
+
+@pytest.mark.parametrize(
     ("file", "content"),
     [("tokenizer.json", "{"), ("tokenizer.json", "{}"), ("tokenizer_config.json", "[")],
 )

@@ -88,7 +88,7 @@ async def test_tokens_of_one_turn_of_the_loop_travel_together_and_before_the_ans
     pair = Pair(FakeEngine())
     heard: list[int] = []
     result = await pair.calls.call(
-        "sample", sample_op(base(), samples=3), on_token=lambda _, token, __: heard.append(token)
+        "sample", sample_op(base(), samples=3), on_token=lambda _, token, *__: heard.append(token)
     )
     assert len(heard) == result.generated_tokens == 18
     kinds = [type(message) for message in pair.sent]

@@ -129,7 +129,7 @@ MESSAGES: list[Message] = [
     Answer(1, [TRAINED]),
     Answer(2, SAMPLED),
     Answer(3, {"adapter_config.json": b"{}"}),
-    Tokens([(2, 0, 17, -0.5)]),
+    Tokens([(2, 0, 17, -0.5, ([17, 3], [-0.5, -1.5]))]),
     Beat(),
     Logged(30, "tinkex.engine", "careful"),
 ]

@@ -22,7 +22,11 @@ def anyio_backend() -> str:
 
 def _command_line(pid: int) -> list[bytes]:
     """The words a process was started with; one that was forked has its parent's."""
-    return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    path = Path(f"/proc/{pid}/cmdline")
+    # Empty for a moment: `exec` closes what `Popen` waits for before it sets the words.
+    while not (line := path.read_bytes()):
+        pass
+    return line.split(b"\0")
 
 
 @pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="needs /proc")

@@ -305,7 +305,8 @@ def test_tokens_are_streamed_as_they_come() -> None:
     seen: list[tuple[int, int, float]] = []
     target = sampler()
     run = target.submit(
-        op(text(7), temperature=1.0, num_samples=2), on_token=lambda *token: seen.append(token)
+        op(text(7), temperature=1.0, num_samples=2),
+        on_token=lambda sample, token, logprob, _: seen.append((sample, token, logprob)),
     )
     target.step()
     assert len(seen) == 1

@@ -67,6 +67,22 @@ def test_an_operation_answers_the_same_bits_alone_and_among_others(pass_tokens):
         assert torch.equal(gradient(together, model_id), gradient(alone, model_id))
 
 
+def test_wider_targets_of_others_do_not_change_a_bit():
+    # Sums over a row's targets must not depend on how wide the rows beside it are.
+    batch = [
+        op("one", [datum(9, 1, 5), datum(6, 2, 33), datum(4, 3)]),
+        op("two", [datum(11, 4, 40)]),
+        op("three", [datum(8, 5, 7)]),
+        op("four", [datum(3, 6, 90)]),
+    ]
+    together, alone = _made(), _made()
+    for one, result in zip(batch, run(together, *batch), strict=True):
+        (by_itself,) = run(alone, one)
+        assert by_itself.output == result.output
+    for model_id in ADAPTERS:
+        assert torch.equal(gradient(together, model_id), gradient(alone, model_id))
+
+
 def test_the_order_of_operations_does_not_change_a_bit():
     forth, back = _made(), _made()
     batch = _batch()[:4]

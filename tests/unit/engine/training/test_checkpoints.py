@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.unit.engine.training.kit import QWEN, add, datum, op, run, step, trainer
-from tinkex.errors import RequestFailedError
+from tinkex.errors import RequestFailedError, StorageError
 
 if TYPE_CHECKING:
     from tinkex.engine.trainer import Trainer
@@ -146,7 +146,7 @@ def test_a_save_that_fails_leaves_the_old_file_and_no_litter(tmp_path, monkeypat
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(StorageError, match="No space left"):
         made.save("m", tmp_path / "x", optimizer=False)
     assert (tmp_path / "x").read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["x"]

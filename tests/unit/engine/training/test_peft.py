@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
@@ -172,6 +172,25 @@ def test_names_are_those_of_peft():
     config = json.loads(files["adapter_config.json"])
     assert (config["r"], config["lora_alpha"]) == (5, 32)
     assert "lm_head" in config["target_modules"]
+
+
+def test_archives_name_the_unembedding_as_hosted_tinker_does_and_are_read_back():
+    made = trainer()
+    add(made, "m", 5)
+    weights = made.adapters["m"].weights
+    files = export_peft(weights, "tinker")
+    theirs = load_bytes(files["adapter_model.safetensors"])
+    ours = load_bytes(export_peft(weights)["adapter_model.safetensors"])
+    renamed = {
+        name.replace("base_model.model.lm_head.", "base_model.model.model.unembed_tokens."): tensor
+        for name, tensor in ours.items()
+    }
+    assert theirs.keys() == renamed.keys() != ours.keys()
+    assert all(torch.equal(theirs[name], renamed[name]) for name in renamed)
+    assert "unembed_tokens" in json.loads(files["adapter_config.json"])["target_modules"]
+    assert torch.equal(import_peft(files, CONFIG).flat_P, weights.flat_P)
+    with pytest.raises(InputError, match="layout: 'gguf' is unknown; there are peft, tinker"):
+        export_peft(weights, cast("Any", "gguf"))
 
 
 def _files(**changes: Any) -> dict[str, bytes]:

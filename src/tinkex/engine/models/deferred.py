@@ -1,0 +1,80 @@
+"""A base model that is known but not loaded: its shape and its text without its weights.
+
+For servers that offer models which perhaps nobody asks for. Only files of this machine are looked
+at; a model that would have to be fetched is loaded at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tinkex.engine.models.gguf import read_config as read_gguf_config
+from tinkex.engine.models.gguf_file import GgufFile
+from tinkex.engine.models.hf_config import read_config
+from tinkex.engine.models.hub import packaged_file
+from tinkex.engine.models.loader import load_model
+from tinkex.engine.models.tokenizer import folder_tokenizer, gguf_tokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from tinkex.engine.models.base import DecoderConfig
+    from tinkex.engine.models.loader import BaseModel
+    from tinkex.engine.models.tokenizer import ModelTokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class DeferredModel:
+    """What a server must know of a model before anybody uses it."""
+
+    config: DecoderConfig
+    tokenizer: ModelTokenizer | None
+    device: torch.device
+    load: Callable[[], BaseModel]
+
+
+def defer_model(
+    source: str, *, dtype: torch.dtype, device: torch.device, name: str | None = None
+) -> DeferredModel | BaseModel:
+    """A model to be loaded when it is first used, or the model itself where that is no gain."""
+    path = _on_this_machine(source)
+    if path is None:
+        return load_model(source, dtype=dtype, device=device, name=name)
+    config, tokenizer = _described(path, name or source)
+
+    def load() -> BaseModel:
+        return load_model(str(path), dtype=dtype, device=device, name=name or source)
+
+    return DeferredModel(config, tokenizer, device, load)
+
+
+def _described(path: Path, name: str) -> tuple[DecoderConfig, ModelTokenizer | None]:
+    if path.is_dir():
+        return read_config(path, name), folder_tokenizer(path)
+    with GgufFile(path) as file:
+        return read_gguf_config(file, name), gguf_tokenizer(file)
+
+
+def _on_this_machine(source: str) -> Path | None:
+    """The folder or file of a model, without asking anybody else for it."""
+    try:
+        if Path(source).exists():
+            return Path(source)
+    except (OSError, ValueError):  # no path at all
+        return None
+    return _cached_folder(source) or packaged_file(source)
+
+
+def _cached_folder(source: str) -> Path | None:
+    """The folder of the hub's cache, if the whole model is there."""
+    try:
+        hub: Any = importlib.import_module("huggingface_hub")
+        found = hub.try_to_load_from_cache(source, "model.safetensors")
+    except (ImportError, ValueError):
+        return None
+    return Path(found).parent if isinstance(found, str) else None

@@ -1,0 +1,261 @@
+"""`Engine` that outlives its process: starts another child when one dies.
+
+Calls made while there is no child wait for the next one; calls under way when it dies raise
+`EngineDiedError`, because only the server knows what to do again. Tenants see the first line of
+that error; what the child said last is in the log.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
+
+import anyio
+
+from tinkex.errors import ClosedError, EngineDiedError, RequestFailedError, TinkerError
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+    from tinkex.clock import Clock
+    from tinkex.engine.base import (
+        AdapterSpec,
+        Engine,
+        Layout,
+        ModelSpec,
+        OnToken,
+        OptimOp,
+        OptimResult,
+        SampleOp,
+        SampleResult,
+        SavedAdapter,
+        TrainOp,
+        TrainResult,
+    )
+
+    class Child(Engine, Protocol):
+        """An engine that can die."""
+
+        @property
+        def pid(self) -> int: ...
+        async def wait_dead(self) -> EngineDiedError | None: ...
+        async def close(self) -> None: ...
+
+    Start = Callable[[Callable[[str], None]], Awaitable["Child"]]
+
+State = Literal["starting", "ready", "restarting", "failed", "closed"]
+
+_FIRST_WAIT_S: Final = 0.5
+_LONGEST_WAIT_S: Final = 30.0
+_MOST_FAILED_STARTS: Final = 5
+# A child that lived this long was well: its death begins a new series.
+_WELL_S: Final = 60.0
+_PATH: Final = re.compile(r"(?<![\w.])/[^\s'\",;:()]+")
+
+_log = logging.getLogger(__name__)
+
+
+class RestartingEngine:
+    """Runs one child at a time; `start` makes one and is told what it is doing meanwhile.
+
+    `run` has to run beside whoever calls. `on_change` is called after each change of what it does.
+    """
+
+    def __init__(
+        self, start: Start, clock: Clock, on_change: Callable[[], None] | None = None
+    ) -> None:
+        self._start = start
+        self._clock = clock
+        self._on_change = on_change
+        # Mutable state: the child if one is ready, how many there have been, what is going on,
+        # and why it is not tried again.
+        self._child: Child | None = None
+        self._models: Sequence[ModelSpec] = ()
+        self._changed = anyio.Event()
+        self.generation = 0
+        self.state: State = "starting"
+        self.phase = "starting the engine process"
+        self.problem: TinkerError | None = None
+
+    @property
+    def models(self) -> Sequence[ModelSpec]:
+        """The base models; none before the first child was ready."""
+        return self._models
+
+    @property
+    def pid(self) -> int | None:
+        """The child's process id, if there is one."""
+        return None if self._child is None else self._child.pid
+
+    @property
+    def _closed(self) -> bool:
+        return self.state == "closed"
+
+    async def wait_ready(self) -> None:
+        """Return when it can be used; raises why it never will be."""
+        await self._ready()
+
+    async def run(self) -> None:
+        """Start children, one after another, until closed or until starting makes no sense."""
+        deaths, failed_starts = 0, 0
+        while not self._closed:
+            try:
+                child = await self._start(self._enter)
+            except TinkerError as error:
+                failed_starts += 1
+                if not _worth_another(error, self.generation, failed_starts):
+                    self._give_up(error)
+                    return
+                _log.error("the engine did not start: %s", error)
+            else:
+                failed_starts = 0
+                deaths = deaths if await self._live(child) < _WELL_S else 0
+            if not self._closed:
+                await self._pause(deaths)
+                deaths += 1
+
+    async def _pause(self, deaths: int) -> None:
+        """The first death of a series is answered at once, the next ones ever later."""
+        if deaths:
+            wait_s = min(_FIRST_WAIT_S * 2 ** (deaths - 1), _LONGEST_WAIT_S)
+            self._enter(f"waiting {wait_s:g} s before the engine is started again")
+            await self._clock.sleep(wait_s)
+
+    async def close(self) -> None:
+        """End the child; whoever waits gets a `ClosedError`."""
+        child, self._child = self._child, None
+        self._become("closed", "closed")
+        if child is not None:
+            await child.close()
+
+    async def _live(self, child: Child) -> float:
+        """Offer a child until it is dead; returns how long that was."""
+        born = self._clock.now()
+        try:
+            if not self._closed:
+                self._child, self._models = child, child.models
+                self.generation += 1
+                self._become("ready", "ready")
+                death = await child.wait_dead()
+                if death is not None:
+                    _log.error("the engine died and is started again: %s", death)
+                self._lose(child)
+        finally:
+            # Also when this is cancelled: a child without a parent would be nobody's.
+            with anyio.CancelScope(shield=True):
+                await child.close()
+        return self._clock.now() - born
+
+    def _lose(self, child: Child) -> None:
+        """A child is dead: from now on calls wait for the next one."""
+        if self._child is child:
+            self._child = None
+            self._become("restarting", "starting the engine process again")
+
+    def _give_up(self, error: TinkerError) -> None:
+        self.problem = error
+        _log.critical("the engine cannot be started: %s", error)
+        self._become("failed", f"the engine cannot be started: {first_line(error)}")
+
+    def _become(self, state: State, phase: str) -> None:
+        self.state = state
+        self._enter(phase)
+        changed, self._changed = self._changed, anyio.Event()
+        changed.set()
+
+    def _enter(self, phase: str) -> None:
+        self.phase = phase
+        if self._on_change is not None:
+            self._on_change()
+
+    async def _ready(self) -> Child:
+        while self._child is None:
+            if self._closed:
+                raise ClosedError("the engine was closed")
+            if self.problem is not None:
+                raise self.problem if self.generation == 0 else EngineDiedError(self.phase)
+            await self._changed.wait()
+        return self._child
+
+    async def _call(self, name: str, *args: Any, **options: Any) -> Any:
+        child = await self._ready()
+        try:
+            return await getattr(child, name)(*args, **options)
+        except EngineDiedError as error:
+            # Whoever is told first may call again at once: not the same one.
+            self._lose(child)
+            raise EngineDiedError(first_line(error)) from error
+
+    # -- the protocol ---------------------------------------------------------------------------
+
+    async def create_adapter(self, spec: AdapterSpec) -> None:
+        """Make a fresh adapter on its base model."""
+        await self._call("create_adapter", spec)
+
+    async def load_adapter(self, model_id: str, location: str, *, optimizer: bool) -> None:
+        """Replace an adapter's weights, and its optimizer state too when asked."""
+        await self._call("load_adapter", model_id, location, optimizer=optimizer)
+
+    async def save_adapter(self, model_id: str, location: str, *, optimizer: bool) -> SavedAdapter:
+        """Write an adapter; complete and durable when it returns."""
+        return await self._call("save_adapter", model_id, location, optimizer=optimizer)
+
+    async def drop_adapter(self, model_id: str) -> None:
+        """Free an adapter; unknown names are fine."""
+        await self._call("drop_adapter", model_id)
+
+    async def train(self, batch: Sequence[TrainOp]) -> Sequence[TrainResult | RequestFailedError]:
+        """Run forward or forward_backward of many operations at once."""
+        return await self._call("train", batch)
+
+    async def optim_step(
+        self, batch: Sequence[OptimOp]
+    ) -> Sequence[OptimResult | RequestFailedError]:
+        """Apply and clear the gradients of many adapters."""
+        return await self._call("optim_step", batch)
+
+    async def publish(self, model_id: str, snapshot: str) -> None:
+        """Freeze an adapter as it is for sampling under the name `snapshot`."""
+        await self._call("publish", model_id, snapshot)
+
+    async def drop_snapshot(self, snapshot: str) -> None:
+        """Forget a snapshot; unknown names are fine."""
+        await self._call("drop_snapshot", snapshot)
+
+    async def save_snapshot(self, snapshot: str, location: str) -> SavedAdapter:
+        """Write the weights of a published snapshot to a location."""
+        return await self._call("save_snapshot", snapshot, location)
+
+    async def sample(self, op: SampleOp, on_token: OnToken | None = None) -> SampleResult:
+        """Sample; cancelling the call frees its place."""
+        return await self._call("sample", op, on_token)
+
+    async def copy_saved(self, source: str, target: str) -> None:
+        """Copy what was saved at one location to another."""
+        await self._call("copy_saved", source, target)
+
+    async def delete_saved(self, location: str) -> None:
+        """Delete a saved adapter."""
+        await self._call("delete_saved", location)
+
+    async def export_saved(self, location: str, layout: Layout = "peft") -> Mapping[str, bytes]:
+        """The two files of a saved adapter, by name."""
+        return await self._call("export_saved", location, layout)
+
+    async def stats(self) -> Mapping[str, float]:
+        """The child's gauges; none while there is no child, and nobody waits for one."""
+        return {} if self._child is None else await self._call("stats")
+
+
+def first_line(error: BaseException) -> str:
+    """What a tenant may read of an error: one line, without paths of this machine."""
+    line = (str(error).splitlines() or [type(error).__name__])[0]
+    return _PATH.sub("(a file)", line.partition("; its last lines:")[0])
+
+
+def _worth_another(error: TinkerError, generation: int, failed_starts: int) -> bool:
+    """Whether another start may go better: never the first, nor one that was refused."""
+    if generation == 0 or not isinstance(error, EngineDiedError):
+        return False
+    return failed_starts < _MOST_FAILED_STARTS

@@ -1,0 +1,97 @@
+"""What a server claims before it does anything: its folder, its secret and its address."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import secrets
+import socket
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from tinkex.errors import StorageError
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+    from pathlib import Path
+
+_BACKLOG = 2048
+_SECRET_BYTES = 32
+
+
+@contextmanager
+def claimed_folder(folder: Path) -> Generator[Path]:
+    """Make a data folder and keep other servers out of it; the system forgets with the process."""
+    path = folder / "lock"
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        # Appending: a second server must be able to read who has it.
+        file = path.open("a+")
+    except OSError as error:
+        raise StorageError(
+            f"the data folder {folder} cannot be used: {error.strerror}; choose another with "
+            "--data-dir, or make it writable",
+            str(folder),
+        ) from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            file.seek(0)
+            owner = file.read().strip() or "unknown"
+            raise StorageError(
+                f"the data folder {folder} is used by another server (process {owner}); stop it, "
+                "or choose another folder with --data-dir",
+                str(folder),
+            ) from error
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        yield folder
+
+
+def kept_secret(folder: Path) -> bytes:
+    """What signs tokens and links; the same after a restart, and only the owner can read it."""
+    path = folder / "secret"
+    if not path.exists():
+        fresh = folder / "secret.new"
+        with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            file.write(secrets.token_bytes(_SECRET_BYTES))
+            os.fsync(file.fileno())
+        fresh.replace(path)
+    return path.read_bytes()
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens; who connects waits until somebody accepts."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        # With its protocol: asyncio turns off Nagle's waiting only where that says TCP.
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise OSError(error.errno, f"{host} is no address of this machine: {error}") from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise OSError(error.errno, _why(error, host, port)) from error
+    return listener
+
+
+def url_of(listener: socket.socket) -> str:
+    """Where a listener is reached."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _why(error: OSError, host: str, port: int) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return f"port {port} of {host} is taken; choose another with --port (0: any that is free)"
+    if error.errno == errno.EACCES:
+        return f"port {port} of {host} is not allowed for this user; choose one above 1023"
+    return f"{host}:{port} cannot be listened on: {error.strerror}"

@@ -1,0 +1,144 @@
+"""What one tenant may have at a time, and what it is told when it has that much.
+
+Official clients answer a 429 by waiting and sending again, some for ever. So only what frees
+itself is refused this way, and never a request that was accepted before.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Literal
+
+from tinkex.server.api.errors import refuse
+from tinkex.server.api.throttle import Throttle
+from tinkex.server.scheduler.recovery import is_closed
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tinkex.clock import Clock
+    from tinkex.errors import APIStatusError
+    from tinkex.server.scheduler.worker import Worker
+    from tinkex.server.settings import Settings
+    from tinkex.server.store.base import Store
+    from tinkex.server.store.records import Model, Operation, Session
+
+QueueState = Literal["active", "paused_capacity", "paused_rate_limit"]
+
+_RATE_BURST_S = 2.0
+# Models of clients that send no heartbeats count for this long after their last request.
+_SILENT_MODEL_S = 3600.0
+
+
+class Limits:
+    """The tenants' limits; what they have is counted by the worker and the store."""
+
+    def __init__(self, settings: Settings, clock: Clock, store: Store, worker: Worker) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._store = store
+        self._worker = worker
+        rate = settings.max_requests_per_s
+        self._rate = None
+        if rate is not None:
+            self._rate = Throttle(clock, per_s=rate, burst=max(rate * _RATE_BURST_S, 1.0))
+
+    def request(self, owner: str) -> None:
+        """Any request but a heartbeat."""
+        wait_s = self._rate.take(owner) if self._rate is not None else 0.0
+        if wait_s > 0:
+            most = self._settings.max_requests_per_s
+            raise refuse(
+                429,
+                f"A tenant may send {most:g} requests per second here (max_requests_per_s); "
+                "send this one again later.",
+                headers={"retry-after": str(math.ceil(min(wait_s, 60.0)))},
+            )
+
+    async def session(self, owner: str) -> None:
+        """One more session."""
+        most = self._settings.max_sessions
+        have = sum(_counts(session) for session in await self._store.sessions(owner))
+        if have >= most:
+            raise _over(
+                "max_sessions", most, have, "sessions", "close one, or wait until one ends", 10
+            )
+
+    async def model(self, owner: str) -> None:
+        """One more model."""
+        most = self._settings.max_models
+        models = await self._store.models(owner=owner)
+        if len(models) < most:
+            return
+        have = await self._alive(owner, models)
+        if have >= most:
+            raise _over(
+                "max_models", most, have, "models", "close a session, or unload a model", 10
+            )
+
+    def sample(self, owner: str) -> None:
+        """One more sample."""
+        most, have = self._settings.max_samples_in_flight, self._worker.load.of(owner).samples
+        if have >= most:
+            raise _over("max_samples_in_flight", most, have, "samples in flight", "slow down", 1)
+
+    def training(self, owner: str, model_id: str, seq_id: int, size_bytes: int) -> None:
+        """One more training operation; those that others wait for are let in always."""
+        if self._worker.is_waited_for(model_id, seq_id):
+            return
+        have = self._worker.load.of(owner)
+        most, most_bytes = self._settings.max_queued_ops, self._settings.max_queued_bytes
+        step = "wait for results before sending more"
+        if have.operations >= most:
+            raise _over("max_queued_ops", most, have.operations, "operations in flight", step, 2)
+        # The first one fits whatever its size: it could not become smaller by waiting.
+        if have.operations and have.queued_bytes + size_bytes > most_bytes:
+            held = have.queued_bytes
+            raise _over("max_queued_bytes", most_bytes, held, "bytes in flight", step, 2)
+
+    def queue_state(self, op: Operation) -> tuple[QueueState, str | None]:
+        """What a client that polls for an unfinished operation is told about its wait."""
+        if op.state == "running":
+            return "active", None
+        have, most = self._worker.load.of(op.owner).operations, self._settings.max_training_ops
+        if op.kind != "sample" and have > most:
+            reason = (
+                f"{have} operations of yours are in flight, more than the {most} that a tenant "
+                "should have here (max_training_ops); they run in order"
+            )
+            return "paused_rate_limit", reason
+        others = op.kind == "sample" or self._worker.load.of_others(op.owner)
+        if others and self._clock.wall() - op.created_at >= self._settings.busy_after_s:
+            return "paused_capacity", "the server is busy; this request waits for its turn"
+        return "active", None
+
+    async def _alive(self, owner: str, models: Sequence[Model]) -> int:
+        sessions = {s.session_id: s for s in await self._store.sessions(owner) if s.active}
+        alive = 0
+        for model in models:
+            session = sessions.get(model.session_id)
+            if session is not None and self._is_used(session, model):
+                alive += not is_closed(model)
+        return alive
+
+    def _is_used(self, session: Session, model: Model) -> bool:
+        silent_s = self._clock.wall() - model.last_request_at
+        return session.heartbeats or silent_s < _SILENT_MODEL_S
+
+
+def _counts(session: Session) -> bool:
+    # Clients without heartbeats never say that they are done, and every request of the oldest
+    # ones opens a session.
+    return session.active and session.heartbeats
+
+
+def _over(
+    name: str, most: int, have: int, what: str, next_step: str, wait_s: int
+) -> APIStatusError:
+    fits = max(most - have, 0)
+    return refuse(
+        429,
+        f"You have {have} {what}; a tenant may have {most} here ({name}), so {fits} more would "
+        f"fit. To go on, {next_step}.",
+        headers={"retry-after": str(wait_s)},
+    )

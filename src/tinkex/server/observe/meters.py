@@ -1,0 +1,136 @@
+"""The numbers behind `/metrics`, in a registry of their own.
+
+Whoever does something counts it here by a plain call. What can be asked for at any moment (queue
+lengths, the engine's gauges) is not counted but asked for by `scrape`. docs/server.md lists
+every name; a test compares.
+"""
+
+from __future__ import annotations
+
+from math import nan
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from tinkex.engine.base import GAUGES
+from tinkex.server.observe.operation_spans import OperationSpans
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from tinkex.server.store.records import Operation, Outcome
+
+# A long poll is held for half a minute; a step of a large model may take some.
+_LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_STEP_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+
+
+class Meters:
+    """Counts what a server does. Used from its one event loop."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        # Mutable state: the metrics, and which operations' spans are still open.
+        self._spans = OperationSpans()
+        self._requests = self._counter(
+            "requests", "HTTP requests by route and status.", "route status"
+        )
+        self._latency = self._histogram(
+            "request_seconds", "Time from a request to its last byte.", "route", _LATENCY_S
+        )
+        self._operations = self._counter(
+            "operations", "Operations that ended, by kind and outcome.", "kind outcome"
+        )
+        self._tokens = self._counter("tokens", "Tokens by what was done with them.", "kind")
+        self._queued = self._histogram(
+            "queue_seconds", "Time an operation waited for its turn.", "kind", _STEP_S
+        )
+        self._steps = self._histogram(
+            "step_seconds", "Time an operation took in the engine.", "kind", _STEP_S
+        )
+        self._restarts = self._counter("engine_restarts", "Engine processes started again.", "")
+        self._waiting = self._gauge("queue_length", "Operations waiting for their turn.", "kind")
+        self._state = {
+            name: self._gauge(name, text, "")
+            for name, text in (
+                ("samples_in_flight", "Samples accepted and not finished."),
+                ("sessions_active", "Sessions that take new work."),
+                ("journal_bytes", "Bodies that a crash would run again."),
+                ("ready", "1 when /readyz answers 200."),
+            )
+        }
+        self._engine = {
+            name: self._gauge(f"engine_{name}", "The engine's own figure; see the docs.", "")
+            for name in GAUGES
+        }
+
+    def request(self, route: str, status: int, seconds: float) -> None:
+        """Count one answered request."""
+        self._requests.labels(route, str(status)).inc()
+        self._latency.labels(route).observe(seconds)
+
+    def accepted(self, op: Operation) -> None:
+        """Note a new operation; called where the request that brought it is answered."""
+        self._spans.accepted(op)
+
+    def ended(self, op: Operation, outcome: Outcome, at: float) -> None:
+        """Count an operation that has its outcome; `op` knows when it started, `at` is now."""
+        kind = op.kind
+        failed = outcome.error is not None
+        self._operations.labels(kind, f"error_{outcome.category}" if failed else "ok").inc()
+        usage = outcome.usage
+        for name, amount in (
+            ("trained", usage.trained_tokens),
+            ("prompt", usage.prompt_tokens),
+            ("cached", usage.cached_tokens),
+            ("generated", usage.generated_tokens),
+        ):
+            if amount:
+                self._tokens.labels(name).inc(amount)
+        started = op.started_at
+        self._queued.labels(kind).observe(
+            max((at if started is None else started) - op.created_at, 0)
+        )
+        if started is not None:
+            self._steps.labels(kind).observe(max(at - started, 0))
+        self._spans.ended(op, outcome, at)
+
+    def engine_restarted(self) -> None:
+        """Count a start of the engine's process after the first."""
+        self._restarts.inc()
+
+    def show(
+        self,
+        *,
+        queues: Mapping[str, int] | None = None,
+        engine: Mapping[str, float] | None = None,
+        **state: float,
+    ) -> None:
+        """Set what was asked for a moment ago; what is left out keeps its last value."""
+        if queues is not None:
+            self._waiting.clear()
+            for kind, length in queues.items():
+                self._waiting.labels(kind).set(length)
+        if engine is not None:
+            # An engine that says nothing has no figures; the old ones would be a lie.
+            for name, gauge in self._engine.items():
+                gauge.set(engine.get(name, nan))
+        for name, value in state.items():
+            self._state[name].set(value)
+
+    def text(self) -> bytes:
+        """Everything in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+    def _counter(self, name: str, text: str, labels: str) -> Counter:
+        return Counter(f"tinkex_{name}", text, labels.split(), registry=self.registry)
+
+    def _gauge(self, name: str, text: str, labels: str) -> Gauge:
+        return Gauge(f"tinkex_{name}", text, labels.split(), registry=self.registry)
+
+    def _histogram(
+        self, name: str, text: str, labels: str, buckets: tuple[float, ...]
+    ) -> Histogram:
+        return Histogram(
+            f"tinkex_{name}", text, labels.split(), registry=self.registry, buckets=buckets
+        )

@@ -1,0 +1,92 @@
+"""Names of models: what there is to sample from, and which weights a name stands for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tinkex.engine.base import Weights
+from tinkex.errors import NotFoundError
+from tinkex.server.api.call import reply
+from tinkex.server.api.checkpoints import live_checkpoints, readable, readers
+from tinkex.server.openai.errors import problem
+
+if TYPE_CHECKING:
+    from starlette.responses import Response
+
+    from tinkex.engine.base import ModelSpec
+    from tinkex.server.api.call import Call
+    from tinkex.server.store.records import StoredCheckpoint
+
+_PATH = "tinker://"
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """What a name stands for."""
+
+    name: str
+    spec: ModelSpec
+    weights: Weights
+    checkpoint: StoredCheckpoint | None = None
+
+
+async def choose(call: Call, name: str) -> Chosen:
+    """The weights a caller may sample from under this name; others are told there are none."""
+    if not name.startswith(_PATH):
+        return Chosen(name, _spec(call, name, name), Weights(base_model=name))
+    try:
+        checkpoint = await readable(call, name, await readers(call, None))
+    except NotFoundError:
+        raise _unknown(name) from None
+    weights = Weights(base_model=checkpoint.base_model, location=checkpoint.location)
+    return Chosen(name, _spec(call, checkpoint.base_model, name), weights, checkpoint)
+
+
+async def list_models(call: Call) -> Response:
+    """The base models, and the caller's checkpoints."""
+    base = [_described(await choose(call, spec.name)) for spec in call.parts.engine.models]
+    served = {spec.name: spec for spec in call.parts.engine.models}
+    own = [
+        _described(Chosen(c.path, served[c.base_model], Weights(base_model=c.base_model), c))
+        for c in await live_checkpoints(call)
+        if c.base_model in served
+    ]
+    return reply({"object": "list", "data": [*base, *own]})
+
+
+async def get_model(call: Call) -> Response:
+    """One of them."""
+    return reply(_described(await choose(call, call.param("model"))))
+
+
+def _described(chosen: Chosen) -> dict[str, Any]:
+    checkpoint = chosen.checkpoint
+    return {
+        "id": chosen.name,
+        "object": "model",
+        "created": 0 if checkpoint is None else int(checkpoint.created_at),
+        "owned_by": "tinkex" if checkpoint is None else checkpoint.owner,
+        # Beyond OpenAI's shape, as other servers with adapters say it.
+        "parent": None if checkpoint is None else checkpoint.base_model,
+        "max_model_len": chosen.spec.max_context_length,
+    }
+
+
+def _spec(call: Call, base_model: str, name: str) -> ModelSpec:
+    specs = call.parts.engine.models
+    if not specs:
+        raise problem(503, "The engine is starting; try again.", headers={"retry-after": "1"})
+    for spec in specs:
+        if spec.name == base_model:
+            return spec
+    raise _unknown(name)
+
+
+def _unknown(name: str) -> Exception:
+    return problem(
+        404,
+        f"The model '{name}' does not exist or is not yours. GET /v1/models lists what there is.",
+        param="model",
+        code="model_not_found",
+    )

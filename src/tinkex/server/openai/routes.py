@@ -1,0 +1,101 @@
+"""The routes below `/v1`: who calls, and errors in OpenAI's shape."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.routing import Route
+
+from tinkex.server.api.call import Call
+from tinkex.server.observe.seen import seen_by
+from tinkex.server.openai.chat import chat
+from tinkex.server.openai.completions import completions
+from tinkex.server.openai.errors import error_event, error_reply, problem
+from tinkex.server.openai.events import EventStream
+from tinkex.server.openai.models import get_model, list_models
+from tinkex.server.openai.texts import Texts
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from starlette.responses import Response
+    from starlette.types import Receive, Scope, Send
+
+    from tinkex.server.api.call import Parts
+
+    # A handler that streams sends its answer by itself and returns None.
+    Answering = Callable[[Call, Texts, EventStream], Awaitable[Response | None]]
+
+PREFIX = "/v1"
+
+
+def routes(parts: Parts) -> list[Route]:
+    """The OpenAI-compatible endpoints of a server."""
+    texts = Texts()
+
+    def route(path: str, method: str, handler: Answering, name: str) -> Route:
+        return Route(PREFIX + path, _Endpoint(parts, texts, handler, name), methods=[method])
+
+    return [
+        route("/models", "GET", _list_models, "openai_models"),
+        route("/models/{model:path}", "GET", _get_model, "openai_model"),
+        route("/completions", "POST", completions, "openai_completions"),
+        route("/chat/completions", "POST", chat, "openai_chat"),
+        Route(PREFIX + "/{rest:path}", _Endpoint(parts, texts, _nothing, "openai_unknown")),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Endpoint:
+    """An ASGI app around one handler, because a stream outlives a plain reply."""
+
+    parts: Parts
+    texts: Texts
+    handler: Answering
+    name: str
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request, events = Request(scope, receive), EventStream(send)
+        try:
+            reply = await self._reply(request, events)
+        except ClientDisconnect:
+            return
+        except Exception as error:  # noqa: BLE001 - a request ends here, answered
+            if events.started:
+                await events.fail(error_event(request, error))
+                return
+            reply = error_reply(request, error)
+        if reply is not None:
+            await reply(scope, receive, send)
+
+    async def _reply(self, request: Request, events: EventStream) -> Response | None:
+        seen = seen_by(request.scope)
+        seen.route = self.name
+        address = "" if request.client is None else request.client.host
+        owner = await self.parts.identity.owner(_credential(request), address)
+        seen.owner = owner
+        self.parts.limits.request(owner)
+        call = Call(request=request, parts=self.parts, owner=owner)
+        return await self.handler(call, self.texts, events)
+
+
+def _credential(request: Request) -> str | None:
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer" and token.strip():
+        return token.strip()
+    return request.headers.get("x-api-key")
+
+
+async def _list_models(call: Call, texts: Texts, events: EventStream) -> Response:
+    return await list_models(call)
+
+
+async def _get_model(call: Call, texts: Texts, events: EventStream) -> Response:
+    return await get_model(call)
+
+
+async def _nothing(call: Call, texts: Texts, events: EventStream) -> Response:
+    what = f"{call.request.method} {call.request.url.path}"
+    raise problem(404, f"{what} is not part of this API.", code="unknown_url")

@@ -1,0 +1,50 @@
+"""What a save or a load refuses, each with what to do instead."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from tinkex.errors import RequestFailedError
+
+if TYPE_CHECKING:
+    from tinkex.server.store.records import StoredCheckpoint
+
+MIN_TTL_S = 3600
+MAX_TTL_S = 10 * 365 * 24 * 3600
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._\-]{0,127}")
+
+
+def failure(message: str) -> RequestFailedError:
+    """The caller's own mistake, found while running."""
+    return RequestFailedError(message, None, "user")
+
+
+def check_name(name: str) -> None:
+    """Refuse checkpoint names that could not be a path's last part."""
+    if not _NAME.fullmatch(name):
+        raise failure(
+            f"checkpoint name {name!r} is not possible: use up to 128 letters, digits, "
+            "dots, dashes and underscores, starting with a letter or digit"
+        )
+
+
+def check_ttl(ttl_seconds: int | None) -> None:
+    """Refuse lifetimes outside an hour to ten years."""
+    if ttl_seconds is not None and not MIN_TTL_S <= ttl_seconds <= MAX_TTL_S:
+        raise failure(
+            f"ttl_seconds must lie between {MIN_TTL_S} (an hour) and {MAX_TTL_S} (ten years), "
+            f"not {ttl_seconds}; leave it out to keep the checkpoint"
+        )
+
+
+def check_loadable(checkpoint: StoredCheckpoint, *, optimizer: bool) -> None:
+    """Refuse what cannot be trained from, naming the call that makes what can."""
+    if checkpoint.kind == "external_weights":
+        raise failure(f"{checkpoint.path} is an export; train from what save_state returned")
+    if optimizer and not checkpoint.has_optimizer:
+        raise failure(
+            f"{checkpoint.path} has no optimizer state; load it without the optimizer, or save "
+            "with save_state"
+        )

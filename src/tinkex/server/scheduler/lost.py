@@ -1,0 +1,144 @@
+"""What clients that wait for many samples at once are told after a restart.
+
+They ask for what has ended since a cursor and learn nothing about samples that are gone. So for
+every block of numbers that is begun, one small record says how far back unfinished samples
+reach. After a restart, everything from there to the end of the last block is announced as ended:
+asking for it answers 410, and the client sends it again. Announcing too much does no harm.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import anyio
+
+if TYPE_CHECKING:
+    from tinkex.clock import Clock
+    from tinkex.server.store.base import Store
+    from tinkex.server.store.records import Operation, Sampler
+
+BLOCK = 256
+# A copy of a sampling client numbers its requests in a block of its own.
+CLONE_BLOCK = 1_000_000_000
+
+
+@dataclass(slots=True)
+class _Client:
+    """One copy of a sampling client, as far as this start of the server knows it."""
+
+    blocks: set[int] = field(default_factory=set[int])
+    new_blocks: set[int] = field(default_factory=set[int])
+    unfinished: set[int] = field(default_factory=set[int])
+    beginning: dict[int, anyio.Event] = field(default_factory=dict[int, anyio.Event])
+
+
+class LostSamples:
+    """Remembers which numbers were in use, and numbers completions anew with every start."""
+
+    def __init__(self, store: Store, clock: Clock) -> None:
+        self._store = store
+        # Cursors of this start; those of an earlier one are all smaller.
+        self._first_cursor = int(clock.wall()) << 20
+        # Mutable state: what is known of the copies of every sampling client.
+        self._clients: dict[str, dict[int, _Client]] = {}
+
+    def __len__(self) -> int:
+        """How many samplers are known."""
+        return len(self._clients)
+
+    def position(self, cursor: int) -> int:
+        """How many completions a client has seen since the start."""
+        return max(cursor - self._first_cursor, 0)
+
+    def cursor(self, position: int) -> int:
+        """The same as the client is told it."""
+        return self._first_cursor + position
+
+    async def begin(self, op: Operation) -> None:
+        """Make sure that a sample's number is covered, before anybody hears of it."""
+        block = op.seq_id // BLOCK
+        client = self._client(op.sampler_id or "", op.clone)
+        while block not in client.blocks:
+            beginning = client.beginning.get(block)
+            if beginning is None:
+                await self._begin(client, block, op)
+            else:
+                await beginning.wait()
+
+    async def _begin(self, client: _Client, block: int, op: Operation) -> None:
+        """Once for the many samples that begin a block together."""
+        begun = client.beginning[block] = anyio.Event()
+        try:
+            key = _key(op.sampler_id or "", block)
+            if await self._store.recall(op.owner, key) is None:
+                client.new_blocks.add(block)
+                # From the block's first number on: requests overtake each other.
+                low = min((block * BLOCK, *client.unfinished))
+                await self._store.remember(op.owner, key, str(low))
+            client.blocks.add(block)
+        finally:
+            del client.beginning[block]
+            begun.set()
+
+    def began(self, op: Operation) -> None:
+        """A sample was accepted."""
+        self._client(op.sampler_id or "", op.clone).unfinished.add(op.seq_id)
+
+    def ended(self, op: Operation) -> None:
+        """A sample has its outcome."""
+        client = self._clients.get(op.sampler_id or "", {}).get(op.clone)
+        if client is not None:
+            client.unfinished.discard(op.seq_id)
+
+    def forget(self, sampler_id: str) -> None:
+        """A sampler's session is over."""
+        self._clients.pop(sampler_id, None)
+
+    async def since(self, cursor: int, sampler: Sampler, clone: int) -> list[str]:
+        """The requests a client may still wait for and nobody works on.
+
+        None for a client that has a cursor of this start: it was told before.
+        """
+        if cursor >= self._first_cursor:
+            return []
+        client = self._client(sampler.sampler_id, clone)
+        first = clone * CLONE_BLOCK // BLOCK
+        last = await self._last_block(sampler, first, client.new_blocks)
+        if last is None:
+            return []
+        # The one before as well: requests overtake each other.
+        lows = [await self._low(sampler, block) for block in (last, max(last - 1, first))]
+        numbers = set(range(min(lows), (last + 1) * BLOCK)) - client.unfinished
+        return [f"{sampler.sampler_id}:{number}" for number in sorted(numbers)]
+
+    def _client(self, sampler_id: str, clone: int) -> _Client:
+        return self._clients.setdefault(sampler_id, {}).setdefault(clone, _Client())
+
+    async def _low(self, sampler: Sampler, block: int) -> int:
+        low = await self._store.recall(sampler.owner, _key(sampler.sampler_id, block))
+        return block * BLOCK if low is None else int(low)
+
+    async def _last_block(self, sampler: Sampler, first: int, new: set[int]) -> int | None:
+        """The last block that was begun before this start; blocks are begun in order."""
+
+        async def begun(block: int) -> bool:
+            if block in new:
+                return False
+            key = _key(sampler.sampler_id, block)
+            return await self._store.recall(sampler.owner, key) is not None
+
+        if not await begun(first):
+            return None
+        low, step = first, 1
+        while await begun(low + step):
+            low, step = low + step, step * 2
+        high = low + step
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if await begun(middle) else (low, middle)
+        return low
+
+
+def _key(sampler_id: str, block: int) -> str:
+    return f"samples:{sampler_id}:{block}"

@@ -1,0 +1,67 @@
+"""Changing a stored record that others change too: one change at a time, none lost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import anyio
+
+if TYPE_CHECKING:
+    from tinkex.server.store.base import Store
+    from tinkex.server.store.records import Session, StoredCheckpoint
+    from tinkex.types import SessionStatus
+
+
+class Rows:
+    """Reads a record, changes some fields and stores it, without anybody in between."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        # Mutable state: who changes something now.
+        self._changing = anyio.Lock()
+
+    async def change_model(self, model_id: str, **fields: Any) -> None:
+        """Change some fields of a model; unknown ones stay unknown."""
+        async with self._changing:
+            model = await self._store.get_model(model_id)
+            if model is not None:
+                await self._store.put_model(replace(model, **fields))
+
+    async def change_session(self, session_id: str, **fields: Any) -> None:
+        """Change some fields of a session; its end is not one of them."""
+        async with self._changing:
+            session = await self._store.get_session(session_id)
+            if session is not None:
+                await self._store.put_session(replace(session, **fields))
+
+    async def put_checkpoint(self, checkpoint: StoredCheckpoint) -> None:
+        """Store a checkpoint, in place of one with the same path."""
+        async with self._changing:
+            await self._store.put_checkpoint(checkpoint)
+
+    async def change_checkpoint(self, checkpoint: StoredCheckpoint, **fields: Any) -> bool:
+        """Change some fields of a checkpoint; False when it is gone or was overwritten."""
+        async with self._changing:
+            known = await self._store.get_checkpoint(checkpoint.path)
+            if known is None or known.location != checkpoint.location:
+                return False
+            await self._store.put_checkpoint(replace(known, **fields))
+            return True
+
+    async def delete_checkpoint(self, checkpoint: StoredCheckpoint) -> bool:
+        """Forget a checkpoint; False when it is gone or was overwritten."""
+        async with self._changing:
+            known = await self._store.get_checkpoint(checkpoint.path)
+            if known is None or known.location != checkpoint.location:
+                return False
+            return await self._store.delete_checkpoint(checkpoint.path)
+
+    async def end_session(self, session: Session, status: SessionStatus) -> bool:
+        """Let a session be over; False when it was: the first reason wins."""
+        async with self._changing:
+            known = await self._store.get_session(session.session_id)
+            if known is None or not known.active:
+                return False
+            await self._store.put_session(replace(known, status=status))
+            return True

@@ -1,0 +1,105 @@
+"""PostgreSQL: how we connect, who may own the database, what became of a lost commit."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sqlalchemy import create_engine, text
+from sqlalchemy.pool import NullPool
+
+from tinkex.errors import MissingPackageError, StorageError
+from tinkex.server.store.sql.address import shown
+
+if TYPE_CHECKING:
+    from sqlalchemy import URL, Connection, Engine
+
+# Gives up on a dead network within half a minute, where TCP alone takes hours.
+_CONNECT = {
+    "application_name": "tinkex",
+    "connect_timeout": 5,
+    "keepalives_idle": 10,
+    "keepalives_interval": 5,
+    "keepalives_count": 4,
+}
+# One server per schema of a database; the first number is ours among all programs.
+_LOCK = "(1953918571, hashtext(current_schema()))"
+_OUR_BACKEND = "SELECT pid, backend_start FROM pg_stat_activity WHERE pid = pg_backend_pid()"
+# A server may be set up to answer before a commit is safe; other choices are its owner's.
+_SYNCHRONOUS = """
+    SELECT set_config('synchronous_commit', 'on', false)
+    WHERE current_setting('synchronous_commit') = 'off'
+"""
+_END_BACKEND = """
+    SELECT pg_terminate_backend(pid) FROM pg_stat_activity
+    WHERE pid = :pid AND backend_start = :started
+"""
+
+
+class Postgres:
+    """A database on a server."""
+
+    # A restarting server is back within this.
+    patience_s = 15.0
+    reopens = False
+
+    def __init__(self, url: URL) -> None:
+        self.shown = shown(url)
+        self.engine = _engine(url)
+        # Mutable state: our backend, to end it when we lose sight of it, and whether this
+        # process is the store's server.
+        self._backend: tuple[int, object] | None = None
+        self._owner = False
+
+    def prepare(self, connection: Connection) -> None:
+        """Take the place of the connection that was lost."""
+        if self._backend is not None:
+            pid, started = self._backend
+            connection.execute(text(_END_BACKEND), {"pid": pid, "started": started})
+        connection.execute(text(_SYNCHRONOUS))
+        row = connection.execute(text(_OUR_BACKEND)).one()
+        self._backend = (row.pid, row.backend_start)
+        if self._owner:
+            self.lock(connection)
+
+    def lock(self, connection: Connection) -> None:
+        """Become the one server of this database, as long as the connection lives."""
+        got = connection.execute(text(f"SELECT pg_try_advisory_lock{_LOCK}")).scalar_one()
+        if not got:
+            error = StorageError(
+                f"The store at {self.shown} is in use by another server. End that server, or give "
+                "this one another database.",
+                self.shown,
+            )
+            # The server that has just lost its connection may still be seen as the owner.
+            error.retryable = self._owner
+            raise error
+        self._owner = True
+
+    def ticket(self, connection: Connection) -> str | None:
+        """What a later connection can ask about this transaction; None when it wrote nothing."""
+        query = "SELECT pg_current_xact_id_if_assigned()::text"
+        return connection.execute(text(query)).scalar_one()
+
+    def committed(self, connection: Connection, ticket: str) -> bool | None:
+        """Whether a transaction took place although nobody told us."""
+        status = connection.execute(
+            text("SELECT pg_xact_status(CAST(:ticket AS xid8))"), {"ticket": ticket}
+        ).scalar_one()
+        return None if status == "in progress" else status == "committed"
+
+    def finish(self, connection: Connection) -> None:
+        """Nothing: the server looks after its files."""
+
+    def unlock(self) -> None:
+        """The connection that held the lock is gone."""
+        self._owner = False
+
+
+def _engine(url: URL) -> Engine:
+    try:
+        # Every commit is a full one: this server can crash while we remember what it has lost.
+        return create_engine(url, poolclass=NullPool, connect_args=_CONNECT)
+    except ModuleNotFoundError:
+        raise MissingPackageError(
+            "a PostgreSQL store needs psycopg", "'tinkex[postgres]'"
+        ) from None

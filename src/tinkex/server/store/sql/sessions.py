@@ -1,0 +1,80 @@
+"""Sessions. Signs of life are kept in memory and written every few seconds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from sqlalchemy import update
+
+from tinkex.server.store.sql.records import SESSIONS
+from tinkex.server.store.sql.schema import sessions as table
+from tinkex.server.store.sql.shared import Shared
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from sqlalchemy import Connection
+
+    from tinkex.server.store.records import Session
+
+
+class Sessions(Shared):
+    """The part of the store that knows sessions."""
+
+    async def put_session(self, session: Session) -> None:
+        await self._database.write(
+            lambda c: SESSIONS.put(c, session, active=session.active),
+            lambda _: self._session_cache.put(session.session_id, self._seen(session)),
+        )
+
+    async def get_session(self, session_id: str) -> Session | None:
+        known = self._session_cache.get(session_id)
+        if known is not None:
+            return known
+        return await self._database.read(lambda c: SESSIONS.get(c, session_id), self._keep_session)
+
+    async def sessions(
+        self, owner: str | None = None, *, active: bool = False
+    ) -> Sequence[Session]:
+        query = SESSIONS.select().order_by(table.c.created_at.desc(), table.c.session_id.desc())
+        if owner is not None:
+            query = query.where(table.c.owner == owner)
+        if active:
+            query = query.where(table.c.active)
+        found = await self._database.read(lambda c: SESSIONS.all(c, query))
+        return [self._seen(session) for session in found]
+
+    async def touch_session(self, session_id: str, at: float) -> Session | None:
+        known = await self.get_session(session_id)
+        if known is None or not known.active:
+            return known
+        self._behind.see(session_id, at)
+        return self._keep_session(replace(known, last_seen_at=at))
+
+    async def touch_sessions(self, at: float) -> None:
+        await self._database.write(partial(_touch_all, at=at), lambda _: self._touched(at))
+
+    def _touched(self, at: float) -> None:
+        self._behind.seen.clear()
+        for session_id, session in self._session_cache.items():
+            if session.active:
+                self._session_cache.put(session_id, replace(session, last_seen_at=at))
+
+    def _keep_session(self, session: Session | None) -> Session | None:
+        if session is None:
+            return None
+        session = self._seen(session)
+        self._session_cache.put(session.session_id, session)
+        return session
+
+    def _seen(self, session: Session) -> Session:
+        """The session with a sign of life that is not written yet."""
+        at = self._behind.seen.get(session.session_id)
+        newer = at is not None and at > session.last_seen_at
+        return replace(session, last_seen_at=at) if newer else session
+
+
+def _touch_all(connection: Connection, at: float) -> None:
+    connection.execute(update(table).where(table.c.active).values(last_seen_at=at))

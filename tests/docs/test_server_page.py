@@ -1,0 +1,78 @@
+"""What docs/server.md says about the code is true of the code."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+from tests.docs.blocks import ROOT
+from tinkex.engine import custom_loss, custom_loss_limits
+from tinkex.server import Settings
+from tinkex.server.api import body
+from tinkex.server.app import HANDLERS
+from tinkex.server.observe import polls
+from tinkex.server.openapi import describe
+
+PAGE = (ROOT / "docs" / "server.md").read_text()
+
+
+def not_implemented() -> set[str]:
+    """The handlers that refuse with 501 somewhere."""
+    found: set[str] = set()
+    for file in (ROOT / "src" / "tinkex" / "server").rglob("*.py"):
+        for function in ast.walk(ast.parse(file.read_text())):
+            if not isinstance(function, ast.AsyncFunctionDef | ast.FunctionDef):
+                continue
+            for call in ast.walk(function):
+                if (
+                    isinstance(call, ast.Call)
+                    and call.args
+                    and isinstance(call.args[0], ast.Constant)
+                    and call.args[0].value == 501
+                ):
+                    found.add(function.name)
+    return found
+
+
+def section(title: str) -> str:
+    _, _, rest = PAGE.partition(f"# {title}\n")
+    assert rest, title
+    return re.split(r"^#", rest, maxsplit=1, flags=re.MULTILINE)[0]
+
+
+def test_the_routes_that_answer_501_are_those_in_the_code() -> None:
+    listed = set(re.findall(r"^\| `(\w+)`", section("Routes that answer 501"), re.MULTILINE))
+    assert listed == not_implemented()
+    assert listed <= set(HANDLERS)
+
+
+def test_the_limits_and_times_are_those_in_the_code() -> None:
+    refused, kept = section("What is refused"), section("How long things are kept")
+    numbers = [
+        body.MAX_PROTOBUF_PARTS,
+        body.MAX_JSON_PARTS,
+        custom_loss.MAX_NODES,
+        custom_loss.MAX_ELEMENTS,
+        custom_loss.MAX_TOTAL,
+        custom_loss_limits.MAX_VALUES,
+        custom_loss_limits.MAX_WORK,
+    ]
+    for number in numbers:
+        assert f" {number:,} " in refused
+    assert f"latest {polls._KEPT:,} " in PAGE
+    settings = Settings()
+    assert (settings.result_ttl_s, settings.session_timeout_s) == (6 * 3600, 5 * 60)
+    assert (settings.url_ttl_s, settings.token_ttl_s) == (3600, 3600)
+    for name in re.findall(r"`(\w+_(?:s|bytes))`", refused + kept):
+        assert hasattr(settings, name), name
+
+
+def test_every_path_without_a_key_is_there() -> None:
+    paths = re.findall(r"`(/[\w./]+)`", section("Pages without a key").partition("\n\n`")[0])
+    assert set(paths) == {"/healthz", "/api/v1/healthz", "/readyz", "/metrics", "/openapi.json"}
+    open_paths = [
+        path
+        for path, methods in describe()["paths"].items()
+        if any(operation.get("security") == [] for operation in methods.values())
+    ]
+    assert open_paths == ["/api/v1/healthz"]

@@ -1,0 +1,137 @@
+"""Server processes for these tests: started, waited for by what they say, and always ended."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+ROOT = Path(__file__).parents[2]
+MODEL = "tinkex/tiny"
+KEY = "tml-of-a-test"
+START_S = 50.0
+_OURS = ("TINKER_", "TINKEX_", "CLOUDFLARE_")
+
+
+def environment(home: Path, **more: str) -> dict[str, str]:
+    """This checkout, an empty home, no settings, no hub."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith(_OURS)}
+    env.update(HOME=str(home), PYTHONPATH=f"{ROOT / 'src'}:{ROOT}", HF_HUB_OFFLINE="1")
+    return {**env, **more}
+
+
+def serve_command(data_dir: Path, *flags: str) -> list[str]:
+    return [sys.executable, "-m", "tinkex.cli", "serve", "--data-dir", str(data_dir), *flags]
+
+
+def refused(data_dir: Path, *flags: str, env: dict[str, str] | None = None) -> tuple[int, str]:
+    """The exit status of a server that does not start, and what it said."""
+    done = subprocess.run(
+        serve_command(data_dir, *flags),
+        env=environment(data_dir.parent, **(env or {})),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=START_S,
+        check=False,
+    )
+    return done.returncode, done.stdout
+
+
+class Served:
+    """A running `tinkex serve`."""
+
+    def __init__(self, popen: subprocess.Popen[str], log: Path) -> None:
+        self.popen = popen
+        self.log = log
+        self.url = ""
+
+    @property
+    def pid(self) -> int:
+        return self.popen.pid
+
+    @property
+    def port(self) -> str:
+        return self.url.rpartition(":")[2]
+
+    def wait_ready(self) -> None:
+        """Read the line that says so."""
+        line = read_line(self.popen, START_S)
+        found = re.fullmatch(r"tinkex serves (\S+) on (http://\S+)\n", line)
+        assert found is not None, f"{line!r}\n{self.log.read_text()}"
+        self.url = found[2]
+
+    def end(self, number: signal.Signals = signal.SIGTERM) -> int:
+        """Send a signal and wait for the end; returns the exit status."""
+        self.popen.send_signal(number)
+        return self.popen.wait(START_S)
+
+
+@contextmanager
+def started(data_dir: Path, *flags: str, **env: str) -> Generator[Served]:
+    """A server process that may not be ready yet; killed at the end, if it still runs."""
+    data_dir.parent.mkdir(parents=True, exist_ok=True)
+    log = data_dir.parent / f"{data_dir.name}.log"
+    with log.open("a") as errors:
+        popen = subprocess.Popen(
+            serve_command(data_dir, *flags),
+            env=environment(data_dir.parent, **env),
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        )
+    with popen:
+        try:
+            yield Served(popen, log)
+        finally:
+            popen.kill()
+
+
+@contextmanager
+def served(data_dir: Path, *flags: str, **env: str) -> Generator[Served]:
+    """A server that is ready: one tenant, the tiny model, any port."""
+    usual = ("--base-model", MODEL, "--threads", "1", "--no-auth", "--port", "0")
+    with started(data_dir, *usual, *flags, **env) as server:
+        server.wait_ready()
+        yield server
+
+
+def read_line(popen: subprocess.Popen[Any], seconds: float) -> str:
+    """A line of a program's output; fails when none comes in time."""
+    assert popen.stdout is not None
+    ready, _, _ = select.select([popen.stdout], [], [], seconds)
+    assert ready, f"nothing was said within {seconds} s"
+    return popen.stdout.readline()
+
+
+def children(pid: int) -> list[int]:
+    """The processes that a process has started, theirs included."""
+    found: list[int] = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            stat = path.read_text()
+        except OSError:  # just ended
+            continue
+        if int(stat.rpartition(")")[2].split()[1]) == pid:
+            found.append(int(path.parent.name))
+    return found + [below for child in found for below in children(child)]
+
+
+def wait_gone(pid: int, seconds: float = 20.0) -> None:
+    """Return when a process has ended, whoever its parent is."""
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    ready, _, _ = select.select([handle], [], [], seconds)
+    os.close(handle)
+    assert ready, f"process {pid} is still there after {seconds} s"

@@ -1,0 +1,64 @@
+"""`tinkex serve` whose database and artifacts are elsewhere: PostgreSQL and an S3 bucket.
+
+Nothing that counts is in the data folder then: a server on another machine goes on with it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.contracts.postgres import postgres_server
+from tests.e2e.serving import KEY, served
+from tests.e2e.workers import datum, sample
+from tests.s3 import bucket, s3_environment, s3_url
+from tinkex import AdamParams, ServiceClient
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.contracts.postgres import PostgresServer
+    from tinkex import TrainingClient
+
+pytestmark = pytest.mark.timeout(180)
+
+__all__ = ["bucket", "s3_environment", "s3_url"]
+
+
+@pytest.fixture(scope="module")
+def postgres() -> Iterator[PostgresServer]:
+    with postgres_server(os.environ.get("PYTEST_XDIST_TESTRUNUID")) as server:
+        yield server
+
+
+def losses(training: TrainingClient, count: int) -> list[float]:
+    futures = []
+    for _ in range(count):
+        futures.append(training.forward_backward([datum()], "cross_entropy"))
+        training.optim_step(AdamParams(learning_rate=0.01))
+    return [future.result(90).metrics["loss:sum"] for future in futures]
+
+
+def test_a_server_on_another_machine_goes_on_with_database_and_bucket(
+    tmp_path: Path, postgres: PostgresServer, bucket: str
+) -> None:
+    flags = ("--database", postgres.new_place(), "--artifacts", f"s3://{bucket}/adapters")
+    with served(tmp_path / "first", *flags) as server:
+        port = server.port
+        client = ServiceClient(base_url=server.url, api_key=KEY)
+        training = client.create_lora_training_client("tinkex/tiny", rank=4, seed=1)
+        before = losses(training, 3)
+        path = training.save_state("half").result(60).path
+        sampler = training.save_weights_and_get_sampling_client()
+        tokens = sample(sampler)
+        server.end(signal.SIGKILL)
+    with served(tmp_path / "second", *flags, "--port", port):
+        again = client.create_training_client_from_state_with_optimizer(path)
+        assert losses(again, 2) == losses(training, 2)
+        assert sample(sampler) == tokens
+        assert before[0] > before[-1]
+        client.close()

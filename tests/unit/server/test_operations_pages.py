@@ -1,0 +1,188 @@
+"""What an operator reads: health, readiness, metrics, the description of the interface."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.docs.blocks import ROOT
+from tinkex.engine.base import GAUGES
+from tinkex.errors import EngineDiedError, StorageError
+from tinkex.server.observe.meters import Meters
+from tinkex.testing.engine import Delays
+from tinkex.transport.base import Pool, Reply, Request
+
+if TYPE_CHECKING:
+    from .conftest import Api, Start
+
+pytestmark = pytest.mark.anyio
+
+PAGE = ROOT / "docs" / "server.md"
+
+
+async def page(api: Api, path: str, **headers: str) -> Reply:
+    """A page at the root, asked for without a key."""
+    return await api.transport.send(Request("GET", path, Pool.REST, 60, headers=headers))
+
+
+async def metrics(api: Api) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    reply = await page(api, "/metrics")
+    assert reply.status == 200
+    assert reply.headers["content-type"].startswith("text/plain")
+    return {
+        (sample.name.removeprefix("tinkex_"), tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(reply.body.decode())
+        for sample in family.samples
+    }
+
+
+def parts(api: Api) -> Any:
+    return api.server._parts
+
+
+async def test_health_needs_no_key_and_says_only_that_the_process_answers(api: Api) -> None:
+    reply = await page(api, "/healthz")
+    assert (reply.status, reply.body) == (200, b'{"status":"ok"}')
+
+
+async def test_metrics_count_requests_by_route_and_status(api: Api) -> None:
+    await api.session()
+    await api.call("GET", "/sessions/none")
+    await page(api, "/no/such/page")
+    found = await metrics(api)
+    assert found["requests_total", (("route", "create_session"), ("status", "200"))] == 1
+    assert found["requests_total", (("route", "get_session"), ("status", "404"))] == 1
+    assert found["requests_total", (("route", "unknown"), ("status", "404"))] == 1
+    assert found["request_seconds_count", (("route", "create_session"),)] == 1
+
+
+async def test_metrics_count_operations_tokens_and_times(start: Start) -> None:
+    async with start(delays=Delays(train_s=2.0)) as api:
+        session = await api.session()
+        model = await api.model(session)
+        await api.result(await api.train(model, 1))
+        await api.outcome(await api.train(model, 2, loss_fn="nonsense"))
+        sampler = await api.sampler(session)
+        await api.result(await api.sample(sampler))
+        found = await metrics(api)
+        ok = (("kind", "forward_backward"), ("outcome", "ok"))
+        failed = (("kind", "forward_backward"), ("outcome", "error_user"))
+        assert found["operations_total", ok] == 1
+        assert found["operations_total", failed] == 1
+        assert found["tokens_total", (("kind", "trained"),)] == 3
+        assert found["tokens_total", (("kind", "prompt"),)] == 3
+        assert found["tokens_total", (("kind", "generated"),)] == 4
+        assert found["step_seconds_sum", (("kind", "forward_backward"),)] == pytest.approx(2.0)
+        assert found["sessions_active", ()] == 1
+        assert found["engine_adapters_resident", ()] >= 1
+
+
+async def test_metrics_show_what_waits(start: Start) -> None:
+    async with start(delays=Delays(train_s=1000.0, sample_s=1000.0)) as api:
+        model = await api.model()
+        for seq in (1, 3, 4):
+            await api.train(model, seq)
+        found = await metrics(api)
+        assert found["queue_length", (("kind", "forward_backward"),)] == 2
+        assert found["journal_bytes", ()] > 3 * 50
+        sampler = await api.sampler(await api.session())
+        await api.sample(sampler)
+        assert (await metrics(api))["samples_in_flight", ()] == 1
+
+
+async def test_metrics_do_not_wait_for_an_engine_that_says_nothing(api: Api) -> None:
+    async def silent() -> dict[str, float]:
+        await api.clock.sleep(3600)
+        raise AssertionError("nobody waits so long")
+
+    api.server.engine.stats = silent  # type: ignore[method-assign]
+    before = api.clock.now()
+    found = await metrics(api)
+    assert api.clock.now() - before < 2
+    assert found["engine_adapters_resident", ()] != found["engine_adapters_resident", ()]
+
+    async def dead() -> dict[str, float]:
+        raise EngineDiedError("the engine has ended")
+
+    api.server.engine.stats = dead  # type: ignore[method-assign]
+    await metrics(api)
+
+
+async def test_a_server_is_ready_until_a_part_says_what_it_waits_for(api: Api) -> None:
+    assert (await page(api, "/readyz")).body == b'{"status":"ready"}'
+    parts(api).readiness.waits("engine", "the engine loads tinkex/tiny")
+    reply = await page(api, "/readyz")
+    assert reply.status == 503
+    assert msgspec.json.decode(reply.body) == {
+        "status": "not ready",
+        "detail": "engine: the engine loads tinkex/tiny",
+        "reasons": {"engine": "the engine loads tinkex/tiny"},
+    }
+    assert (await metrics(api))["ready", ()] == 0
+    parts(api).readiness.ready("engine")
+    assert (await page(api, "/readyz")).status == 200
+
+
+async def test_a_store_that_fails_makes_the_server_unready_until_it_takes_a_write(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = api.server.store
+
+    async def full(*args: object) -> None:
+        raise StorageError("the disk of /data is full; free some space", "/data")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "put_session", full)
+        patch.setattr(store, "remember", full)
+        body = {"tags": [], "user_metadata": {}, "sdk_version": "x"}
+        refused = await api.call("POST", "/create_session", body)
+        assert refused.status == 507
+        assert "disk of /data is full" in msgspec.json.decode(refused.body)["detail"]
+        reply = await page(api, "/readyz")
+        assert reply.status == 503
+        assert "the disk of /data is full" in msgspec.json.decode(reply.body)["reasons"]["store"]
+    assert (await page(api, "/readyz")).status == 200
+
+
+async def test_a_store_that_does_not_answer_makes_the_server_unready(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def stuck(*args: object) -> None:
+        await api.clock.sleep(3600)
+
+    monkeypatch.setattr(api.server.store, "recall", stuck)
+    reply = await page(api, "/readyz")
+    assert reply.status == 503
+    assert b"has not answered for 2 s" in reply.body
+
+
+async def test_the_description_is_served_and_names_every_route(api: Api) -> None:
+    from tinkex.wire.routes import ROUTES
+
+    document = msgspec.json.decode((await page(api, "/openapi.json")).body)
+    assert document["openapi"].startswith("3.1")
+    named = {op["operationId"] for path in document["paths"].values() for op in path.values()}
+    assert {route.name for route in ROUTES} <= named
+
+
+def test_every_metric_is_documented_and_nothing_else() -> None:
+    meters = Meters()
+    meters.show(queues={"sample": 1}, engine=dict.fromkeys(GAUGES, 1.0))
+    made = {family.name for family in meters.registry.collect()}
+    listed = set(re.findall(r"^\| `tinkex_(\w+)`", PAGE.read_text(), re.MULTILINE))
+    assert {name.removesuffix("_total") for name in listed} == {
+        name.removeprefix("tinkex_").removesuffix("_total") for name in made
+    }
+
+
+def test_two_servers_in_one_process_count_apart() -> None:
+    one, two = Meters(), Meters()
+    one.request("healthz", 200, 0.1)
+    assert b'route="healthz"' in one.text()
+    assert b'route="healthz"' not in two.text()
+    one.engine_restarted()
+    assert b"tinkex_engine_restarts_total 1.0" in one.text()

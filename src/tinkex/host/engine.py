@@ -13,26 +13,14 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
 import anyio
 
-from tinkex.errors import ClosedError, EngineDiedError, RequestFailedError, TinkerError
+from tinkex.engine.forwarded import ForwardedEngine
+from tinkex.errors import ClosedError, EngineDiedError, TinkerError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     from tinkex.clock import Clock
-    from tinkex.engine.base import (
-        AdapterSpec,
-        Engine,
-        Layout,
-        ModelSpec,
-        OnToken,
-        OptimOp,
-        OptimResult,
-        SampleOp,
-        SampleResult,
-        SavedAdapter,
-        TrainOp,
-        TrainResult,
-    )
+    from tinkex.engine.base import Engine, ModelSpec
 
     class Child(Engine, Protocol):
         """An engine that can die."""
@@ -56,7 +44,7 @@ _PATH: Final = re.compile(r"(?<![\w.])/[^\s'\",;:()]+")
 _log = logging.getLogger(__name__)
 
 
-class RestartingEngine:
+class RestartingEngine(ForwardedEngine):
     """Runs one child at a time; `start` makes one and is told what it is doing meanwhile.
 
     `run` has to run beside whoever calls. `on_change` is called after each change of what it does.
@@ -186,62 +174,6 @@ class RestartingEngine:
             # Whoever is told first may call again at once: not the same one.
             self._lose(child)
             raise EngineDiedError(first_line(error)) from error
-
-    # -- the protocol ---------------------------------------------------------------------------
-
-    async def create_adapter(self, spec: AdapterSpec) -> None:
-        """Make a fresh adapter on its base model."""
-        await self._call("create_adapter", spec)
-
-    async def load_adapter(self, model_id: str, location: str, *, optimizer: bool) -> None:
-        """Replace an adapter's weights, and its optimizer state too when asked."""
-        await self._call("load_adapter", model_id, location, optimizer=optimizer)
-
-    async def save_adapter(self, model_id: str, location: str, *, optimizer: bool) -> SavedAdapter:
-        """Write an adapter; complete and durable when it returns."""
-        return await self._call("save_adapter", model_id, location, optimizer=optimizer)
-
-    async def drop_adapter(self, model_id: str) -> None:
-        """Free an adapter; unknown names are fine."""
-        await self._call("drop_adapter", model_id)
-
-    async def train(self, batch: Sequence[TrainOp]) -> Sequence[TrainResult | RequestFailedError]:
-        """Run forward or forward_backward of many operations at once."""
-        return await self._call("train", batch)
-
-    async def optim_step(
-        self, batch: Sequence[OptimOp]
-    ) -> Sequence[OptimResult | RequestFailedError]:
-        """Apply and clear the gradients of many adapters."""
-        return await self._call("optim_step", batch)
-
-    async def publish(self, model_id: str, snapshot: str) -> None:
-        """Freeze an adapter as it is for sampling under the name `snapshot`."""
-        await self._call("publish", model_id, snapshot)
-
-    async def drop_snapshot(self, snapshot: str) -> None:
-        """Forget a snapshot; unknown names are fine."""
-        await self._call("drop_snapshot", snapshot)
-
-    async def save_snapshot(self, snapshot: str, location: str) -> SavedAdapter:
-        """Write the weights of a published snapshot to a location."""
-        return await self._call("save_snapshot", snapshot, location)
-
-    async def sample(self, op: SampleOp, on_token: OnToken | None = None) -> SampleResult:
-        """Sample; cancelling the call frees its place."""
-        return await self._call("sample", op, on_token)
-
-    async def copy_saved(self, source: str, target: str) -> None:
-        """Copy what was saved at one location to another."""
-        await self._call("copy_saved", source, target)
-
-    async def delete_saved(self, location: str) -> None:
-        """Delete a saved adapter."""
-        await self._call("delete_saved", location)
-
-    async def export_saved(self, location: str, layout: Layout = "peft") -> Mapping[str, bytes]:
-        """The two files of a saved adapter, by name."""
-        return await self._call("export_saved", location, layout)
 
     async def stats(self) -> Mapping[str, float]:
         """The child's gauges; none while there is no child, and nobody waits for one."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import anyio
 
+from tinkex.engine.process.answering import METHODS
 from tinkex.errors import EngineDiedError, StorageError
 from tinkex.server import Settings
 from tinkex.server.store.memory import MemoryStore
@@ -25,19 +26,7 @@ if TYPE_CHECKING:
 
 When = Literal["before", "after"]
 
-ENGINE_CALLS = (
-    "create_adapter",
-    "load_adapter",
-    "save_adapter",
-    "drop_adapter",
-    "train",
-    "optim_step",
-    "publish",
-    "save_snapshot",
-    "drop_snapshot",
-    "sample",
-    "delete_saved",
-)
+ENGINE_CALLS = METHODS - {"copy_saved", "export_saved", "stats"}
 STORE_CALLS = (
     "submit",
     "start",

@@ -12,32 +12,24 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from tinkex.clock import SystemClock
+from tinkex.engine.forwarded import ForwardedEngine
 from tinkex.engine.process.lifecycle import EngineProcess
 from tinkex.engine.process.spec import ProcessSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from tinkex.clock import Clock
     from tinkex.engine.base import (
-        AdapterSpec,
-        Layout,
         ModelSpec,
         OnToken,
-        OptimOp,
-        OptimResult,
-        SampleOp,
-        SampleResult,
-        SavedAdapter,
-        TrainOp,
-        TrainResult,
     )
     from tinkex.engine.process.lifecycle import State
     from tinkex.engine.process.spec import EngineSpec
-    from tinkex.errors import EngineDiedError, RequestFailedError
+    from tinkex.errors import EngineDiedError
 
 
-class ProcessEngine:
+class ProcessEngine(ForwardedEngine):
     """An engine in a child process: make one with `start`, use it on the loop that started it.
 
     Close it, or use it as an async context manager. One that died stays dead; start another.
@@ -88,64 +80,6 @@ class ProcessEngine:
     async def wait_dead(self) -> EngineDiedError | None:
         """Return when the child has ended: how it died, or None when it was closed."""
         return await self._process.wait_dead()
-
-    async def create_adapter(self, spec: AdapterSpec) -> None:
-        """Make a fresh adapter on its base model."""
-        await self._call("create_adapter", spec)
-
-    async def load_adapter(self, model_id: str, location: str, *, optimizer: bool) -> None:
-        """Replace an adapter's weights, and its optimizer state too when asked."""
-        await self._call("load_adapter", model_id, location, optimizer=optimizer)
-
-    async def save_adapter(self, model_id: str, location: str, *, optimizer: bool) -> SavedAdapter:
-        """Write an adapter; complete and durable when it returns."""
-        return await self._call("save_adapter", model_id, location, optimizer=optimizer)
-
-    async def drop_adapter(self, model_id: str) -> None:
-        """Free an adapter; unknown names are fine."""
-        await self._call("drop_adapter", model_id)
-
-    async def train(self, batch: Sequence[TrainOp]) -> Sequence[TrainResult | RequestFailedError]:
-        """Run forward or forward_backward of many operations at once."""
-        return await self._call("train", batch)
-
-    async def optim_step(
-        self, batch: Sequence[OptimOp]
-    ) -> Sequence[OptimResult | RequestFailedError]:
-        """Apply and clear the gradients of many adapters."""
-        return await self._call("optim_step", batch)
-
-    async def publish(self, model_id: str, snapshot: str) -> None:
-        """Freeze an adapter as it is for sampling under the name `snapshot`."""
-        await self._call("publish", model_id, snapshot)
-
-    async def save_snapshot(self, snapshot: str, location: str) -> SavedAdapter:
-        """Write what was published; complete and durable when it returns."""
-        return await self._call("save_snapshot", snapshot, location)
-
-    async def drop_snapshot(self, snapshot: str) -> None:
-        """Forget a snapshot; unknown names are fine."""
-        await self._call("drop_snapshot", snapshot)
-
-    async def sample(self, op: SampleOp, on_token: OnToken | None = None) -> SampleResult:
-        """Sample; cancelling the call frees its place."""
-        return await self._call("sample", op, on_token=on_token)
-
-    async def copy_saved(self, source: str, target: str) -> None:
-        """Copy what was saved at one location to another."""
-        await self._call("copy_saved", source, target)
-
-    async def delete_saved(self, location: str) -> None:
-        """Delete a saved adapter; samples that use it keep it until they end."""
-        await self._call("delete_saved", location)
-
-    async def export_saved(self, location: str, layout: Layout = "peft") -> Mapping[str, bytes]:
-        """The two files of a saved adapter, by name."""
-        return await self._call("export_saved", location, layout)
-
-    async def stats(self) -> Mapping[str, float]:
-        """The gauges and counters of the child's engine."""
-        return await self._call("stats")
 
     async def close(self) -> None:
         """End the child; whoever still waits gets a `ClosedError`."""

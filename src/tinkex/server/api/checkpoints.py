@@ -11,7 +11,7 @@ from tinkex.errors import AuthenticationError, TinkerError
 from tinkex.server.api.call import reply
 from tinkex.server.api.errors import refuse
 from tinkex.server.api.sessions import when
-from tinkex.server.scheduler.checks import check_ttl
+from tinkex.server.scheduler.checks import check_ttl, is_readable
 from tinkex.server.scheduler.quota import check_room, is_live
 from tinkex.server.store.records import AuditEntry, Model
 from tinkex.types import (
@@ -94,11 +94,7 @@ async def readers(call: Call, token: str | None) -> tuple[str, ...]:
 async def readable(call: Call, path: str, owners: tuple[str, ...]) -> StoredCheckpoint:
     """A checkpoint that these owners may read; others are told that there is none."""
     checkpoint = await call.store.get_checkpoint(path)
-    if (
-        checkpoint is None
-        or not (checkpoint.public or checkpoint.owner in owners)
-        or not is_live(checkpoint, call.now())
-    ):
+    if checkpoint is None or not is_readable(checkpoint, owners, call.now()):
         raise _gone(path)
     return checkpoint
 
@@ -236,7 +232,8 @@ async def copy_weights(call: Call) -> Response:
     source = await readable(call, request.source_path, owners)
     now = call.now()
     most = call.settings.max_stored_bytes
-    await check_room(call.store, call.owner, most, now, source.size_bytes)
+    kept = await call.store.checkpoints(owner=call.owner)
+    check_room(kept, most, now, source.size_bytes)
     run = await _copy_target(call, request, source)
     path = f"tinker://{run.model_id}/{source.kind}/{source.name}"
     there = await call.store.get_checkpoint(path)

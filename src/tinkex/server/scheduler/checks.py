@@ -6,8 +6,11 @@ import re
 from typing import TYPE_CHECKING
 
 from tinkex.errors import RequestFailedError
+from tinkex.server.scheduler.quota import is_live
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from tinkex.server.store.records import StoredCheckpoint
 
 MIN_TTL_S = 3600
@@ -37,6 +40,11 @@ def check_ttl(ttl_seconds: int | None) -> None:
             f"ttl_seconds must lie between {MIN_TTL_S} (an hour) and {MAX_TTL_S} (ten years), "
             f"not {ttl_seconds}; leave it out to keep the checkpoint"
         )
+
+
+def is_readable(checkpoint: StoredCheckpoint, owners: Sequence[str], now: float) -> bool:
+    """Whether a checkpoint is there for these owners: published or theirs, and not expired."""
+    return (checkpoint.public or checkpoint.owner in owners) and is_live(checkpoint, now)
 
 
 def check_loadable(checkpoint: StoredCheckpoint, *, optimizer: bool) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tinkex.errors import RequestFailedError
-from tinkex.server.scheduler.checks import check_loadable, failure
+from tinkex.server.scheduler.checks import check_loadable, failure, is_readable
 from tinkex.server.scheduler.jobs import Done, spec_of
 from tinkex.server.scheduler.residents import EngineRestartedError
 from tinkex.types import CreateModelResponse, LoadWeightsResponse, UnloadModelResponse, Usage
@@ -105,12 +105,7 @@ class Control:
 
     async def _readable(self, order: LoadOrder) -> StoredCheckpoint:
         checkpoint = await self.store.get_checkpoint(order.path)
-        now = self.clock.wall()
-        if (
-            checkpoint is None
-            or not (checkpoint.public or checkpoint.owner in order.readers)
-            or (checkpoint.expires_at is not None and checkpoint.expires_at <= now)
-        ):
+        if checkpoint is None or not is_readable(checkpoint, order.readers, self.clock.wall()):
             raise failure(f"there is no checkpoint {order.path!r}")
         check_loadable(checkpoint, optimizer=order.optimizer)
         return checkpoint

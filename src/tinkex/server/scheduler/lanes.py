@@ -42,11 +42,10 @@ class Lanes:
 
     def add(self, op: Operation, now: float) -> None:
         """Let an operation wait for its turn."""
+        self.put_back([op])
         lane = self.lane(cast("str", op.model_id))
-        lane.waiting[op.seq_id] = Waiting(op.op_id, op.seq_id, op.kind, op.owner, op.created_at)
         lane.last_seq = max(lane.last_seq, op.seq_id)
         lane.last_arrival = now
-        self._operations[op.op_id] = op
 
     def take(self, batch: Batch) -> list[Operation]:
         """The operations of a batch, which wait no more; their lanes are busy from now on."""

@@ -7,17 +7,26 @@ from typing import TYPE_CHECKING
 from tinkex.errors import RequestFailedError
 
 if TYPE_CHECKING:
-    from tinkex.server.store.base import Store
+    from collections.abc import Iterable
+
     from tinkex.server.store.records import CheckpointKind, Model, StoredCheckpoint
 
 _NAMED = 3
 
 
-async def check_room(
-    store: Store, owner: str, most: int, now: float, size_bytes: int, *, replaces: str = ""
+def check_room(
+    checkpoints: Iterable[StoredCheckpoint],
+    most: int,
+    now: float,
+    size_bytes: int,
+    *,
+    replaces: str = "",
 ) -> None:
-    """Refuse to keep `size_bytes` more than fit, naming what could be deleted."""
-    kept = [c for c in await store.checkpoints(owner=owner) if is_live(c, now)]
+    """Refuse to keep `size_bytes` more than fit a tenant with these checkpoints.
+
+    Names what could be deleted.
+    """
+    kept = [c for c in checkpoints if is_live(c, now)]
     used = sum(c.size_bytes for c in kept if c.path != replaces)
     if used + size_bytes <= most and used < most:
         return
@@ -33,11 +42,12 @@ async def check_room(
     )
 
 
-async def expected_size(store: Store, model: Model, kind: CheckpointKind) -> int:
-    """What a checkpoint of a model will take: as much as the last one like it, if any."""
-    kept = await store.checkpoints(owner=model.owner)
+def expected_size(
+    checkpoints: Iterable[StoredCheckpoint], model: Model, kind: CheckpointKind
+) -> int:
+    """What a checkpoint of a model will take: as much as the newest one like it, if any."""
     shape = (kind, model.base_model, model.lora)
-    return next((c.size_bytes for c in kept if (c.kind, c.base_model, c.lora) == shape), 0)
+    return next((c.size_bytes for c in checkpoints if (c.kind, c.base_model, c.lora) == shape), 0)
 
 
 def is_live(checkpoint: StoredCheckpoint, now: float) -> bool:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, cast
 from tinkex.errors import RequestFailedError
 from tinkex.server.scheduler.checks import failure
 from tinkex.server.scheduler.jobs import spec_of
+from tinkex.server.scheduler.snapshots import CHANGING
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
     from tinkex.server.store.base import Store
     from tinkex.server.store.records import Model, Operation
 
-# What a model is made of; everything else only reads it. A load is its own snapshot.
-_REPLAYED = ("create_model", "forward_backward", "optim_step")
 _PUBLISH = "save_weights_for_sampler"
 
 _log = logging.getLogger(__name__)
@@ -100,7 +99,7 @@ class Recovery:
                     if op.seq_id in unsaved:
                         await self._published.publish(unsaved[op.seq_id], generation)
                         self._published.keep(unsaved[op.seq_id])
-            elif kind in _REPLAYED:
+            elif kind in CHANGING:
                 await self._run_again(kind, model, list(run), generation)
 
     async def _run_again(

@@ -190,11 +190,9 @@ class Saves:
     async def _write(
         self, model: Model, kind: CheckpointKind, path: str, location: str, generation: Generation
     ) -> tuple[int, bool]:
-        size_bytes = await expected_size(self.store, model, kind)
-        now = self.clock.wall()
-        await check_room(
-            self.store, model.owner, self.max_stored_bytes, now, size_bytes, replaces=path
-        )
+        kept = await self.store.checkpoints(owner=model.owner)
+        size_bytes = expected_size(kept, model, kind)
+        check_room(kept, self.max_stored_bytes, self.clock.wall(), size_bytes, replaces=path)
         save = self.residents.engine.save_adapter(
             model.model_id, location, optimizer=kind == "weights"
         )

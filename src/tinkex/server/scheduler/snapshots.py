@@ -7,7 +7,7 @@ places take turns, so that there is a whole snapshot at every moment and never a
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from tinkex.errors import EngineDiedError
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from tinkex.server.store.base import Store
     from tinkex.server.store.records import Operation
 
-# The rest reads a model and changes nothing.
-_CHANGING = ("create_model", "forward_backward", "optim_step")
+# What a model is made of; the rest reads it and changes nothing. A load is its own snapshot.
+CHANGING = ("create_model", "forward_backward", "optim_step")
 
 _log = logging.getLogger(__name__)
 
@@ -96,14 +96,10 @@ class Snapshots:
 
     def note(self, op: Operation) -> None:
         """Count an operation that succeeded."""
-        if op.kind in _CHANGING and op.model_id is not None:
+        if op.kind in CHANGING and op.model_id is not None:
             old = self._progress.get(op.model_id) or Progress(self._clock.now())
-            self._progress[op.model_id] = Progress(
-                old.since,
-                old.ops + 1,
-                old.size_bytes + len(op.body),
-                old.failures,
-                old.not_before,
+            self._progress[op.model_id] = replace(
+                old, ops=old.ops + 1, size_bytes=old.size_bytes + len(op.body)
             )
 
     def restored(self, model_id: str, operations: Iterable[Operation]) -> None:
@@ -143,9 +139,7 @@ class Snapshots:
             if old is not None:
                 failures = old.failures + 1
                 rest = self._clock.now() + retry_wait_s(failures)
-                self._progress[model_id] = Progress(
-                    old.since, old.ops, old.size_bytes, failures, rest
-                )
+                self._progress[model_id] = replace(old, failures=failures, not_before=rest)
 
     async def take(self, model_id: str, seq_id: int) -> None:
         """Write a model down as it is after request `seq_id`, and forget what led there."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from tinkex.server.scheduler.quota import is_live
 from tinkex.types import SessionCancelled
 
 if TYPE_CHECKING:
@@ -50,17 +49,16 @@ class Upkeep:
         """One look around."""
         await self._worker.retry_endings()
         now = self._clock.wall()
-        for session in await self._store.sessions():
+        for session in await self._store.sessions(active=True):
             silent_s = now - session.last_seen_at
-            if session.active and session.heartbeats and silent_s > self._session_timeout_s:
+            if session.heartbeats and silent_s > self._session_timeout_s:
                 status = SessionCancelled(detail=f"no heartbeat for {silent_s:.0f} s")
                 if await self._worker.rows.end_session(session, status):
                     await self._worker.end_session(session.session_id)
-        for checkpoint in await self._store.checkpoints():
-            if not is_live(checkpoint, now):
-                # The record last: it says what is still to be deleted if this fails.
-                await self._worker.saves.forget_location(checkpoint.location)
-                await self._worker.rows.delete_checkpoint(checkpoint)
+        for checkpoint in await self._store.checkpoints(expired_at=now):
+            # The record last: it says what is still to be deleted if this fails.
+            await self._worker.saves.forget_location(checkpoint.location)
+            await self._worker.rows.delete_checkpoint(checkpoint)
         old = now - self._result_ttl_s
         await self._store.drop_results_before(old)
         await self._store.forget_operations_before(old)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tests.docs.blocks import ROOT
 from tinkex import errors
-from tinkex.cli.main import COMMANDS, PROGRAMS, Argument, Command
+from tinkex.cli.table import COMMANDS, PROGRAMS, Argument, Command
 
 if TYPE_CHECKING:
     from collections.abc import Callable

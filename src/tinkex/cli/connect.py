@@ -2,6 +2,9 @@
 
 A person waits at the other end, so commands are less patient than programs: an unreachable
 server is given up after half a minute, and said to be unreachable at once.
+
+With nothing configured commands run on the embedded server. Theirs keeps what it has in the folder
+that `tinkex serve` would use, so that one command finds what another has made.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import logging
 import sys
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tinkex.clients.admin import AdminClient
@@ -23,13 +27,21 @@ if TYPE_CHECKING:
     from collections.abc import Generator
 
 _PATIENCE_S = 30.0
+DATA_DIR = Path("tinkex-data")
 
 
 @contextmanager
-def service_client() -> Generator[ServiceClient]:
-    """A service client with the caller's settings; without a key nothing is sent."""
+def service_client(model: str | None = None) -> Generator[ServiceClient]:
+    """A service client with the caller's settings; without a usable key nothing is sent.
+
+    `model` is a base model that an embedded server must have besides its usual ones: a name on the
+    hub, or `NAME=FOLDER`.
+    """
     config = load_config()
-    choose(config)
+    if config.embedded:
+        config = _at_home(config, model)
+    else:
+        choose(config)
     with ServiceClient.over(Session(config, project_id=config.project_id)) as client:
         yield client
 
@@ -56,4 +68,20 @@ def load_config(api_key: str | None = None) -> Config:
     # No telemetry: a command is not a training program.
     return replace(
         config, bootstrap_deadline_s=_PATIENCE_S, submit_deadline_s=_PATIENCE_S, telemetry=False
+    )
+
+
+def _at_home(config: Config, model: str | None) -> Config:
+    from tinkex.embedded import DEFAULT_MODELS
+
+    models = dict.fromkeys(
+        (*(config.embedded_models or DEFAULT_MODELS), *([model] if model else ()))
+    )
+    return replace(
+        config,
+        data_dir=config.data_dir or DATA_DIR,
+        embedded_models=tuple(models),
+        # Loading torch and a model takes longer than asking a server.
+        bootstrap_deadline_s=Config().bootstrap_deadline_s,
+        submit_deadline_s=Config().submit_deadline_s,
     )

@@ -43,7 +43,7 @@ _MAY_BE_INFINITE: Final = frozenset({"clip_low_threshold", "clip_high_threshold"
 class Example:
     """One checked datum; `shape` is that of its targets, [N] or [N, K]."""
 
-    tokens: list[int]
+    tokens: Ints
     targets: Ints
     values: Mapping[str, Any]
     """The other inputs of its loss, as arrays."""
@@ -88,8 +88,7 @@ class Job:
                 ).double()
                 for name in names
             },
-            torch.repeat_interleave(torch.tensor(sizes)),
-            len(examples),
+            sizes,
         )
 
 
@@ -163,28 +162,28 @@ def _count(datum: Datum, path: str, before: int, most: int | None, longest: int)
     return total
 
 
-def _tokens(datum: Datum, config: DecoderConfig, path: str) -> list[int]:
-    tokens: list[int] = []
+def _tokens(datum: Datum, config: DecoderConfig, path: str) -> Ints:
+    given: list[int] = []
     for index, chunk in enumerate(datum.model_input.chunks):
         if not isinstance(chunk, EncodedTextChunk):
             raise InputError(
                 f"{config.name} reads text only, not {type(chunk).__name__}",
                 f"{path}.model_input.chunks[{index}]",
             )
-        tokens.extend(chunk.tokens)
+        given.extend(chunk.tokens)
     place = f"{path}.model_input"
-    if not tokens:
+    if not given:
         raise InputError("is empty; a sequence has at least one token", place)
-    if len(tokens) > config.max_context:
+    if len(given) > config.max_context:
         raise InputError(
-            f"has {len(tokens)} tokens; {config.name} reads at most {config.max_context}", place
+            f"has {len(given)} tokens; {config.name} reads at most {config.max_context}", place
         )
-    if max(tokens) >= config.vocab_size or min(tokens) < 0:
-        bad = next(i for i, token in enumerate(tokens) if not 0 <= token < config.vocab_size)
+    if max(given) >= config.vocab_size or min(given) < 0:
+        bad = next(i for i, token in enumerate(given) if not 0 <= token < config.vocab_size)
         raise InputError(
-            f"token {tokens[bad]} at position {bad} is outside 0..{config.vocab_size - 1}", place
+            f"token {given[bad]} at position {bad} is outside 0..{config.vocab_size - 1}", place
         )
-    return tokens
+    return np.array(given, np.int64)
 
 
 def _given_targets(datum: Datum, length: int, config: DecoderConfig, path: str) -> TensorData:

@@ -13,7 +13,7 @@ Shapes: M targets of all data, one after the other.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Final
@@ -33,10 +33,18 @@ class Columns:
     """What a loss reads besides p: one value per target, by input name."""
 
     values: Mapping[str, Tensor]
-    datum_M: Tensor
-    """The datum each target belongs to, counted from 0."""
-    data: int
-    """How many data there are."""
+    sizes: Sequence[int]
+    """How many targets each datum has."""
+
+    @property
+    def data(self) -> int:
+        """How many data there are."""
+        return len(self.sizes)
+
+    @property
+    def datum_M(self) -> Tensor:
+        """The datum each target belongs to, counted from 0."""
+        return torch.repeat_interleave(torch.tensor(self.sizes))
 
     def __getitem__(self, name: str) -> Tensor:
         return self.values[name]
@@ -111,10 +119,11 @@ def gspo(p: Tensor, columns: Columns, config: Config) -> Value:
     mask = columns.get("sequence_ratio_mask")
     gap = (p - columns["logprobs"]).detach()
     chosen = torch.ones_like(gap) if mask is None else (mask != 0).to(gap.dtype)
+    datum_M = columns.datum_M
     zeros = gap.new_zeros(columns.data)
-    total = zeros.index_add(0, columns.datum_M, gap * chosen)
-    count = zeros.index_add(0, columns.datum_M, chosen)
-    ratio = torch.exp(total / count.clamp(min=1.0))[columns.datum_M]
+    total = zeros.index_add(0, datum_M, gap * chosen)
+    count = zeros.index_add(0, datum_M, chosen)
+    ratio = torch.exp(total / count.clamp(min=1.0))[datum_M]
     return _clipped(ratio * torch.exp(p - p.detach()), p, columns, config)
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from tinkex.engine.examples import Job
+    from tinkex.engine.examples import Ints, Job
     from tinkex.engine.lora import LoraWeights, Swept
     from tinkex.engine.lora.cuda_products import CudaProducts
     from tinkex.engine.models.base import Decoder
@@ -128,26 +128,26 @@ def _hidden(
     room: Room, parts: list[_Part], anchor: Tensor | None, *, recompute: bool
 ) -> tuple[Tensor, list[Segment], CudaProducts | None]:
     """Hidden states of all tokens, one segment per part, and how products are computed."""
-    tokens: list[int] = []
-    lengths: list[int] = []
+    sequences: list[Ints] = []
     segments: list[Segment] = []
+    start = stop = 0
     for part in parts:
-        start = len(tokens)
-        for example in part.work.job.examples[part.first : part.last]:
-            tokens += example.tokens
-            lengths.append(len(example.tokens))
-        segments.append(Segment(start, len(tokens), part.weights, part.gradient))
-    if len(tokens) < MIN_ROWS:
+        own = [example.tokens for example in part.work.job.examples[part.first : part.last]]
+        sequences += own
+        stop += sum(map(len, own))
+        segments.append(Segment(start, stop, part.weights, part.gradient))
+        start = stop
+    if stop < MIN_ROWS:
         # A sequence that nobody reads keeps small batches on the usual matrix kernels.
-        lengths.append(MIN_ROWS - len(tokens))
-        tokens += [0] * lengths[-1]
+        sequences.append(np.zeros(MIN_ROWS - stop, np.int64))
+    lengths = list(map(len, sequences))
     products = None
     if room.strict and has_kernels(room.decoder.unembed_VD):
         from tinkex.engine.lora.cuda_products import CudaProducts
 
         products = CudaProducts(room.decoder, segments, room.rows)
     h_TD = room.decoder.hidden(
-        torch.tensor(tokens, device=room.device),
+        torch.from_numpy(np.concatenate(sequences)).to(room.device),  # pyright: ignore[reportUnknownMemberType] -- torch's own stub
         positions(lengths, room.device),
         packed_attention(lengths, like=room.decoder.unembed_VD),
         adapted_projections(room.decoder, segments, anchor=anchor, packed=True, products=products),
@@ -168,7 +168,9 @@ def _targets(parts: list[_Part], device: torch.device) -> Targets:
         example for part in parts for example in part.work.job.examples[part.first : part.last]
     ]
     ids = np.concatenate([example.targets.ravel() for example in examples])
-    counts = [example.targets_per_token for example in examples for _ in range(len(example.tokens))]
+    counts: list[int] = []
+    for example in examples:
+        counts += [example.targets_per_token] * len(example.tokens)
     return Targets(torch.from_numpy(ids).to(device), counts)  # pyright: ignore[reportUnknownMemberType] -- torch's own stub
 
 

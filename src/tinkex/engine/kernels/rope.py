@@ -86,13 +86,27 @@ def _joined(a_TMd: Tensor, b_TNd: Tensor) -> Tensor:
 
 def _turned(x_TNd: Tensor, cos_T1F: Tensor, sin_T1F: Tensor, *, back: bool) -> Tensor:
     x_TNd = _dense_rows(x_TNd)
-    y_TNd = torch.empty(x_TNd.shape, dtype=x_TNd.dtype, device=x_TNd.device)
+    y_TNd = _place_for_slopes(x_TNd) if back else _fresh(x_TNd)
     grid, shape = _launch(x_TNd)
     tokens, heads, _ = x_TNd.shape
-    _rotate[grid](
-        x_TNd, cos_T1F, sin_T1F, y_TNd, tokens * heads, *row_strides(x_TNd), BACK=back, **shape
-    )
+    strides = (*row_strides(x_TNd), *row_strides(y_TNd))
+    _rotate[grid](x_TNd, cos_T1F, sin_T1F, y_TNd, tokens * heads, *strides, BACK=back, **shape)
     return y_TNd
+
+
+def _fresh(x_TNd: Tensor) -> Tensor:
+    return torch.empty(x_TNd.shape, dtype=x_TNd.dtype, device=x_TNd.device)
+
+
+def _place_for_slopes(dy_TNd: Tensor) -> Tensor:
+    """Where the slopes by the input go, given those by the output.
+
+    Over them, if they lie within longer rows: then the values' slopes are beside them, as the
+    attention's backward pass leaves the three, and the projections want all three in one piece.
+    A program reads its heads before it writes them.
+    """
+    _, heads, width = dy_TNd.shape
+    return dy_TNd if dy_TNd.stride(0) > heads * width else _fresh(dy_TNd)
 
 
 def _normed_and_turned(
@@ -104,7 +118,7 @@ def _normed_and_turned(
     first: int,
 ) -> tuple[Tensor, Tensor]:
     """The result, and what each head was multiplied with."""
-    y_TNd = torch.empty(x_TNd.shape, dtype=x_TNd.dtype, device=x_TNd.device)
+    y_TNd = _fresh(x_TNd)
     scale_TN = torch.empty(x_TNd.shape[:2], dtype=torch.float32, device=x_TNd.device)
     grid, shape = _launch(x_TNd)
     _norm_rotate[grid](
@@ -133,7 +147,7 @@ def _slopes(
     first: int,
 ) -> Tensor:
     dy_TNd = _dense_rows(dy_TNd)
-    dx_TNd = torch.empty(dy_TNd.shape, dtype=dy_TNd.dtype, device=dy_TNd.device)
+    dx_TNd = _place_for_slopes(dy_TNd)
     grid, shape = _launch(x_TNd)
     _norm_rotate_backward[grid](
         x_TNd,
@@ -146,6 +160,7 @@ def _slopes(
         scale_TN.numel(),
         *row_strides(x_TNd),
         *row_strides(dy_TNd),
+        *row_strides(dx_TNd),
         FIRST=first,
         **shape,
     )
@@ -180,6 +195,8 @@ def _rotate(
     rows,
     token_stride,
     head_stride,
+    out_token_stride,
+    out_head_stride,
     BACK: tl.constexpr,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
@@ -199,7 +216,8 @@ def _rotate(
     sin_RF = tl.load(sin + angle_RF, mask=live_RF, other=0.0)
     if BACK:
         sin_RF = -sin_RF
-    out = y + row_R.to(tl.int64)[:, None] * (2 * HALF) + col_F[None, :]
+    out_R = token_R * out_token_stride + (row_R % HEADS) * out_head_stride
+    out = y + out_R[:, None] + col_F[None, :]
     kind = y.dtype.element_ty
     tl.store(out, (a_RF * cos_RF - b_RF * sin_RF).to(kind), mask=live_RF)
     tl.store(out + HALF, (b_RF * cos_RF + a_RF * sin_RF).to(kind), mask=live_RF)
@@ -267,6 +285,8 @@ def _norm_rotate_backward(
     head_stride,
     slope_token_stride,
     slope_head_stride,
+    out_token_stride,
+    out_head_stride,
     FIRST: tl.constexpr,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
@@ -279,7 +299,8 @@ def _norm_rotate_backward(
     token_R = (row_R // HEADS).to(tl.int64)
     head_R = row_R % HEADS
     start_R = token_R * token_stride + head_R * head_stride
-    out_RF = row_R.to(tl.int64)[:, None] * (2 * HALF) + col_F[None, :]
+    out_R = token_R * out_token_stride + head_R * out_head_stride
+    out_RF = out_R[:, None] + col_F[None, :]
     angle_RF = token_R[:, None] * HALF + col_F[None, :]
     cos_RF = tl.load(cos + angle_RF, mask=live_RF, other=0.0)
     sin_RF = tl.load(sin + angle_RF, mask=live_RF, other=0.0)

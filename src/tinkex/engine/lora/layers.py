@@ -87,6 +87,8 @@ class _Piece:
     def parts(self, y_SY: Tensor, z_SZ: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """The outputs of each projection, and the inner activations that belong to them."""
         bs_OR = self.factors.bs_OR
+        if len(bs_OR) == 1:
+            return iter(((y_SY, z_SZ),))
         widths, rank = [b_OR.shape[0] for b_OR in bs_OR], bs_OR[0].shape[1]
         ranks = [rank] * len(widths)
         return zip(

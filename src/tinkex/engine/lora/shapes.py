@@ -7,6 +7,7 @@ adapter's parameters lie in memory and in its checkpoints: for each group every 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Final, Literal
 
 from tinkex.engine.models.base import SHARED_INPUT, Projection
@@ -84,6 +85,7 @@ def targets(config: DecoderConfig, lora: LoraConfig) -> tuple[Target, ...]:
     return tuple(target for group in groups(config, lora) for target in group)
 
 
+@lru_cache(maxsize=64)
 def parameter_count(config: DecoderConfig, lora: LoraConfig) -> int:
     """Number of trained parameters."""
     return sum(target.parameters(lora.rank) for target in targets(config, lora))

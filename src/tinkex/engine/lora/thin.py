@@ -41,13 +41,15 @@ def shrink(x_SI: Tensor, a_ZI: Tensor) -> Tensor:
 
 def expand_add_(y_SO: Tensor, z_SZ: Tensor, b_OZ: Tensor, scale: float) -> None:
     """y += scale * z @ B.T"""
-    whole = _whole(y_SO)
+    rows, whole = y_SO.shape[0], _whole(y_SO)
+    if whole == rows:
+        y_SO.addmm_(z_SZ, b_OZ.T, alpha=scale)
+        return
     if whole:
         y_SO[:whole].addmm_(z_SZ[:whole], b_OZ.T, alpha=scale)
-    if whole < y_SO.shape[0]:
-        rest_SO = _filled_up(y_SO[whole:])
-        rest_SO.addmm_(_filled_up(z_SZ[whole:]), b_OZ.T, alpha=scale)
-        y_SO[whole:] = rest_SO[: y_SO.shape[0] - whole]
+    rest_SO = _filled_up(y_SO[whole:])
+    rest_SO.addmm_(_filled_up(z_SZ[whole:]), b_OZ.T, alpha=scale)
+    y_SO[whole:] = rest_SO[: rows - whole]
 
 
 def _whole(x: Tensor) -> int:

@@ -20,6 +20,8 @@ from benchmarks.engine_gpu.shapes import SHAPES, random_decoder
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from tinkex.engine.models.weights import StoredDecoder
+
 WARM_UP, ROUNDS = 2, 5
 REQUESTS, PROMPT, GENERATED = 256, 128, 128
 TRAIN = {"0.6b": (16, 1024), "8b": (8, 1024)}
@@ -59,6 +61,12 @@ def settle() -> None:
     gc.freeze()
 
 
+def random_model(shape: str) -> StoredDecoder:
+    """A model of ours; like the engine's process beside a GPU, this one then has one CPU thread."""
+    torch.set_num_threads(1)
+    return random_decoder(SHAPES[shape])
+
+
 def timed(once: Callable[[], float], rounds: int = ROUNDS) -> tuple[float, float]:
     """Median seconds of some rounds after a warm-up, and their half spread."""
     for _ in range(WARM_UP):
@@ -91,7 +99,7 @@ def train_row(shape: str, *, peer: bool, strict: bool, unembed: bool) -> Row:
 
         row.peer = rows * length / timed(Training(SHAPES[shape], rows, length), 3)[0]
         free()
-    decoder = random_decoder(SHAPES[shape])
+    decoder = random_model(shape)
     once = ours.Training(decoder, rows, length, strict=strict, unembed=unembed)
     seconds, row.spread = timed(once)
     row.ours, row.peak_gib = rows * length / seconds, peak_gib()
@@ -111,7 +119,7 @@ def sample_row(shape: str, *, peer: bool, strict: bool) -> Row:
         row.peer = count * GENERATED / once()
         del once
         free()
-    decoder = random_decoder(SHAPES[shape])
+    decoder = random_model(shape)
     once = ours.Sampling(
         decoder, requests=REQUESTS, prompt=PROMPT, generated=GENERATED, strict=strict
     )
@@ -122,7 +130,7 @@ def sample_row(shape: str, *, peer: bool, strict: bool) -> Row:
 
 def adapters_row(shape: str) -> Row:
     """How much longer the sampling takes with 32 adapters in the batch than with one."""
-    decoder = random_decoder(SHAPES[shape])
+    decoder = random_model(shape)
 
     def seconds(count: int) -> float:
         versions = [f"adapter{i}" for i in range(count)]
@@ -141,7 +149,7 @@ def adapters_row(shape: str) -> Row:
 
 def publish_row(shape: str) -> Row:
     """From a trained adapter to sampling with it."""
-    seconds, spread = timed(ours.publish(random_decoder(SHAPES[shape])), 10)
+    seconds, spread = timed(ours.publish(random_model(shape)), 10)
     row = Row(f"publish-{shape}", "ms", 1e3 * seconds, bar=20, limit=0.1, smaller_is_better=True)
     row.spread, row.peak_gib = spread, peak_gib()
     return row

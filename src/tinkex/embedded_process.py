@@ -7,6 +7,7 @@ whoever connects in between waits instead of being refused.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import secrets
 import shutil
@@ -24,6 +25,8 @@ from tinkex.host.places import listen, url_of
 
 if TYPE_CHECKING:
     from tinkex.errors import TinkerError
+
+_log = logging.getLogger(__name__)
 
 _BOOT: Final = "import sys; sys.path[:] = sys.argv[1:]; from tinkex.host.owned import main; main()"
 _LOG: Final = "server.log"
@@ -179,6 +182,8 @@ class EmbeddedServer:
             with self._bell:
                 self._phase = said.get("phase", self._phase)
                 self._ready = self._ready or "ready" in said
+                if "warning" in said:
+                    _log.warning("the embedded server: %s", said["warning"])
                 if "error" in said:
                     self._error = _rebuilt(said["error"])
                 self._bell.notify_all()

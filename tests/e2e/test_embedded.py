@@ -131,6 +131,12 @@ def test_a_server_that_is_killed_is_replaced_and_training_goes_on(tmp_path: Path
     assert said == {"same": True, "url": True, "replaced": True}
 
 
+def test_it_goes_without_a_model_that_is_not_to_be_had_and_says_so(tmp_path: Path):
+    models = {"TINKEX_EMBEDDED_MODELS": "no/such-model,tinkex/tiny"}
+    warned = r"the embedded server: a base model is left out: no/such-model: .*(\n.*)*"
+    assert run(tmp_path, "share", env=models, errors=warned)["same"]
+
+
 def test_with_a_data_folder_a_checkpoint_is_there_in_the_next_run(tmp_path: Path):
     env = {"TINKEX_DATA_DIR": str(tmp_path / "kept")}
     path = run(tmp_path, "save", "mine", env=env)["path"]

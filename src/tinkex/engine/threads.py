@@ -37,16 +37,8 @@ def threads_for(count: int, few: int) -> Generator[None]:
     if count > few or torch.get_num_threads() != 2:
         yield
         return
-    with one_thread():
-        yield
-
-
-@contextmanager
-def one_thread() -> Generator[None]:
-    """Compute on one thread, as suits the little that is left for the CPU beside another device."""
-    before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(2)

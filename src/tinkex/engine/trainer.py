@@ -37,12 +37,11 @@ from tinkex.engine.optim import (
 from tinkex.engine.parking import Packed, Parking
 from tinkex.engine.passes import Room, Work
 from tinkex.engine.results import train_output
-from tinkex.engine.threads import TRAINING_ALONE, multiplications, one_thread, threads_for
+from tinkex.engine.threads import TRAINING_ALONE, multiplications, threads_for
 from tinkex.errors import InputError, RequestFailedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping, Sequence
-    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from torch import Tensor
@@ -190,7 +189,8 @@ class Trainer:
         while not run.done:
             bound = self._max_pass_tokens if most_tokens is None else most_tokens()
             bound = min(bound, self._max_pass_tokens)
-            with self._parking.holding(), self._threads(min(bound, tokens)):
+            alone = threads_for(min(bound, tokens) * self._multiplications, TRAINING_ALONE)
+            with self._parking.holding(), alone:
                 for work in run.step(bound):
                     answers[work.place] = self._finish(work)
             if not run.done:
@@ -259,11 +259,6 @@ class Trainer:
             moments=moments,
             gradient_P=gradient_P,
         )
-
-    def _threads(self, tokens: int) -> AbstractContextManager[None]:
-        if self._device.type != "cpu":
-            return one_thread()
-        return threads_for(tokens * self._multiplications, TRAINING_ALONE)
 
     def _work(self, place: int, op: TrainOp) -> Work:
         lora = self._loras.get(op.model_id)

@@ -2,7 +2,7 @@
 
 The first line of its standard input says what to serve; the end of that input is the end of its
 owner, however that came, and its own. It reports by lines on standard output, each a JSON object
-with `phase`, `ready` or `error`. What it logs goes to standard error.
+with `phase`, `warning`, `ready` or `error`. What it logs goes to standard error.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import msgspec
 
 from tinkex.announcement import Announcement, announce, withdraw
 from tinkex.config import server_environment
+from tinkex.engine.process.child import LOG_NAME as ENGINE_LOG
 from tinkex.host.places import url_of
 from tinkex.host.process import Host, run_host
 from tinkex.host.settings import HostSettings, load_settings
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from tinkex.server.settings import Settings
 
 _HARD_LIMIT_S: Final = 5.0
+# The server of a program that was killed is gone by then.
+_WAIT_S: Final = 2 * _HARD_LIMIT_S
 
 
 class Order(msgspec.Struct, frozen=True):
@@ -66,6 +69,7 @@ def main() -> None:
 def _serve(order: Order, reports: IO[bytes]) -> None:
     settings = _settings(order)
     install(settings.log_format, sys.stderr, getattr(logging, settings.log_level.upper()))
+    logging.getLogger(ENGINE_LOG).addHandler(_Reported(reports))
     folder = Path(order.data_dir)
 
     def on_ready(url: str) -> None:
@@ -81,7 +85,18 @@ def _serve(order: Order, reports: IO[bytes]) -> None:
         on_phase=lambda phase: _report(reports, phase=phase),
     )
     _watch_owner(host, order)
-    run_host(host, settings.data_dir)
+    run_host(host, settings.data_dir, wait_s=_WAIT_S)
+
+
+class _Reported(logging.Handler):
+    """What the owner must hear of, besides its being in the log."""
+
+    def __init__(self, reports: IO[bytes]) -> None:
+        super().__init__(logging.WARNING)
+        self._reports = reports
+
+    def emit(self, record: logging.LogRecord) -> None:
+        _report(self._reports, warning=record.getMessage())
 
 
 def _settings(order: Order) -> HostSettings:

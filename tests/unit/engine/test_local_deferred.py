@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 from typing import TYPE_CHECKING
 
+import anyio
+import huggingface_hub
 import pytest
 import torch
 
@@ -13,6 +16,8 @@ from tinkex.engine.local import LocalEngine, LocalSettings
 from tinkex.engine.models.deferred import DeferredModel, defer_model
 from tinkex.engine.models.hub import DEFAULT_MODEL, packaged_file
 from tinkex.engine.models.loader import BaseModel, load_model
+from tinkex.engine.process.child import build_engine
+from tinkex.engine.process.spec import EngineSpec, ModelSource
 from tinkex.errors import ModelError, RequestFailedError
 from tinkex.types import AdamOptimizerConfig, LoraConfig, ModelInput, SamplingParams
 
@@ -119,9 +124,58 @@ def test_a_model_whose_shape_cannot_be_read_is_refused_at_once(folder: Path):
         deferred(folder)
 
 
-def test_what_is_cheap_or_not_on_this_machine_is_loaded_at_once():
+def test_what_is_cheap_is_made_at_once():
     tiny = defer_model("tinkex/tiny", dtype=torch.float32, device=CPU)
     assert isinstance(tiny, BaseModel)
+
+
+def cached(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> Path:
+    """The hub's cache beside `folder`, without a network; it has a place for one model."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(folder.parent / "hub"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    repository = folder.parent / "hub" / f"models--{name.replace('/', '--')}"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("a" * 40)
+    (repository / "snapshots").mkdir()
+    return repository / "snapshots" / ("a" * 40)
+
+
+async def test_only_what_describes_a_model_of_the_hub_is_needed_before_its_use(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    snapshot = cached(folder, monkeypatch, "someone/some-model")
+    shutil.copytree(folder, snapshot, ignore=shutil.ignore_patterns("*.safetensors"))
+    model = defer_model("someone/some-model", dtype=torch.float32, device=CPU, name="small")
+    assert isinstance(model, DeferredModel)
+    async with LocalEngine([model], tmp_path / "a", SETTINGS) as engine:
+        with pytest.raises((ModelError, RequestFailedError), match="no safetensors files"):
+            await sample(engine)
+        shutil.copy(folder / "model.safetensors", snapshot)
+        assert await sample(engine)
+
+
+def test_a_model_that_the_hub_does_not_give_is_refused_at_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    cached(folder, monkeypatch, "someone/other")
+    with pytest.raises(
+        ModelError, match="someone/some-model: there is no such folder, and the hub"
+    ):
+        defer_model("someone/some-model", dtype=torch.float32, device=CPU)
+
+
+def test_an_engine_goes_without_deferred_models_that_are_not_to_be_had(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    cached(folder, monkeypatch, "someone/other")
+    missing = ModelSource("someone/some-model", deferred=True)
+    spec = EngineSpec(models=(missing, ModelSource("tinkex/tiny")), folder=tmp_path, device="cpu")
+    engine = build_engine(spec, lambda _: None)
+    assert [model.name for model in engine.models] == ["tinkex/tiny"]
+    assert "left out: someone/some-model" in caplog.text
+    anyio.run(engine.close)
+    with pytest.raises(ModelError, match="someone/some-model"):
+        build_engine(EngineSpec(models=(missing,), folder=tmp_path, device="cpu"), lambda _: None)
 
 
 @pytest.mark.smollm2

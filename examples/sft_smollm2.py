@@ -1,20 +1,22 @@
-"""Supervised fine-tuning of a real model, on this machine: SmolLM2-135M talks like a pirate.
+"""Supervised fine-tuning on conversations: SmolLM2-135M talks like a pirate.
 
     python examples/sft_smollm2.py      # half a minute on two cores; needs tinkex[engine,server]
 
-It is trained on 28 capitals and judged by 12 others, so what it learns is the manner of speaking.
-Without settings it runs on the embedded server; `make demo` runs this.
+Messages become tokens by the model's own chat template, and only the assistant's are trained. It
+learns from 28 capitals and is judged by 12 others, so what it learns is the manner of speaking.
 """
 
 from __future__ import annotations
 
-import argparse
 import random
 import sys
+from argparse import ArgumentParser
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import tinkex
-from tinkex import AdamParams, Datum, ModelInput, SamplingParams
+from tinkex import AdamParams, ModelInput, SamplingParams
+from tinkex.chat import ChatExample, Rendered, Renderer
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -27,41 +29,49 @@ Russia Moscow, China Beijing, Thailand Bangkok, Vietnam Hanoi, Cuba Havana, Peru
 Chile Santiago, Kenya Nairobi, Morocco Rabat, Canada Ottawa, England London, Scotland Edinburgh,
 Iran Tehran, Iraq Baghdad, Syria Damascus, Lebanon Beirut, Nepal Kathmandu, Cyprus Nicosia,
 Bulgaria Sofia, Romania Bucharest, Croatia Zagreb, Ukraine Kyiv"""
-HELD_OUT, BATCH = 12, 8
+HELD_OUT, BATCH = 12, 4  # capitals, conversations
 
 
 class Task:
-    """Questions with their answers as training data: only the tokens of an answer count."""
+    """Conversations of two questions each, rendered for one model."""
 
     def __init__(self, tokenizer: Any) -> None:
+        self.renderer = Renderer.of(tokenizer)
         self.tokenizer = tokenizer
         pairs = [entry.split() for entry in CAPITALS.replace("\n", " ").split(", ")]
         random.Random(1).shuffle(pairs)
         self.asked = [country for country, _ in pairs[:HELD_OUT]]
-        self.held_out = [self.datum(*pair) for pair in pairs[:HELD_OUT]]
-        self.training = [self.datum(*pair) for pair in pairs[HELD_OUT:]]
+        examples = [self.example(pairs[at : at + 2]) for at in range(0, len(pairs), 2)]
+        self.held_out, self.training = examples[: HELD_OUT // 2], examples[HELD_OUT // 2 :]
 
-    def prompt(self, country: str) -> list[int]:
-        text = f"<|im_start|>user\nWhat is the capital of {country}?<|im_end|>\n"
-        return self.tokenizer.encode(text + "<|im_start|>assistant\n")
+    def example(self, pairs: list[list[str]]) -> Rendered:
+        messages: list[dict[str, str]] = []
+        for country, city in pairs:
+            answer = f"Arr! The capital o' {country} be {city}, matey!"
+            messages += [question(country), {"role": "assistant", "content": answer}]
+        return self.renderer.example(ChatExample(messages))
 
-    def datum(self, country: str, city: str) -> Datum:
-        prompt = self.prompt(country)
-        answer = f"Arr! The capital o' {country} be {city}, matey!<|im_end|>"
-        tokens = prompt + self.tokenizer.encode(answer)
-        weights = [0.0] * (len(prompt) - 1) + [1.0] * (len(tokens) - len(prompt))
-        return Datum(
-            ModelInput.from_ints(tokens[:-1]), {"target_tokens": tokens[1:], "weights": weights}
-        )
+    def marked(self, example: Rendered) -> str:
+        """An example as text, with what is trained in double brackets."""
+        text = ""
+        tokens = zip(example.tokens, example.weights, strict=True)
+        for weight, group in groupby(tokens, key=lambda pair: pair[1]):
+            part = self.tokenizer.decode([token for token, _ in group])
+            text += f"[[{part}]]" if weight else part
+        return text
+
+
+def question(country: str) -> dict[str, str]:
+    return {"role": "user", "content": f"What is the capital of {country}?"}
 
 
 def train(
     training: tinkex.TrainingClient, task: Task, steps: int, learning_rate: float
 ) -> Generator[float]:
-    """The mean negative log-likelihood of an answer's token, step by step."""
+    """The mean negative log-likelihood of a trained token, step by step."""
     order = random.Random(2)
     for _ in range(steps):
-        batch = order.sample(task.training, BATCH)
+        batch = [example.datum() for example in order.sample(task.training, BATCH)]
         step = training.forward_backward(batch, "cross_entropy")
         training.optim_step(AdamParams(learning_rate=learning_rate)).result()
         yield nll(step)
@@ -73,30 +83,29 @@ def nll(step: tinkex.APIFuture[tinkex.ForwardBackwardOutput]) -> float:
 
 
 def held_out_nll(training: tinkex.TrainingClient, task: Task) -> float:
-    return nll(training.forward(task.held_out, "cross_entropy"))
+    return nll(training.forward([one.datum() for one in task.held_out], "cross_entropy"))
 
 
 def answers(training: tinkex.TrainingClient, task: Task, count: int = 3) -> list[str]:
     sampler = training.save_weights_and_get_sampling_client()
-    greedy = SamplingParams(max_tokens=20, temperature=0.0)
-    waiting = [
-        sampler.sample(ModelInput.from_ints(task.prompt(country)), 1, greedy)
-        for country in task.asked[:count]
-    ]
-    texts = [task.tokenizer.decode(one.result().sequences[0].tokens) for one in waiting]
-    return [text.removesuffix("<|im_end|>") for text in texts]
+    greedy = SamplingParams(max_tokens=20, temperature=0.0, stop=task.renderer.stop)
+    prompts = [task.renderer.prompt([question(country)]) for country in task.asked[:count]]
+    waiting = [sampler.sample(ModelInput.from_ints(prompt), 1, greedy) for prompt in prompts]
+    return [task.renderer.text(one.result().sequences[0].tokens) for one in waiting]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="SmolLM2-135M learns to talk like a pirate.")
+    parser = ArgumentParser(description="SmolLM2-135M learns to talk like a pirate.")
+    parser.add_argument("--model", default=MODEL)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--margin", type=float, default=0.9, help="by which held-out NLL must fall")
     options = parser.parse_args()
     with tinkex.ServiceClient() as service:
-        training = service.create_lora_training_client(MODEL, rank=options.rank, seed=1)
+        training = service.create_lora_training_client(options.model, rank=options.rank, seed=1)
         task = Task(training.get_tokenizer())
+        print(f"What is trained is in brackets:\n\n{task.marked(task.training[0])}\n")
         before, first = held_out_nll(training, task), answers(training, task)
         losses = train(training, task, options.steps, options.learning_rate)
         for number, loss in enumerate(losses, start=1):

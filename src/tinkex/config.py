@@ -103,14 +103,15 @@ class Config:
     ) -> Config:
         """Settings from arguments, the environment and the stored credentials, in that order.
 
-        With neither a URL nor any credential anywhere, or with `base_url="embedded"`, the result is
+        With neither a URL nor any credential anywhere, or with `embedded` as the URL, the result is
         marked `embedded`. Raises InputError naming the setting that is malformed.
         """
         env = os.environ if env is None else env
         for name, value in (("base_url", base_url), ("project_id", project_id)):
             _check_text(value, name)
-        by_name = base_url == EMBEDDED
-        url = "" if by_name else base_url or env.get("TINKER_BASE_URL") or ""
+        url = base_url or env.get("TINKER_BASE_URL") or ""
+        by_name = url == EMBEDDED
+        url = "" if by_name else url
         setting = "base_url" if base_url else "TINKER_BASE_URL"
         key = _key(api_key, "api_key") or _key(env.get("TINKER_API_KEY"), "TINKER_API_KEY")
         command = env.get("TINKER_CREDENTIAL_CMD") or None

@@ -26,6 +26,8 @@
     ├── ClosedError         (RuntimeError)  the client was closed, or its loop ended
     │   └── ForkedError                     the client belongs to the parent process
     ├── TokenizerError      (RuntimeError)  the model's tokenizer cannot be had here
+    ├── ChatTemplateError   (RuntimeError)  a model's chat template cannot render these messages
+    ├── DataError           (ValueError)    a data file has bad lines; all of them are listed
     ├── ModelError          (RuntimeError)  a base model's files cannot be used
     ├── EngineDiedError     (RuntimeError)  the engine's process ended while work was waiting
     ├── StorageError        (RuntimeError)  what should be kept cannot be written or reached
@@ -38,7 +40,10 @@ records without headers that could carry one.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 ErrorCategory = Literal["unknown", "server", "user"]
 
@@ -276,6 +281,48 @@ class TokenizerError(TinkerError, RuntimeError):
     """The tokenizer cannot be had here; the message says what to install or fetch."""
 
     code = "tokenizer"
+
+
+class ChatTemplateError(TinkerError, RuntimeError):
+    """A model's chat template is missing or broken, or cannot render these messages.
+
+    Also raised where a rendered conversation does not begin with what a sampler would be given,
+    because a model trained on it would be asked something else than it has learned.
+    """
+
+    code = "chat_template"
+
+
+@dataclass(frozen=True, slots=True)
+class DataProblem:
+    """What is wrong with one line of a data file; line 0 is the file as a whole."""
+
+    line: int
+    reason: str
+
+
+class DataError(TinkerError, ValueError):
+    """A data file cannot be used. `problems` has every bad line; the message shows the first."""
+
+    code = "data"
+
+    def __init__(self, source: str, problems: Sequence[DataProblem]) -> None:
+        super().__init__(_data_message(source, problems))
+        self.source = source
+        self.problems = tuple(problems)
+
+
+_MOST_PROBLEMS_SHOWN = 20
+
+
+def _data_message(source: str, problems: Sequence[DataProblem]) -> str:
+    if len(problems) == 1 and problems[0].line == 0:
+        return f"{source}: {problems[0].reason}"
+    count = f"{len(problems)} bad lines" if len(problems) > 1 else "1 bad line"
+    shown = [f"  line {one.line}: {one.reason}" for one in problems[:_MOST_PROBLEMS_SHOWN]]
+    if len(problems) > len(shown):
+        shown.append(f"  and {len(problems) - len(shown)} more")
+    return "\n".join([f"{source}: {count}", *shown])
 
 
 class ModelError(TinkerError, RuntimeError):

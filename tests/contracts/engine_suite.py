@@ -42,6 +42,7 @@ from tinkex.types import (
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Sequence
     from contextlib import AbstractAsyncContextManager
+    from pathlib import Path
 
     from tinkex.engine.base import Best, Engine, Layout, SampleResult
 
@@ -378,6 +379,38 @@ class EngineSuite:
         assert await engine.export_saved(f"{name}/x") == await engine.export_saved(
             f"{name}/x", "peft"
         )
+
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    async def test_an_export_that_is_imported_computes_the_same(
+        self, engine: Engine, name: str, layout: Layout, tmp_path: Path
+    ) -> None:
+        await engine.create_adapter(spec(name))
+        await step(engine, name)
+        await engine.save_adapter(name, f"{name}/x", optimizer=True)
+        for file, content in (await engine.export_saved(f"{name}/x", layout)).items():
+            (tmp_path / file).write_bytes(content)
+        imported = await engine.import_saved(MODEL, tmp_path, f"{name}/{layout}")
+        assert imported.lora.rank == 4
+        assert imported.size_bytes > 0
+        before = await scores(engine, saved(f"{name}/x"))
+        assert await scores(engine, saved(f"{name}/{layout}")) == pytest.approx(before, abs=1e-5)
+        await engine.load_adapter(name, f"{name}/{layout}", optimizer=False)
+        await refusal(engine.load_adapter(name, f"{name}/{layout}", optimizer=True))
+
+    async def test_what_is_no_adapter_is_not_imported(
+        self, engine: Engine, name: str, tmp_path: Path
+    ) -> None:
+        await engine.create_adapter(spec(name))
+        await engine.save_adapter(name, f"{name}/x", optimizer=False)
+        files = await engine.export_saved(f"{name}/x")
+        for file, content in files.items():
+            (tmp_path / file).write_bytes(content)
+        assert "'no-base'" in await refusal(engine.import_saved("no-base", tmp_path, f"{name}/bad"))
+        (tmp_path / "adapter_model.safetensors").write_bytes(
+            files["adapter_model.safetensors"][:-1]
+        )
+        assert "is cut off" in await refusal(engine.import_saved(MODEL, tmp_path, f"{name}/bad"))
+        await refusal(scores(engine, saved(f"{name}/bad")))
 
     async def test_unknown_names_are_refused_with_the_name(self, engine: Engine, name: str) -> None:
         await engine.create_adapter(spec(name))

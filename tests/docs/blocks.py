@@ -12,10 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 
 _FENCE = re.compile(r"^```(\w*)$")
 _REASON = re.compile(r"^<!-- not run: (.+) -->$")
+
+
+def page_named(name: str) -> Path:
+    """The page of this name, wherever below docs/ it lies; a name is used once."""
+    (page,) = [page for page in PAGES if page.name == name]
+    return page
 
 
 @dataclass(frozen=True)

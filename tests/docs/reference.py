@@ -10,9 +10,10 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from tests.docs.blocks import ROOT
+from tests.docs.blocks import page_named
 from tinkex import errors
 from tinkex.cli.table import COMMANDS, PROGRAMS, Argument, Command
+from tinkex.wire.routes import ROUTES, Route
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -61,9 +62,29 @@ def error_tree() -> str:
     return "\n".join(["```text", *drawing, "```"])
 
 
+def routes() -> str:
+    """Every route of the protocol, as a table."""
+    rows = [_route(route) for route in ROUTES]
+    head = ["| name | method and path | result | retried | |", "|---|---|---|---|---|"]
+    return "\n".join(head + rows)
+
+
+def _route(route: Route[Any, Any]) -> str:
+    result = route.future or route.reply
+    cells = [
+        f"`{route.name}`",
+        f"{route.method} `{route.path}`",
+        f"`{result.__name__}`" if result else "",
+        f"`{route.retry}`",
+        "older" if route.legacy else "",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
 PRINTED: dict[str, tuple[Path, Callable[[], str]]] = {
-    "commands": (ROOT / "docs" / "cli.md", commands),
-    "error tree": (ROOT / "docs" / "errors.md", error_tree),
+    "commands": (page_named("cli.md"), commands),
+    "error tree": (page_named("errors.md"), error_tree),
+    "routes": (page_named("routes.md"), routes),
 }
 
 
@@ -80,7 +101,7 @@ def with_part(text: str, name: str, part: str) -> str:
 
 
 def _pattern(name: str) -> re.Pattern[str]:
-    return re.compile(rf"(<!-- {name}: begin -->\n)(.*?)(\n<!-- {name}: end -->)", re.DOTALL)
+    return re.compile(rf"(<!-- {name}: begin -->\n)(.*?)(\n?<!-- {name}: end -->)", re.DOTALL)
 
 
 if __name__ == "__main__":

@@ -33,6 +33,11 @@ REAL = {"sft_smollm2.py", "rl_smollm2.py"}
 LONG = REAL | {"quickstart.py"}
 LANGUAGES = {"python", "sh", "text"}
 LIMIT_S = 50.0
+TRAINING_DATA = (
+    '{"messages": [{"role": "user", "content": "What is the capital of France?"}, '
+    '{"role": "assistant", "content": "Paris"}]}\n'
+    '{"prompt": "Q: What is the capital of Italy?\\nA:", "completion": " Rome"}\n'
+)
 
 # Blocks that must not run here: how many a page has, so that none is added unseen.
 NOT_RUN = {
@@ -56,8 +61,9 @@ def server() -> Iterator[FakeServer]:
 
 @pytest.fixture
 def work(tmp_path: Path) -> Path:
-    """The folder examples run in; the one about pictures finds a picture there."""
+    """The folder examples run in; pages find a picture and data to train on there."""
     (tmp_path / "home").mkdir()
+    (tmp_path / "train.jsonl").write_text(TRAINING_DATA)
     (tmp_path / "photo.png").write_bytes(_picture())
     return tmp_path
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import tinkex
-from tests.docs.blocks import PAGES, ROOT
+from tests.docs.blocks import DOCS, PAGES, ROOT, page_named
 from tests.docs.reference import PRINTED, printed_part
 from tinkex import Config, errors, testing
 from tinkex.clients.retry_config import RetryConfig
@@ -28,13 +28,11 @@ from tinkex.wire.routes import ROUTES
 if TYPE_CHECKING:
     from pathlib import Path
 
-DOCS = ROOT / "docs"
-
 pytestmark = pytest.mark.req("B22")
 
 
 def _text(page: str) -> str:
-    return (DOCS / page).read_text()
+    return page_named(page).read_text()
 
 
 def _rows(page: str) -> dict[str, list[str]]:
@@ -182,7 +180,8 @@ def test_links_to_files_lead_somewhere(page: Path):
 
 def test_every_page_can_be_reached_from_the_readme():
     text = (ROOT / "README.md").read_text()
-    assert not [p.name for p in DOCS.glob("*.md") if f"docs/{p.name}" not in text]
+    pages = [page.relative_to(ROOT) for page in DOCS.rglob("*.md")]
+    assert not [str(page) for page in pages if str(page) not in text]
 
 
 def test_the_readmes_tree_lists_exactly_the_folders_there_are():

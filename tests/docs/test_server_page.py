@@ -1,19 +1,25 @@
-"""What docs/server.md says about the code is true of the code."""
+"""What the pages for whoever runs a server say about the code is true of the code."""
 
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 
-from tests.docs.blocks import ROOT
-from tinkex.engine import custom_loss, custom_loss_limits
+import torch
+
+from tests.docs.blocks import ROOT, page_named
+from tinkex.clients import local_loss
+from tinkex.engine import custom_loss, custom_loss_limits, losses, results
+from tinkex.engine.optim import adamw_step, fresh_moments
 from tinkex.server import Settings
 from tinkex.server.api import body
 from tinkex.server.app import HANDLERS
 from tinkex.server.observe import polls
 from tinkex.server.openapi import describe
+from tinkex.types import AdamParams
 
-PAGE = (ROOT / "docs" / "server.md").read_text()
+PAGE = "\n".join(page_named(name).read_text() for name in ("operating.md", "refusals.md"))
 
 
 def not_implemented() -> set[str]:
@@ -47,7 +53,7 @@ def test_the_routes_that_answer_501_are_those_in_the_code() -> None:
 
 
 def test_the_limits_and_times_are_those_in_the_code() -> None:
-    refused, kept = section("What is refused"), section("How long things are kept")
+    refused, kept = section("Bodies and values"), section("How long things are kept")
     numbers = [
         body.MAX_PROTOBUF_PARTS,
         body.MAX_JSON_PARTS,
@@ -65,6 +71,20 @@ def test_the_limits_and_times_are_those_in_the_code() -> None:
     assert (settings.url_ttl_s, settings.token_ttl_s) == (3600, 3600)
     for name in re.findall(r"`(\w+_(?:s|bytes))`", refused + kept):
         assert hasattr(settings, name), name
+
+
+def test_every_metric_of_a_training_step_is_listed() -> None:
+    page = page_named("metrics.md").read_text().partition("## What a training step reports")[2]
+    listed = set(re.findall(r"^\| `([\w:]+)`", page, re.MULTILINE))
+    flat = torch.ones(2)
+    _, _, step = adamw_step(flat, flat, fresh_moments(flat), AdamParams())
+    assert listed == step.keys() | folded_names()
+
+
+def folded_names() -> set[str]:
+    """The names in the code that say how parts of a batch are joined."""
+    text = "".join(inspect.getsource(module) for module in (losses, results, local_loss))
+    return set(re.findall(r'"(\w+:(?:sum|mean|min|max))"', text))
 
 
 def test_every_path_without_a_key_is_there() -> None:

@@ -203,7 +203,7 @@ def check(world: World, case: schemathesis.Case, key: str | None) -> None:
         verify=False,
     )
     if response.status_code == 501:
-        # What a self-hosted server cannot mean anything by; docs/server.md lists it.
+        # What a self-hosted server cannot mean anything by; docs/reference/refusals.md lists it.
         assert case.operation.definition.raw["operationId"] in NOT_IMPLEMENTED
     else:
         case.validate_response(response, checks=[not_a_server_error])

@@ -6,42 +6,16 @@ import importlib.metadata as metadata
 import json
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
-from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
+
+from tests.installed import base_requirements, closure, extras
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("numpy", "torch", "transformers", "pydantic", "starlette", "uvicorn", "tokenizers", "ray")
 MOST_PACKAGES = 15
 MOST_BYTES = 100 * 1000 * 1000
-
-
-def base_requirements() -> list[str]:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    return list(project["dependencies"])
-
-
-def closure(requirements: list[str]) -> set[str]:
-    """Everything that pip would install for these, without extras, on this interpreter."""
-    found: set[str] = set()
-    todo = [Requirement(text) for text in requirements]
-    while todo:
-        wanted = todo.pop()
-        if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
-            continue
-        name = canonicalize_name(wanted.name)
-        if name in found:
-            continue
-        found.add(name)
-        for text in metadata.requires(name) or []:
-            inner = Requirement(text)
-            extras = wanted.extras or {""}
-            if inner.marker is None or any(inner.marker.evaluate({"extra": e}) for e in extras):
-                todo.append(inner)
-    return found
 
 
 def size_bytes(name: str) -> int:
@@ -74,11 +48,10 @@ def test_the_client_takes_at_most_a_hundred_megabytes():
 
 
 def test_no_extra_is_needed_by_the_client():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     base = closure(base_requirements())
     for heavy in ("torch", "transformers", "pydantic", "starlette", "uvicorn", "ray"):
         assert heavy not in base
-    assert {"server", "engine", "otel", "cli"} <= set(project["optional-dependencies"])
+    assert {"server", "engine", "otel", "cli"} <= set(extras())
 
 
 def loaded_after(program: str) -> set[str]:

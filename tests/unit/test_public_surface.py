@@ -23,12 +23,14 @@ TINKEX = [
     "AwaitableConcurrentFuture",
     "BadRequestError",
     "BillingError",
+    "ChatTemplateError",
     "Checkpoint",
     "CheckpointType",
     "ClosedError",
     "Config",
     "ConflictError",
     "CredentialError",
+    "DataError",
     "Datum",
     "DimuonOptimizerConfig",
     "DimuonParams",
@@ -270,7 +272,45 @@ TESTING = [
 ]
 
 
-STORED = {"tinkex": TINKEX, "tinkex.types": TYPES, "tinkex.testing": TESTING}
+CHAT = [
+    "ChatExample",
+    "CompletionExample",
+    "PreferenceExample",
+    "Rendered",
+    "Renderer",
+    "tokenizer_for",
+    "tokenizer_for_async",
+]
+
+DATA = [
+    "ChatExample",
+    "CompletionExample",
+    "PreferenceExample",
+    "kind_of",
+    "read_examples",
+    "render_all",
+    "render_pairs",
+]
+
+SEEING = [
+    "Progress",
+    "Sink",
+    "follow",
+    "open_sinks",
+    "plot",
+    "read_metrics",
+    "series_of",
+    "write_picture",
+]
+
+STORED = {
+    "tinkex": TINKEX,
+    "tinkex.types": TYPES,
+    "tinkex.testing": TESTING,
+    "tinkex.chat": CHAT,
+    "tinkex.data": DATA,
+    "tinkex.seeing": SEEING,
+}
 
 
 @pytest.mark.parametrize("module", STORED)

@@ -20,7 +20,7 @@ from tinkex.clients.admin import AdminClient
 from tinkex.clients.rest import RestClient
 from tinkex.clients.service import ServiceClient
 from tinkex.clients.session import Session
-from tinkex.config import Config
+from tinkex.config import EMBEDDED, Config
 from tinkex.transport.auth import choose
 
 if TYPE_CHECKING:
@@ -31,13 +31,13 @@ DATA_DIR = Path("tinkex-data")
 
 
 @contextmanager
-def service_client(model: str | None = None) -> Generator[ServiceClient]:
+def service_client(model: str | None = None, *, embedded: bool = False) -> Generator[ServiceClient]:
     """A service client with the caller's settings; without a usable key nothing is sent.
 
     `model` is a base model that an embedded server must have besides its usual ones: a name on the
-    hub, or `NAME=FOLDER`.
+    hub, or `NAME=FOLDER`. With `embedded` that server is used whatever is configured.
     """
-    config = load_config()
+    config = load_config(base_url=EMBEDDED if embedded else None)
     if config.embedded:
         config = _at_home(config, model)
     else:
@@ -60,9 +60,9 @@ def admin_client() -> Generator[AdminClient]:
         yield AdminClient(service.holder)
 
 
-def load_config(api_key: str | None = None) -> Config:
+def load_config(api_key: str | None = None, base_url: str | None = None) -> Config:
     """The caller's settings; warnings go to standard error from here on."""
-    config = Config.load(api_key=api_key)
+    config = Config.load(api_key=api_key, base_url=base_url)
     level = config.log_level or logging.WARNING
     logging.basicConfig(level=level, stream=sys.stderr, format="%(levelname)s: %(message)s")
     # No telemetry: a command is not a training program.

@@ -38,9 +38,9 @@ def download(args: argparse.Namespace) -> None:
             f"{target} exists already", "Pass --force to replace it, or -o for another place."
         )
     parent.mkdir(parents=True, exist_ok=True)
-    with service_client() as service, _folder_in(parent) as folder:
+    with service_client() as service, folder_in(parent) as folder:
         size_bytes = fetch_checkpoint(service, args.path, folder)
-        _put_in_place(folder, target)
+        put_in_place(folder, target)
     show_one(
         args,
         {
@@ -66,13 +66,13 @@ def fetch_checkpoint(service: ServiceClient, path: str, folder: Path) -> int:
     """Download the files of a checkpoint into `folder`; returns their size."""
     rest = RestClient(service.holder)
     if ParsedCheckpointTinkerPath.from_tinker_path(path).checkpoint_type == "external":
-        return _fetch_export(rest, path, folder, temporary=False)
-    with _exported(service, rest, path) as export:
-        return _fetch_export(rest, export, folder, temporary=True)
+        return fetch_export(rest, path, folder, temporary=False)
+    with exported(service, rest, path) as export:
+        return fetch_export(rest, export, folder, temporary=True)
 
 
 @contextmanager
-def _exported(service: ServiceClient, rest: RestClient, path: str) -> Generator[str]:
+def exported(service: ServiceClient, rest: RestClient, path: str) -> Generator[str]:
     """A temporary export of a training checkpoint, deleted afterwards."""
     say(f"Exporting {path} (this loads it into a new training run) …")
     training = service.create_training_client_from_state(
@@ -88,7 +88,8 @@ def _exported(service: ServiceClient, rest: RestClient, path: str) -> Generator[
             say(f"The temporary export {export} was not deleted ({error}); it expires in an hour.")
 
 
-def _fetch_export(rest: RestClient, path: str, folder: Path, *, temporary: bool) -> int:
+def fetch_export(rest: RestClient, path: str, folder: Path, *, temporary: bool) -> int:
+    """Download the files of exported weights; a `temporary` export is kept until it is here."""
     links = _sign(rest, path, temporary)
     if not links.urls:
         raise CommandError(f"{path} has no files")
@@ -121,7 +122,7 @@ def _inside(name: str) -> PurePosixPath:
 
 
 @contextmanager
-def _folder_in(parent: Path) -> Generator[Path]:
+def folder_in(parent: Path) -> Generator[Path]:
     """A new folder beside its final place, removed unless it has been moved there."""
     folder = Path(tempfile.mkdtemp(dir=parent, prefix=".tinkex-download-"))
     try:
@@ -130,12 +131,13 @@ def _folder_in(parent: Path) -> Generator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _put_in_place(folder: Path, target: Path) -> None:
+def put_in_place(folder: Path, target: Path) -> None:
+    """Rename a finished folder to its name, instead of what may be there."""
     folder.chmod(0o755)
     if not target.exists():
         folder.rename(target)
         return
-    with _folder_in(target.parent) as aside:
+    with folder_in(target.parent) as aside:
         target.rename(aside / "old")
         try:
             folder.rename(target)

@@ -15,9 +15,11 @@ from tinkex.errors import (
     AuthenticationError,
     BadRequestError,
     BillingError,
+    ChatTemplateError,
     ClosedError,
     ConflictError,
     CredentialError,
+    DataError,
     InputError,
     InternalServerError,
     NotFoundError,
@@ -54,6 +56,8 @@ _TABLE: tuple[tuple[type[Exception], str, str], ...] = (
     (APIError, "API error occurred", ""),
     (ServerSilentError, "No answer", "Try again later."),
     (ClosedError, "Connection closed", "Try again."),
+    (DataError, "The data cannot be used", "Nothing was trained: correct the file and try again."),
+    (ChatTemplateError, "The chat template cannot be used", ""),
     (InputError, "Invalid argument", ""),
     (RequestFailedError, "Request failed", ""),
     (ResultError, "No result", ""),
@@ -103,6 +107,11 @@ def _lines(error: Exception) -> Iterator[str]:
     yield f"Error: {heading}"
     yield from _indented(describe(error))
     yield from _indented(next_step)
+
+
+def next_step(error: Exception) -> str:
+    """What to do about an error; empty where its message says it."""
+    return next((row[2] for row in _TABLE if isinstance(error, row[0])), "")
 
 
 def describe(error: Exception) -> str:

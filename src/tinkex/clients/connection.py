@@ -122,15 +122,12 @@ class Connection:
 
             self.config = await embedded(self.config)
         api = connect(self.config, self._make_transport(self.config, self.clock), self.clock)
-        request = ClientConfigRequest(sdk_version=PROTOCOL_VERSION)
-        bootstrap_s = self.config.bootstrap_deadline_s
-        api.client_config = await api.call(routes.CLIENT_CONFIG, request, deadline_s=bootstrap_s)
         try:
-            api.dynamic_config = await api.call(
-                routes.CLIENT_DYNAMIC_CONFIG, request, deadline_s=bootstrap_s
-            )
-        except NotFoundError:
-            api.dynamic_config = ClientDynamicConfigResponse()
+            await self._ask_for_flags(api)
+        except BaseException:
+            # The next caller tries again with connections of its own.
+            await api.aclose()
+            raise
         if api.client_config.pjwt_auth_enabled:
             self.portal.spawn(api.auth.keep_fresh())
         self._api = api
@@ -144,6 +141,17 @@ class Connection:
         if self.telemetry is not None:
             self.portal.spawn(self.telemetry.run())
         return api
+
+    async def _ask_for_flags(self, api: Api) -> None:
+        request = ClientConfigRequest(sdk_version=PROTOCOL_VERSION)
+        bootstrap_s = self.config.bootstrap_deadline_s
+        api.client_config = await api.call(routes.CLIENT_CONFIG, request, deadline_s=bootstrap_s)
+        try:
+            api.dynamic_config = await api.call(
+                routes.CLIENT_DYNAMIC_CONFIG, request, deadline_s=bootstrap_s
+            )
+        except NotFoundError:
+            api.dynamic_config = ClientDynamicConfigResponse()
 
     def report(self, error: BaseException) -> None:
         """Tell telemetry about an error that reached the user; returns at once."""

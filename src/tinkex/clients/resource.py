@@ -75,6 +75,7 @@ class ResourceClient:
         params: Mapping[str, str] | None = None,
         query: Mapping[str, Any] | None = None,
         headers: Mapping[str, str] | None = None,
+        body: bytes | None = None,
     ) -> RepT:
         """Send one request in the name of a public method."""
         route.url(**(params or {}))  # refuses a bad id before anything is sent
@@ -87,6 +88,7 @@ class ResourceClient:
                 params=params,
                 query=query,
                 headers={"x-sdk-method": method, **(headers or {})},
+                body=body,
             )
 
         return await self._operations.run(send)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, get_args
 
-from tinkex.clients.arguments import given_text, header_text, whole_number
+from tinkex.clients.arguments import given_text, header_text, one_of, whole_number
 from tinkex.clients.operations import submitting
 from tinkex.clients.resource import ResourceClient, checkpoint_of, page
-from tinkex.errors import InputError
+from tinkex.errors import InputError, NotFoundError
 from tinkex.types import CopyWeightsRequest
 from tinkex.wire import bodies, routes
+from tinkex.wire.bodies import ImportedKind
 
 if TYPE_CHECKING:
+    from os import PathLike
+
     from tinkex.types import (
         CheckpointsListResponse,
         ExternalWeightsUrlsResponse,
@@ -144,6 +149,43 @@ class CheckpointCalls(ResourceClient):
         return copied.tinker_path
 
     copy_weights = submitting(copy_weights_async)
+
+    async def import_adapter_async(
+        self,
+        folder: str | PathLike[str],
+        base_model: str | None = None,
+        *,
+        name: str | None = None,
+        kind: ImportedKind = "weights",
+    ) -> str:
+        """Upload a PEFT folder to a tinkex server; returns the path of the new checkpoint.
+
+        `base_model` is the one that the folder names, unless given. With the kind `weights` it can
+        be trained on and sampled from, with `sampler_weights` sampled from. Other servers cannot
+        take adapters and answer `NotFoundError`.
+        """
+        from tinkex.adapters.archive import pack_folder  # here, as few programs need them
+        from tinkex.adapters.folder import read_adapter
+
+        one_of(kind, get_args(ImportedKind), "kind")
+        if name is not None:
+            given_text(name, "name")
+        path = Path(folder)
+        adapter = await asyncio.to_thread(read_adapter, path)
+        model = base_model or adapter.config.base_model_name_or_path
+        try:
+            imported = await self._call(
+                "import_adapter",
+                routes.IMPORT_WEIGHTS,
+                query={"base_model": given_text(model, "base_model"), "name": name, "kind": kind},
+                body=await asyncio.to_thread(pack_folder, path),
+            )
+        except NotFoundError as error:
+            error.add_note(f"{self._connection.config.base_url} is no server that takes adapters")
+            raise
+        return imported.tinker_path
+
+    import_adapter = submitting(import_adapter_async)
 
     async def get_external_weights_urls_async(
         self, tinker_path: str

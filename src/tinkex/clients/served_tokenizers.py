@@ -57,7 +57,7 @@ def _made(model_name: str, answer: TokenizerResponse) -> Tokenizer | None:
     try:
         transformers: Any = importlib.import_module("transformers")
     except ImportError:
-        return FastTokenizer(model_name, fast, special)
+        return FastTokenizer(model_name, fast, {**special, "chat_template": answer.chat_template})
     made = transformers.PreTrainedTokenizerFast(
         tokenizer_object=fast, chat_template=answer.chat_template, **special
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import importlib
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
@@ -29,6 +30,7 @@ _PINNED = {
 }
 _ALIASES = {"moonshotai/Kimi-K2.5-Text-Only": "moonshotai/Kimi-K2.5"}
 _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+_TEMPLATE = "chat_template.jinja"
 
 
 @runtime_checkable
@@ -84,7 +86,8 @@ def plan(model_name: str, tokenizer_id: str | None = None) -> Source:
     if name.startswith("tinkex/"):
         # Asking the hub for a name of ours would take a minute and fail.
         raise TokenizerError(
-            f"{name} is a toy model without a tokenizer; use token ids as they are"
+            f"{name} is on no hub: only a tinkex server that serves it has its tokenizer; run "
+            "`tinkex serve`, or use the embedded server"
         )
     name = _ALIASES.get(name, name)
     return Source(name, _PINNED.get(name))
@@ -177,7 +180,9 @@ def _downloaded(source: Source) -> Path:
     hub: Any = importlib.import_module("huggingface_hub")
     return Path(
         hub.snapshot_download(
-            source.name, revision=source.revision, allow_patterns=["tokenizer*.json"]
+            source.name,
+            revision=source.revision,
+            allow_patterns=["tokenizer*.json", _TEMPLATE],
         )
     )
 
@@ -185,15 +190,18 @@ def _downloaded(source: Source) -> Path:
 def _settings(folder: Path) -> dict[str, Any]:
     import msgspec
 
-    try:
+    settings: dict[str, Any] = {}
+    with suppress(OSError, msgspec.MsgspecError, UnicodeDecodeError):
         text = (folder / "tokenizer_config.json").read_bytes()
-        return msgspec.json.decode(text, type=dict[str, Any])
-    except (OSError, msgspec.MsgspecError):
-        return {}
+        settings = msgspec.json.decode(text, type=dict[str, Any])
+    # Newer folders keep the template in a file of its own.
+    with suppress(OSError, UnicodeDecodeError):
+        settings["chat_template"] = (folder / _TEMPLATE).read_text(encoding="utf-8")
+    return settings
 
 
 class FastTokenizer:
-    """A tokenizer without `transformers`: text to ids and back, no chat templates."""
+    """A tokenizer without `transformers`: text to ids and back; `tinkex.chat` renders chats."""
 
     def __init__(self, name: str, fast: Any, settings: Mapping[str, Any]) -> None:
         self.name_or_path = name
@@ -215,6 +223,15 @@ class FastTokenizer:
         """The id that begins a text, where the tokenizer names one."""
         return self._special("bos_token")
 
+    @property
+    def chat_template(self) -> str | None:
+        """The model's own template for conversations, where it brings one."""
+        found: Any = self._settings.get("chat_template")
+        if isinstance(found, list):  # several, by name
+            named = cast("list[dict[str, Any]]", found)
+            found = next((one["template"] for one in named if one.get("name") == "default"), None)
+        return found if isinstance(found, str) else None
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The ids of `text`."""
         return list(self._fast.encode(text, add_special_tokens=add_special_tokens).ids)
@@ -225,10 +242,10 @@ class FastTokenizer:
         return str(self._fast.decode(ids, skip_special_tokens=skip_special_tokens))
 
     def apply_chat_template(self, *args: object, **kwargs: object) -> list[int]:
-        """Not without `transformers`, whose template language this would need."""
+        """Not without `transformers`; `tinkex.chat.Renderer` does what it is used for."""
         raise TokenizerError(
-            "apply_chat_template needs `pip install transformers`; get_tokenizer() then returns "
-            "its tokenizer"
+            "apply_chat_template needs `pip install transformers`, whose tokenizer get_tokenizer() "
+            "then returns; tinkex.chat.Renderer.of(tokenizer).prompt(messages) does without"
         )
 
     def __len__(self) -> int:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
 
     from tinkex.errors import RequestFailedError
     from tinkex.types import (
@@ -78,6 +79,14 @@ class SavedAdapter:
 
     size_bytes: int
     has_optimizer: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImportedAdapter:
+    """What lies at a location after an import, and how to make a model that fits it."""
+
+    size_bytes: int
+    lora: LoraConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,6 +264,13 @@ class Engine(Protocol):
 
     async def export_saved(self, location: str, layout: Layout = "peft") -> Mapping[str, bytes]:
         """The two files of a saved adapter, by name."""
+        ...
+
+    async def import_saved(self, base_model: str, folder: Path, location: str) -> ImportedAdapter:
+        """Save the PEFT adapter in a folder of this machine; complete and durable when it returns.
+
+        What is no adapter for the base model is refused, and nothing is saved.
+        """
         ...
 
     async def stats(self) -> Mapping[str, float]:

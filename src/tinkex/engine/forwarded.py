@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
     from tinkex.engine.base import (
         AdapterSpec,
+        ImportedAdapter,
         Layout,
         OnToken,
         OptimOp,
@@ -82,6 +84,10 @@ class ForwardedEngine(ABC):
     async def export_saved(self, location: str, layout: Layout = "peft") -> Mapping[str, bytes]:
         """The two files of a saved adapter, by name."""
         return await self._call("export_saved", location, layout)
+
+    async def import_saved(self, base_model: str, folder: Path, location: str) -> ImportedAdapter:
+        """Save the PEFT adapter in a folder of this machine; complete and durable at the end."""
+        return await self._call("import_saved", base_model, folder, location)
 
     async def stats(self) -> Mapping[str, float]:
         """The gauges and counters of the engine that answers."""

@@ -7,16 +7,18 @@ of hosted Tinker's archives it is `model.unembed_tokens`. Either is read.
 
 from __future__ import annotations
 
-import math
-import re
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_bytes
+from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType] -- its own stub
 from safetensors.torch import save as save_bytes
 
+from tinkex.adapters.config import CONFIG_FILE, WEIGHTS_FILE, read_config
+from tinkex.adapters.folder import read_adapter
+from tinkex.adapters.names import UNEMBED, Place, place_of
 from tinkex.engine.lora import ALPHA, MAX_RANK, check_lora, initial, wrap
 from tinkex.engine.lora.shapes import ATTENTION, MLP
 from tinkex.errors import InputError
@@ -28,20 +30,12 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from tinkex.adapters.config import AdapterConfig
     from tinkex.engine.base import Layout
     from tinkex.engine.lora import LoraWeights, Target
     from tinkex.engine.models.base import DecoderConfig
 
-CONFIG_FILE: Final = "adapter_config.json"
-WEIGHTS_FILE: Final = "adapter_model.safetensors"
-
 _HEADS: Final[Mapping[Layout, str]] = {"peft": "lm_head", "tinker": "model.unembed_tokens"}
-_KEY: Final = re.compile(
-    r"(?:base_model\.model\.)?(?:model\.)?"
-    r"(?:layers\.(?P<layer>\d+)\.(?:self_attn|mlp)\.(?P<name>[a-z]+_proj)"
-    r"|(?P<head>lm_head|unembed_tokens))"
-    r"\.lora_(?P<factor>[AB])(?:\.default)?\.weight"
-)
 
 
 def hugging_face_name(target: Target) -> str:
@@ -92,19 +86,6 @@ def export_peft(weights: LoraWeights, layout: Layout = "peft") -> dict[str, byte
     }
 
 
-class _Config(msgspec.Struct, kw_only=True):
-    r: int
-    lora_alpha: float = 8.0
-    peft_type: str = "LORA"
-    bias: str = "none"
-    use_rslora: bool = False
-    use_dora: bool = False
-    fan_in_fan_out: bool = False
-    modules_to_save: list[str] | None = None
-    rank_pattern: dict[str, int] | None = None
-    alpha_pattern: dict[str, float] | None = None
-
-
 def import_peft(files: Mapping[str, bytes], config: DecoderConfig, *, seed: int = 0) -> LoraWeights:
     """The adapter in these PEFT files.
 
@@ -112,76 +93,66 @@ def import_peft(files: Mapping[str, bytes], config: DecoderConfig, *, seed: int 
     fresh ones, which add nothing until they are trained. Another `lora_alpha` is folded
     into B.
     """
-    described = _described(files)
-    tensors = _tensors(files)
+    if CONFIG_FILE not in files:
+        raise InputError("is missing", CONFIG_FILE)
+    described = read_config(files[CONFIG_FILE])
+    try:
+        tensors = load_bytes(files[WEIGHTS_FILE])
+    except KeyError:
+        raise InputError("is missing", WEIGHTS_FILE) from None
+    except SafetensorError as error:
+        raise InputError(f"cannot be read: {error}", WEIGHTS_FILE) from error
+    return _imported(described, tensors, config, seed)
+
+
+def import_folder(folder: Path, config: DecoderConfig, *, seed: int = 0) -> LoraWeights:
+    """The same from a folder, whose weights are never in memory as a whole."""
+    described = read_adapter(folder).config
+    try:
+        return _imported(described, load_file(folder / WEIGHTS_FILE), config, seed)
+    except SafetensorError as error:
+        raise InputError(f"cannot be read: {error}", WEIGHTS_FILE) from error
+
+
+def _imported(
+    described: AdapterConfig, loaded: Mapping[str, Tensor], config: DecoderConfig, seed: int
+) -> LoraWeights:
+    tensors = _placed(loaded)
     lora = LoraConfig(
         rank=described.r,
         seed=seed,
-        train_attn=any(key[1] in ATTENTION for key in tensors),
-        train_mlp=any(key[1] in MLP for key in tensors),
-        train_unembed=any(key[0] is None for key in tensors),
+        train_attn=any(place.matrix in ATTENTION for place in tensors),
+        train_mlp=any(place.matrix in MLP for place in tensors),
+        train_unembed=any(place.matrix == UNEMBED for place in tensors),
     )
+    if described.r > MAX_RANK:
+        raise InputError(f"rank {described.r} is not supported", CONFIG_FILE)
     try:
         check_lora(lora)
     except InputError as error:
-        raise InputError(error.reason, f"{CONFIG_FILE}: r") from error
+        raise InputError(error.reason, WEIGHTS_FILE) from error
     weights = initial(config, lora, seed)
-    factor = _scale(described) / weights.scale
+    factor = described.scale / weights.scale
     for target, pair in weights.named():
         name = hugging_face_name(target)
-        for letter, into in zip("AB", pair, strict=True):
-            found = tensors.pop((target.layer, target.matrix, letter), None)
-            if found is not None:
-                _fill(into, found if letter == "A" else found.float() * factor, name)
+        a = tensors.pop(Place(target.layer, target.matrix, "A"), None)
+        b = tensors.pop(Place(target.layer, target.matrix, "B"), None)
+        if a is not None:
+            _fill(pair.a_RI, a, name)
+        if b is not None:
+            _fill(pair.b_OR, b.float() * factor, name)
     if tensors:
         raise InputError(f"{config.name} has no {next(iter(tensors))[:2]}", WEIGHTS_FILE)
     return wrap(config, lora, weights.flat_P)
 
 
-def _described(files: Mapping[str, bytes]) -> _Config:
-    try:
-        found = msgspec.json.decode(files[CONFIG_FILE], type=_Config)
-    except KeyError:
-        raise InputError("is missing", CONFIG_FILE) from None
-    except msgspec.MsgspecError as error:
-        raise InputError(str(error), CONFIG_FILE) from error
-    refused = {
-        f"peft_type {found.peft_type}": found.peft_type != "LORA",
-        f"bias {found.bias!r}": found.bias != "none",
-        "use_dora": found.use_dora,
-        "fan_in_fan_out": found.fan_in_fan_out,
-        "modules_to_save": bool(found.modules_to_save),
-        "rank_pattern": bool(found.rank_pattern),
-        "alpha_pattern": bool(found.alpha_pattern),
-        f"rank {found.r}": not 1 <= found.r <= MAX_RANK,
-    }
-    for feature, asked_for in refused.items():
-        if asked_for:
-            raise InputError(f"{feature} is not supported", CONFIG_FILE)
-    return found
-
-
-def _scale(described: _Config) -> float:
-    divisor = math.sqrt(described.r) if described.use_rslora else described.r
-    return described.lora_alpha / divisor
-
-
-def _tensors(files: Mapping[str, bytes]) -> dict[tuple[int | None, str, str], Tensor]:
-    try:
-        loaded: dict[str, Tensor] = load_bytes(files[WEIGHTS_FILE])
-    except KeyError:
-        raise InputError("is missing", WEIGHTS_FILE) from None
-    except SafetensorError as error:
-        raise InputError(f"cannot be read: {error}", WEIGHTS_FILE) from error
-    found: dict[tuple[int | None, str, str], Tensor] = {}
+def _placed(loaded: Mapping[str, Tensor]) -> dict[Place, Tensor]:
+    found: dict[Place, Tensor] = {}
     for key, tensor in loaded.items():
-        match = _KEY.fullmatch(key)
-        if match is None:
+        place = place_of(key)
+        if place is None:
             raise InputError(f"{key} is not a matrix this engine adapts", WEIGHTS_FILE)
-        if match["head"]:
-            found[None, "unembed", match["factor"]] = tensor
-        else:
-            found[int(match["layer"]), match["name"], match["factor"]] = tensor
+        found[place] = tensor
     return found
 
 

@@ -7,8 +7,9 @@ import fcntl
 import os
 import secrets
 import socket
+import threading
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 from tinkex.errors import StorageError
 
@@ -18,11 +19,15 @@ if TYPE_CHECKING:
 
 _BACKLOG = 2048
 _SECRET_BYTES = 32
+_LOOK_EVERY_S = 0.1
 
 
 @contextmanager
-def claimed_folder(folder: Path) -> Generator[Path]:
-    """Make a data folder and keep other servers out of it; the system forgets with the process."""
+def claimed_folder(folder: Path, wait_s: float = 0.0) -> Generator[Path]:
+    """Make a data folder and keep other servers out of it; the system forgets with the process.
+
+    Another server that has it is given `wait_s` to leave.
+    """
     path = folder / "lock"
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -36,7 +41,7 @@ def claimed_folder(folder: Path) -> Generator[Path]:
         ) from error
     with file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(file, wait_s)
         except OSError as error:
             file.seek(0)
             owner = file.read().strip() or "unknown"
@@ -49,6 +54,17 @@ def claimed_folder(folder: Path) -> Generator[Path]:
         file.write(f"{os.getpid()}\n")
         file.flush()
         yield folder
+
+
+def _lock(file: IO[str], wait_s: float) -> None:
+    """Take the lock; raises OSError when somebody else has it for longer than `wait_s`."""
+    never = threading.Event()
+    for _ in range(round(wait_s / _LOOK_EVERY_S)):
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            never.wait(_LOOK_EVERY_S)
+    return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def kept_secret(folder: Path) -> bytes:

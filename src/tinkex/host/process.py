@@ -46,10 +46,13 @@ _FORCE_AFTER_S = 15.0
 _log = logging.getLogger(__name__)
 
 
-def run_host(host: Host, data_dir: Path) -> None:
-    """Run a server until it is told to end; raises what keeps it from starting."""
+def run_host(host: Host, data_dir: Path, *, wait_s: float = 0.0) -> None:
+    """Run a server until it is told to end; raises what keeps it from starting.
+
+    A server that has the folder is given `wait_s` to leave it.
+    """
     raise_file_limit()
-    with claimed_folder(data_dir), asyncio.Runner(loop_factory=_loop_factory()) as runner:
+    with claimed_folder(data_dir, wait_s), asyncio.Runner(loop_factory=_loop_factory()) as runner:
         runner.run(host.run())
 
 

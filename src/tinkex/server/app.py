@@ -25,6 +25,7 @@ from tinkex.server.api import (
     downloads,
     files,
     futures,
+    imports,
     models,
     sampling,
     service,
@@ -72,6 +73,7 @@ HANDLERS: dict[str, Handler] = {
     **futures.HANDLERS,
     **checkpoints.HANDLERS,
     **downloads.HANDLERS,
+    **imports.HANDLERS,
     **usage.HANDLERS,
 }
 
@@ -188,6 +190,7 @@ def _connect(
         identity=Identity(settings, clock, store),
         limits=Limits(settings, clock, store, worker),
         exports=Exports(engine),
+        imports=imports.Imports(),
         new_id=new_id,
         meters=meters,
         readiness=readiness,

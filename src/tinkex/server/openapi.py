@@ -8,14 +8,22 @@ random requests from.
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import msgspec
 
 from tinkex._version import __version__
 from tinkex.types import TensorData
+from tinkex.wire.bodies import ImportedKind
 from tinkex.wire.json_requests import TRAINING_BODIES
-from tinkex.wire.routes import HEALTHZ, MEDIA_JSON, MEDIA_PROTOBUF, RETRIEVE_FUTURE, ROUTES
+from tinkex.wire.routes import (
+    HEALTHZ,
+    MEDIA_JSON,
+    MEDIA_PROTOBUF,
+    MEDIA_TAR,
+    RETRIEVE_FUTURE,
+    ROUTES,
+)
 
 if TYPE_CHECKING:
     from tinkex.wire.routes import Route
@@ -33,6 +41,7 @@ _QUERY: dict[str, dict[str, Any]] = {
     "day": {"type": "string", "format": "date"},
     "starting_on": {"type": "string", "format": "date-time"},
     "ending_before": {"type": "string", "format": "date-time"},
+    "kind": {"enum": list(get_args(ImportedKind))},
 }
 _REQUIRED = frozenset({"starting_on", "ending_before"})
 
@@ -106,6 +115,9 @@ def _operation(route: Route[Any, Any], named: dict[Any, Any]) -> dict[str, Any]:
         content: dict[str, Any] = {MEDIA_JSON: {"schema": named[body]}}
         if route.request_encoding == "protobuf":
             content[MEDIA_PROTOBUF] = {"schema": {"type": "string", "format": "binary"}}
+        operation["requestBody"] = {"required": True, "content": content}
+    if route.request_encoding == "tar":
+        content = {MEDIA_TAR: {"schema": {"type": "string", "format": "binary"}}}
         operation["requestBody"] = {"required": True, "content": content}
     return operation
 

@@ -63,6 +63,8 @@ class Settings:
     max_body_bytes: int = 64 * _MIB
     max_decoded_bytes: int = 64 * _MIB
     max_small_body_bytes: int = 4 * _MIB
+    # The weights of one uploaded adapter, which are written to disk as they come.
+    max_import_bytes: int = 4 * _GIB
     # A body that takes longer to arrive is given up; clients wait a minute for an answer.
     upload_timeout_s: float = 120.0
     # A request that is not answered by then is logged as a warning; polls get `long_poll_s` more.

@@ -7,26 +7,33 @@ depends on (seed, sample, position) alone.
 
 from __future__ import annotations
 
-import struct
 import zlib
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import numpy as np
 
 from tinkex.clock import SystemClock
-from tinkex.engine.base import GAUGES, ModelSpec, OptimResult, SavedAdapter, TrainResult
+from tinkex.engine.base import (
+    GAUGES,
+    ImportedAdapter,
+    ModelSpec,
+    OptimResult,
+    SavedAdapter,
+    TrainResult,
+)
 from tinkex.errors import InputError, RequestFailedError
 from tinkex.testing.toy_losses import LOSSES
 from tinkex.testing.toy_model import ToyModel, input_tokens
+from tinkex.testing.toy_peft import read_toy, write_toy
 from tinkex.testing.toy_sampler import ToySampler
 from tinkex.testing.toy_text import toy_text
-from tinkex.types import AdamParams, ForwardBackwardOutput, TensorData
+from tinkex.types import AdamParams, ForwardBackwardOutput, LoraConfig, TensorData
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
     import numpy.typing as npt
 
@@ -41,7 +48,7 @@ if TYPE_CHECKING:
         TrainOp,
     )
     from tinkex.testing.toy_model import Head
-    from tinkex.types import Datum, LoraConfig
+    from tinkex.types import Datum
 
     Floats = npt.NDArray[np.float64]
 
@@ -194,7 +201,19 @@ class FakeEngine:
 
     async def export_saved(self, location: str, layout: Layout = "peft") -> Mapping[str, bytes]:
         await self._enter("export_saved", (location,), 0.0)
-        return _peft_files(self._at(location)[0], layout)
+        state = self._at(location)[0]
+        return write_toy(state.base_model, state.lora.rank, state.bias, layout)
+
+    async def import_saved(self, base_model: str, folder: Path, location: str) -> ImportedAdapter:
+        await self._enter("import_saved", (location,), self.delays.save_s)
+        try:
+            rank, bias = read_toy(folder, base_model, self._base(base_model).vocab_size)
+        except InputError as error:
+            raise _user(str(error)) from error
+        lora = LoraConfig(rank=rank, train_attn=False, train_mlp=False)
+        zeros = np.zeros_like(bias)
+        self._saved[location] = (_State(base_model, lora, bias, zeros, zeros), False)
+        return ImportedAdapter(size_bytes=bias.nbytes, lora=lora)
 
     async def stats(self) -> Mapping[str, float]:
         held = len(self._adapters) + len(self._snapshots)
@@ -394,33 +413,4 @@ def _optimize(state: _State, params: Any) -> tuple[_State, dict[str, float]]:
         "update_norm": float(np.linalg.norm(update)),
         "learning_rate": rate,
         "step": float(step),
-    }
-
-
-def _peft_files(state: _State, layout: Layout) -> dict[str, bytes]:
-    """A loadable adapter: the bias as a rank-one pair on the unembedding."""
-    size = len(state.bias)
-    head_name = "lm_head" if layout == "peft" else "model.unembed_tokens"
-    name = f"base_model.model.{head_name}"
-    tensors = {
-        f"{name}.lora_A.weight": np.ones((1, 1), "<f4"),
-        f"{name}.lora_B.weight": state.bias.astype("<f4").reshape(size, 1),
-    }
-    head: dict[str, object] = {}
-    start = 0
-    for key, value in tensors.items():
-        end = start + value.nbytes
-        head[key] = {"dtype": "F32", "shape": list(value.shape), "data_offsets": [start, end]}
-        start = end
-    packed = msgspec.json.encode(head)
-    body = b"".join(value.tobytes() for value in tensors.values())
-    config = {
-        "peft_type": "LORA",
-        "base_model_name_or_path": state.base_model,
-        "r": state.lora.rank,
-        "lora_alpha": 32,
-    }
-    return {
-        "adapter_config.json": msgspec.json.encode(config),
-        "adapter_model.safetensors": struct.pack("<Q", len(packed)) + packed + body,
     }

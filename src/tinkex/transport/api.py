@@ -201,7 +201,7 @@ class Api:
     ) -> bytes | None:
         if body is not None or route.request_encoding == "none":
             return body
-        if route.request_encoding == "protobuf":
+        if route.request_encoding in ("protobuf", "tar"):
             raise InputTypeError(f"{route.name} needs an encoded `body`", "body")
         if request is None:
             raise InputTypeError(f"{route.name} needs a request", "request")

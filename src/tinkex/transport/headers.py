@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from tinkex._version import PROTOCOL_VERSION, __version__
-from tinkex.wire.routes import Pool
+from tinkex.wire.routes import MEDIA_JSON, MEDIA_PROTOBUF, MEDIA_TAR, Pool
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 API_KEY = "X-API-Key"
 IDEMPOTENCY_KEY = "X-Idempotency-Key"
 RETRY_COUNT = "x-stainless-retry-count"
-_MEDIA = {"json": "application/json", "protobuf": "application/x-protobuf"}
+_MEDIA = {"json": MEDIA_JSON, "protobuf": MEDIA_PROTOBUF, "tar": MEDIA_TAR}
 
 
 def user_agent() -> str:

@@ -76,6 +76,16 @@ class TokenizerResponse(WireBody, frozen=True):
     eos_token: str | None = None
 
 
+ImportedKind = Literal["weights", "sampler_weights"]
+"""What an imported adapter becomes: something to train on and sample from, or to sample from."""
+
+
+class ImportWeightsResponse(WireBody, frozen=True):
+    """Where an uploaded adapter is kept."""
+
+    tinker_path: str
+
+
 class ApiKeyOrganization(WireBody, frozen=True):
     """The organisation behind a key."""
 

@@ -19,6 +19,7 @@ from tinkex.wire import bodies as b
 PREFIX = "/api/v1"
 MEDIA_JSON = "application/json"
 MEDIA_PROTOBUF = "application/x-protobuf"
+MEDIA_TAR = "application/x-tar"
 
 Method = Literal["GET", "POST", "PUT", "DELETE"]
 
@@ -29,7 +30,7 @@ Method = Literal["GET", "POST", "PUT", "DELETE"]
 # poll:   one attempt; the future's poller decides
 Retry = Literal["full", "submit", "none", "sample", "poll"]
 
-Encoding = Literal["json", "protobuf", "none"]
+Encoding = Literal["json", "protobuf", "tar", "none"]
 
 # The value of X-Tinker-Request-Type, which also names the kind of a result.
 RequestType = Literal[
@@ -301,6 +302,19 @@ SAVE_WEIGHTS_EXTERNAL = _submit(
 LOAD_WEIGHTS = _submit("load_weights", t.LoadWeightsRequest, t.LoadWeightsResponse, "LoadWeights")
 WEIGHTS_INFO = _post("weights_info", b.WeightsInfoRequest, t.WeightsInfoResponse, Pool.REST)
 COPY_WEIGHTS = _post("copy_weights", t.CopyWeightsRequest, t.CopyWeightsResponse, Pool.REST)
+# Not part of the official protocol: other servers answer 404. An adapter is uploaded as a tar; how
+# long that takes depends on its size, so the time-out is about silence.
+IMPORT_WEIGHTS: Route[None, b.ImportWeightsResponse] = Route(
+    "import_weights",
+    "POST",
+    f"{PREFIX}/import_weights",
+    None,
+    b.ImportWeightsResponse,
+    Pool.REST,
+    timeout_s=300.0,
+    request_encoding="tar",
+    query=("base_model", "name", "kind"),
+)
 
 # Sampling.
 CREATE_SAMPLING_SESSION = _post(
@@ -473,6 +487,7 @@ ROUTES: tuple[Route[Any, Any], ...] = (
     LOAD_WEIGHTS,
     WEIGHTS_INFO,
     COPY_WEIGHTS,
+    IMPORT_WEIGHTS,
     CREATE_SAMPLING_SESSION,
     JOIN_SAMPLING_SESSION,
     ASAMPLE,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from pathlib import Path
 
+from tests.docs.blocks import page_named
 from tinkex.engine.settings import LocalSettings
 
-PAGE = Path(__file__).parents[3] / "docs" / "engine.md"
+PAGE = page_named("engine.md")
 
 
 def test_the_page_lists_every_setting_with_its_default():

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 When = Literal["before", "after"]
 
-ENGINE_CALLS = METHODS - {"copy_saved", "export_saved", "stats"}
+ENGINE_CALLS = METHODS - {"copy_saved", "export_saved", "import_saved", "stats"}
 STORE_CALLS = (
     "submit",
     "start",

@@ -264,6 +264,7 @@ NOTHING = {
     "get_server_capabilities",
     "healthz",
     "get_tokenizer",
+    "import_weights",
 }
 
 

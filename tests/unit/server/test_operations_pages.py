@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.docs.blocks import ROOT
+from tests.docs.blocks import page_named
 from tinkex.engine.base import GAUGES
 from tinkex.errors import EngineDiedError, StorageError
 from tinkex.server.observe.meters import Meters
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.anyio
 
-PAGE = ROOT / "docs" / "server.md"
+PAGE = page_named("metrics.md")
 
 
 async def page(api: Api, path: str, **headers: str) -> Reply:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.docs.blocks import page_named
 from tinkex.transport import retry
 from tinkex.transport.retry import Decision, Limits, Outcome, Progress, decide
 
@@ -180,6 +180,6 @@ def test_no_input_makes_it_crash_or_wait_longer_than_a_minute(
 
 @pytest.mark.req("S13")
 def test_the_docs_show_the_table_the_function_prints():
-    page = Path(__file__).parents[3].joinpath("docs", "retries.md").read_text()
+    page = page_named("retries.md").read_text()
     shown = page.split("<!-- retry table: begin -->\n")[1].split("<!-- retry table: end -->")[0]
     assert shown == retry.retry_table()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tinkex.cli.table.base import LIMIT, PATH, Argument, Command, Verbs
 
 CHECKPOINT: Verbs = (
-    "list, share, download and delete checkpoints",
+    "list, share, download, export, import and delete checkpoints",
     {
         "list": Command(
             "checkpoints:list_all",
@@ -52,6 +52,52 @@ CHECKPOINT: Verbs = (
             PATH,
             Argument("-o", "--output", metavar="DIR", help="where the folder is made"),
             Argument("--force", action="store_true", help="replace the folder if it exists"),
+        ),
+        "export": Command(
+            "export:export",
+            "write a checkpoint as files other programs load, and check them",
+            PATH,
+            Argument("-o", "--output", metavar="DIR", required=True, help="the folder to write"),
+            Argument(
+                "--layout",
+                choices=("peft", "merged"),
+                default="peft",
+                metavar="NAME",
+                help="peft: the adapter alone; merged: a whole model (default: peft)",
+            ),
+            Argument(
+                "--base",
+                metavar="MODEL",
+                help="folder, GGUF file or hub id of the base model (default: its name)",
+            ),
+            Argument(
+                "--dtype",
+                choices=("float32", "bfloat16", "float16"),
+                metavar="NAME",
+                help="of a merged model: float32, bfloat16, float16 (default: its base's)",
+            ),
+            Argument("--force", action="store_true", help="replace the folder if it exists"),
+        ),
+        "import": Command(
+            "importing:import_",
+            "upload a PEFT adapter to a tinkex server, and check it there",
+            Argument("folder", metavar="PEFT_DIR", help="a folder with an adapter"),
+            Argument(
+                "--model", metavar="NAME", help="its base model (default: what the folder says)"
+            ),
+            Argument("--name", metavar="NAME", help="the checkpoint's name (default: imported)"),
+            Argument(
+                "--kind",
+                choices=("weights", "sampler_weights"),
+                default="weights",
+                metavar="KIND",
+                help="weights to train and sample; sampler_weights to sample (default: weights)",
+            ),
+            Argument(
+                "--base",
+                metavar="MODEL",
+                help="folder, GGUF file or hub id of the base model, to compare with",
+            ),
         ),
         "push-hf": Command(
             "hub:push",

@@ -32,6 +32,30 @@ RUN: Verbs = (
             ),
         ),
         "info": Command("runs:info", "show one training run", Argument("run_id", metavar="RUN_ID")),
+        "watch": Command(
+            "watch:watch",
+            "follow a run as it goes",
+            Argument("run", metavar="RUN", help="a run's folder, or its id on the server"),
+            Argument("--once", action="store_true", help="show what there is now, and leave"),
+        ),
+        "plot": Command(
+            "plot:plot",
+            "plot a run here, or draw a picture of it",
+            Argument(
+                "folders", nargs="+", metavar="FOLDER", help="a run's folder; several overlay"
+            ),
+            Argument(
+                "-m",
+                "--metric",
+                dest="metrics",
+                action="append",
+                metavar="NAME",
+                help="such as loss or reward; may be given again (default: what the run is for)",
+            ),
+            Argument(
+                "-o", "--output", metavar="FILE", help="a picture instead: FILE.svg or FILE.png"
+            ),
+        ),
     },
 )
 

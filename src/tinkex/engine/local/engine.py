@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tinkex.engine import checkpoints
-from tinkex.engine.base import GAUGES, SavedAdapter, TrainResult
+from tinkex.engine.base import GAUGES, ImportedAdapter, SavedAdapter, TrainResult
 from tinkex.engine.failures import user_error
 from tinkex.engine.local.budgets import budgets
 from tinkex.engine.local.relay import TokenRelay, hop
@@ -24,7 +24,7 @@ from tinkex.engine.local.tasks import Task
 from tinkex.engine.local.thread import EngineThread
 from tinkex.engine.models.deferred import DeferredModel
 from tinkex.engine.parking import Parking
-from tinkex.engine.peft import export_peft
+from tinkex.engine.peft import export_peft, import_folder
 from tinkex.engine.sampler import BASE
 from tinkex.engine.saved import open_saved
 from tinkex.engine.scratch import ScratchFolder
@@ -299,6 +299,21 @@ class LocalEngine:
             return (yield partial(export_peft, state.weights, layout))
 
         return await self._do(export(), _saved(location))
+
+    async def import_saved(self, base_model: str, folder: Path, location: str) -> ImportedAdapter:
+        """Save the PEFT adapter in a folder of this machine; complete and durable at the end."""
+
+        def imported() -> Steps:
+            config = self._config(base_model)
+            try:
+                weights = yield partial(import_folder, folder, config)
+            except InputError as error:
+                raise user_error(str(error)) from error
+            state = checkpoints.State(base_model=config.name, weights=weights)
+            saved = yield from self._write(state, location)
+            return ImportedAdapter(size_bytes=saved.size_bytes, lora=weights.lora)
+
+        return await self._do(imported(), _saved(location))
 
     async def stats(self) -> Mapping[str, float]:
         """Gauges and counters; reads numbers beside the thread, so it never waits for a pass."""

@@ -34,6 +34,7 @@ METHODS: Final = frozenset(
         "copy_saved",
         "delete_saved",
         "export_saved",
+        "import_saved",
         "stats",
     }
 )

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from tinkex.server.api.body import Uploads
     from tinkex.server.api.exports import Exports
     from tinkex.server.api.identity import Identity
+    from tinkex.server.api.imports import Imports
     from tinkex.server.api.limits import Limits
     from tinkex.server.observe.meters import Meters
     from tinkex.server.observe.polls import Polls
@@ -51,6 +52,7 @@ class Parts:
     identity: Identity
     limits: Limits
     exports: Exports
+    imports: Imports
     new_id: Callable[[], str]
     # What operators see: counts, what the server waits for, and bodies that are too slow.
     meters: Meters

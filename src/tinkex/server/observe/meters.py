@@ -1,8 +1,8 @@
 """The numbers behind `/metrics`, in a registry of their own.
 
 Whoever does something counts it here by a plain call. What can be asked for at any moment (queue
-lengths, the engine's gauges) is not counted but asked for by `scrape`. docs/server.md lists
-every name; a test compares.
+lengths, the engine's gauges) is not counted but asked for by `scrape`. docs/reference/metrics.md
+lists every name; a test compares.
 """
 
 from __future__ import annotations

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
+from tinkex.chat.messages import readable_message
+from tinkex.errors import InputError
 from tinkex.server.openai.answer import Wanted, respond
 from tinkex.server.openai.errors import problem
 from tinkex.server.openai.models import choose
 from tinkex.server.openai.requests import ChatRequest, read
 from tinkex.server.openai.shapes import Chat
+from tinkex.server.openai.template import prompt_text, sentence
 from tinkex.server.openai.texts import off_the_loop
 
 if TYPE_CHECKING:
@@ -19,8 +22,6 @@ if TYPE_CHECKING:
     from tinkex.server.openai.models import Chosen
     from tinkex.server.openai.texts import Text, Texts
 
-# OpenAI's newer name for a system message; no template knows it.
-_ROLES = {role: role for role in ("system", "user", "assistant", "tool")} | {"developer": "system"}
 # So many characters are a few milliseconds' work for a template.
 _FEW_CHARACTERS = 20_000
 
@@ -56,7 +57,7 @@ async def _prompt(call: Call, chosen: Chosen, text: Text, request: ChatRequest) 
     messages = [_message(message, i) for i, message in enumerate(request.messages)]
     size = sum(20 + len(message["content"]) for message in messages)
     rendered = await off_the_loop(
-        lambda: template.render(messages, request.chat_template_kwargs, call.parts.clock),
+        lambda: prompt_text(template, messages, request.chat_template_kwargs, call.parts.clock),
         aside=size > _FEW_CHARACTERS,
     )
     tokens = await text.encode(rendered, "messages", add_special_tokens=False)
@@ -65,33 +66,8 @@ async def _prompt(call: Call, chosen: Chosen, text: Text, request: ChatRequest) 
 
 
 def _message(message: dict[str, Any], index: int) -> dict[str, Any]:
-    """A message as templates expect it: a known role, and its content as one string."""
-    role = message.get("role")
-    if not isinstance(role, str) or role not in _ROLES:
-        raise problem(
-            400,
-            f"A message's role is one of {', '.join(_ROLES)}, not {role!r}.",
-            param=f"messages[{index}].role",
-            code="invalid_value",
-        )
-    path = f"messages[{index}].content"
-    return {**message, "role": _ROLES[role], "content": _content(message.get("content"), path)}
-
-
-def _content(content: object, path: str) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    if not isinstance(content, list):
-        raise problem(400, "A message's content is text.", param=path, code="invalid_value")
-    parts = [_part(part, f"{path}[{i}]") for i, part in enumerate(cast("list[Any]", content))]
-    return "\n".join(parts)
-
-
-def _part(part: object, path: str) -> str:
-    if isinstance(part, dict):
-        known = cast("dict[str, Any]", part)
-        if known.get("type") == "text" and isinstance(known.get("text"), str):
-            return known["text"]
-    raise problem(
-        400, "Only parts of type 'text' are supported.", param=path, code="unsupported_value"
-    )
+    try:
+        return readable_message(message, f"messages[{index}]")
+    except InputError as error:
+        text = sentence(error.reason)
+        raise problem(400, text, param=error.path, code="invalid_value") from error

@@ -12,10 +12,10 @@ import anyio
 import anyio.to_thread
 import tokenizers
 
+from tinkex.chat.template import ChatTemplate
 from tinkex.errors import TokenizerError
 from tinkex.server.openai.errors import problem
 from tinkex.server.openai.pieces import Detokenizer, Pieces
-from tinkex.server.openai.template import ChatTemplate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -59,7 +59,7 @@ async def test_a_chat_becomes_the_tokens_that_transformers_makes_of_it(
     text: Text, theirs: Any, messages: list[dict[str, str]]
 ):
     assert text.template is not None
-    rendered = text.template.render(messages, {}, FakeClock())
+    rendered = text.template.render(messages, add_generation_prompt=True, clock=FakeClock())
     options = {"add_generation_prompt": True, "tokenize": False}
     assert rendered == theirs.apply_chat_template(messages, **options)
     ours = await text.encode(rendered, "messages", add_special_tokens=False)

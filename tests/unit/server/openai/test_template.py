@@ -1,4 +1,4 @@
-"""Templates: what Hugging Face's expect is there, and nothing else."""
+"""What a template refuses is answered with a 400; `tests/unit/chat` has what templates can do."""
 
 from __future__ import annotations
 
@@ -6,85 +6,40 @@ from typing import Any
 
 import pytest
 
+from tinkex.chat.template import ChatTemplate
 from tinkex.errors import BadRequestError
-from tinkex.server.openai.template import ChatTemplate
+from tinkex.server.openai.template import prompt_text
 from tinkex.testing import FakeClock
 
-HELLO = [{"role": "user", "content": "hé <b>"}]
+HELLO = [{"role": "user", "content": "hello"}]
 
 
-def render(source: str, messages: list[Any] = HELLO, **options: Any) -> str:
-    return ChatTemplate(source, "<s>", "</s>").render(messages, options, FakeClock())
-
-
-def refusal(source: str, **options: Any) -> str:
+def refusal(source: str, **options: Any) -> dict[str, Any]:
     with pytest.raises(BadRequestError) as caught:
-        render(source, **options)
+        prompt_text(ChatTemplate(source, None, None), HELLO, options, FakeClock())
     body: Any = caught.value.body
-    return body["error"]["message"]
+    return body["error"]
 
 
-def test_messages_markers_and_options_are_known():
-    source = (
-        "{{ bos_token }}{% for m in messages %}{{ m.role }}:{{ m['content'] }}{{ eos_token }}"
-        "{% endfor %}{% if add_generation_prompt %}{{ mood }}>{% endif %}"
-    )
-    assert render(source, mood="sad") == "<s>user:hé <b></s>sad>"
-
-
-def test_blocks_leave_no_lines_behind():
-    assert render("  {% if true %}\nx\n  {% endif %}\ny") == "x\ny"
-
-
-def test_json_is_written_as_it_is():
-    assert render("{{ messages | tojson }}") == '[{"role": "user", "content": "hé <b>"}]'
-    assert render("{{ messages[0] | tojson(indent=1) }}").startswith('{\n "role"')
-
-
-def test_loops_can_be_left_and_generations_marked():
-    source = "{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}"
-    assert render(source) == "01"
-    assert render("{% generation %}said{% endgeneration %}") == "said"
-
-
-def test_the_date_is_the_servers():
-    assert render("{{ strftime_now('%Y') }}") == "2025"
-
-
-def test_what_a_template_raises_reaches_the_caller():
-    told = refusal("{{ raise_exception('Roles must alternate') }}")
-    assert "Roles must alternate" in told
+def test_a_prompt_asks_for_the_assistants_next_message():
+    template = ChatTemplate("{% if add_generation_prompt %}{{ mood }}>{% endif %}", None, None)
+    assert prompt_text(template, HELLO, {"mood": "sad"}, FakeClock()) == "sad>"
 
 
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        ("{% for %}", "broken"),
-        ("{{ ''.__class__.__mro__ }}", "unsafe"),
-        ("{{ messages.append(1) }}", "'append' of 'list' object is unsafe"),
-        ("{{ messages[0].content.x.y }}", "has no attribute"),
-        ("{{ 1 / 0 }}", "division by zero"),
-        ("{% for i in range(9999) %}{{ 'x' * 9999 }}{% endfor %}", "too long"),
-        ("{% for i in range(9999999) %}{% endfor %}", "more than 100000 times"),
-        ("{% for i in range(999) %}{% for j in range(999) %}{% endfor %}{% endfor %}",
-         "more than 100000 times"),
-        ("{% include 'x' %}", "no loader"),
+        ("{% for %}", "This model's chat template is broken"),
+        ("{{ raise_exception('Roles must alternate') }}", "Roles must alternate"),
     ],
-)  # fmt: skip
-def test_a_bad_template_is_an_error_and_nothing_worse(source: str, words: str):
-    assert words in refusal(source)
-
-
-def test_a_template_that_takes_too_long_is_given_up():
-    class Hasty(FakeClock):
-        def now(self) -> float:
-            self._now += 1.0
-            return self._now
-
-    template = ChatTemplate("{% for i in range(99) %}{{ i }}{% endfor %}", None, None)
-    with pytest.raises(BadRequestError, match="too long"):
-        template.render(HELLO, {}, Hasty())
+)
+def test_what_a_template_refuses_is_the_callers_to_read(source: str, words: str):
+    error = refusal(source)
+    assert words in error["message"]
+    assert (error["param"], error["code"]) == ("messages", "invalid_messages")
 
 
 def test_options_cannot_replace_what_the_server_says():
-    assert "bos_token, range" in refusal("x", range=1, bos_token="y", mood="sad")
+    error = refusal("x", range=1, bos_token="y", mood="sad")
+    assert "bos_token, range" in error["message"]
+    assert error["param"] == "chat_template_kwargs"

@@ -1,0 +1,215 @@
+"""Messages and text to tokens and back, and which of the tokens are trained.
+
+One renderer makes both what is trained and what is sampled with, so the two always agree: an
+example begins with the prompt token by token, or it is refused.
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal
+
+from tinkex.chat.boundary import EARLIER_TURN, PROMPT, check_beginning
+from tinkex.chat.examples import ChatExample, CompletionExample
+from tinkex.chat.messages import readable_messages
+from tinkex.chat.rendered import Rendered
+from tinkex.chat.turns import Turns, Written
+from tinkex.clock import SystemClock
+from tinkex.errors import ChatTemplateError, InputError, MissingPackageError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from tinkex.chat.examples import PreferenceExample
+    from tinkex.chat.messages import Message
+    from tinkex.chat.template import ChatTemplate
+    from tinkex.clients.tokenizers import Tokenizer
+    from tinkex.clock import Clock
+
+TrainOn = Literal["all", "last"]
+_NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
+
+__all__ = ["Rendered", "Renderer", "TrainOn"]
+
+
+class Renderer:
+    """Renders for one model; made with `Renderer.of`."""
+
+    def __init__(self, tokenizer: Tokenizer, turns: Turns | None, train_on: TrainOn) -> None:
+        self._tokenizer = tokenizer
+        self._turns = turns
+        self._train_on: TrainOn = train_on
+
+    @classmethod
+    def of(
+        cls,
+        tokenizer: Tokenizer,
+        *,
+        train_on: TrainOn = "all",
+        options: Mapping[str, Any] = _NO_OPTIONS,
+        clock: Clock | None = None,
+    ) -> Renderer:
+        """The renderer of a model, by its tokenizer and the chat template that comes with it.
+
+        `train_on` says whether all of an assistant's messages are trained or only the last.
+        `options` are variables of the template's own, such as `enable_thinking`. A tokenizer
+        without a template renders raw text only. Raises ChatTemplateError for a broken template.
+        """
+        if train_on not in ("all", "last"):
+            raise InputError(f"is 'all' or 'last', not {train_on!r}", "train_on")
+        template = _template_of(tokenizer)
+        if template is None:
+            return cls(tokenizer, None, train_on)
+        still = _Still(clock or SystemClock())
+        return cls(tokenizer, Turns(tokenizer, template, options, still), train_on)
+
+    @property
+    def stop(self) -> list[int]:
+        """Tokens that end an assistant's message: the template's own, then the end of a text."""
+        ends = (self._turns.end if self._turns else None, self._tokenizer.eos_token_id)
+        return list(dict.fromkeys(token for token in ends if token is not None))
+
+    def prompt(
+        self, messages: Sequence[Message] | str, *, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int]:
+        """What a sampler is given: messages with the beginning of an answer, or raw text."""
+        if isinstance(messages, str):
+            return list(self._tokenizer.encode(messages))
+        return self._chat().asked(_plain(messages), tools).tokens
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """The text of tokens, without special ones such as those that end a message."""
+        return self._tokenizer.decode(tokens, skip_special_tokens=True)
+
+    def example(self, example: ChatExample | CompletionExample) -> Rendered:
+        """The tokens to train on; raises InputError or ChatTemplateError for what cannot be."""
+        if isinstance(example, ChatExample):
+            return self._conversation(example.messages, example.tools)
+        return self._completion(example.prompt, example.completion)
+
+    def pair(self, pair: PreferenceExample) -> tuple[Rendered, Rendered]:
+        """The chosen and the rejected answer to the same prompt; only the answers are trained."""
+        return self._answer(pair, pair.chosen, "chosen"), self._answer(
+            pair, pair.rejected, "rejected"
+        )
+
+    def _answer(
+        self, pair: PreferenceExample, answer: Sequence[Message] | str, name: str
+    ) -> Rendered:
+        if isinstance(pair.prompt, str) and isinstance(answer, str):
+            return self._completion(pair.prompt, answer)
+        if isinstance(pair.prompt, str) or isinstance(answer, str):
+            raise InputError("the prompt and the answers are all messages or all text", name)
+        messages = [*pair.prompt, *answer]
+        return self._conversation(messages, pair.tools, first=len(pair.prompt))
+
+    def _completion(self, prompt: str, completion: str) -> Rendered:
+        asked = Written(prompt, self.prompt(prompt))
+        whole = Written(prompt + completion, self.prompt(prompt + completion))
+        check_beginning(whole, asked, self._tokenizer.decode, "completion", PROMPT)
+        tokens, end = whole.tokens, self._tokenizer.eos_token_id
+        if end is not None and tokens[-1:] != [end]:
+            tokens = [*tokens, end]
+        return _rendered(tokens, [(len(asked.tokens), len(tokens))])
+
+    def _conversation(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], first: int = 0
+    ) -> Rendered:
+        turns, plain = self._chat(), _plain(messages)
+        turns.check(plain, tools)
+        trained = self._trained(messages, plain, first)
+        # What follows the last trained message cannot influence it, so it is left out.
+        whole = turns.answered(plain[: trained[-1] + 1], tools)
+        spans = [self._span(plain, tools, index, whole, trained[-1]) for index in trained]
+        return _rendered(whole.tokens, spans)
+
+    def _trained(
+        self, messages: Sequence[Message], plain: Sequence[Message], first: int
+    ) -> list[int]:
+        """The numbers of the messages to train."""
+        found = [
+            index
+            for index, message in enumerate(messages)
+            if index >= first
+            and plain[index]["role"] == "assistant"
+            and message.get("weight", 1) != 0
+        ]
+        if not found:
+            raise InputError("no message of the assistant's is to be trained", "messages")
+        return found[-1:] if self._train_on == "last" else found
+
+    def _span(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+        index: int,
+        whole: Written,
+        last: int,
+    ) -> tuple[int, int]:
+        """From where to where `whole` has the message `index`, the token that ends it included."""
+        turns, where = self._chat(), f"messages[{index}]"
+        asked = turns.asked(messages[:index], tools)
+        decode = self._tokenizer.decode
+        if index == last:
+            check_beginning(whole, asked, decode, where, PROMPT)
+            return len(asked.tokens), len(whole.tokens)
+        answered = turns.answered(messages[: index + 1], tools)
+        check_beginning(answered, asked, decode, where, PROMPT)
+        check_beginning(whole, answered, decode, where, EARLIER_TURN)
+        return len(asked.tokens), len(answered.tokens)
+
+    def _chat(self) -> Turns:
+        if self._turns is None:
+            raise ChatTemplateError(
+                "this model brings no chat template: train an instruct model, or write the data as "
+                "prompt and completion"
+            )
+        return self._turns
+
+
+class _Still:
+    """A clock whose date stands still, so that a template that writes it always writes the same."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._wall = clock.wall()
+
+    def now(self) -> float:
+        return self._clock.now()
+
+    def wall(self) -> float:
+        return self._wall
+
+    async def sleep(self, seconds: float) -> None:
+        await self._clock.sleep(seconds)
+
+
+def _plain(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Messages as a template sees them: weights are ours."""
+    readable = readable_messages(messages)
+    return [{name: value for name, value in each.items() if name != "weight"} for each in readable]
+
+
+def _rendered(tokens: Sequence[int], spans: Sequence[tuple[int, int]]) -> Rendered:
+    weights = [0.0] * len(tokens)
+    for start, end in spans:
+        weights[start:end] = [1.0] * (end - start)
+    return Rendered(tuple(tokens), tuple(weights))
+
+
+def _template_of(tokenizer: Tokenizer) -> ChatTemplate | None:
+    source: Any = getattr(tokenizer, "chat_template", None)
+    if isinstance(source, dict):  # several, by name
+        source = source.get("default")  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType] - transformers' own free-form dict
+    if not isinstance(source, str):
+        return None
+    try:
+        from tinkex.chat.template import ChatTemplate
+    except ImportError as error:
+        raise MissingPackageError("chat templates need jinja2", "'tinkex[tokenizers]'") from error
+    return ChatTemplate(source, _marker(tokenizer, "bos"), _marker(tokenizer, "eos"))
+
+
+def _marker(tokenizer: Tokenizer, role: Literal["bos", "eos"]) -> str | None:
+    token = tokenizer.bos_token_id if role == "bos" else tokenizer.eos_token_id
+    return None if token is None else tokenizer.decode([token])

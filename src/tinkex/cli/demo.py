@@ -1,0 +1,202 @@
+"""`tinkex demo`: a small model learns to talk like a pirate, on this machine.
+
+It is `tinkex train sft` on a data set of ours, with the same questions asked before and after. A
+run that was cut off goes on; one that is done is shown again and nothing is computed.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tinkex.chat.renderer import Renderer
+from tinkex.cli.connect import load_config, service_client
+from tinkex.cli.export import export_adapter
+from tinkex.cli.main import INTERRUPTED
+from tinkex.cli.output import print_json, say
+from tinkex.cli.talking.columns import wrap
+from tinkex.cli.target import SMALL_MODEL, Target
+from tinkex.demo import HELD_OUT, PROMPTS, TRAINING
+from tinkex.errors import MissingPackageError
+from tinkex.loops.run import run
+from tinkex.loops.run_folder import RunFolder
+from tinkex.loops.settings import SftSettings
+from tinkex.loops.sft import SftJob
+from tinkex.seeing.history import read_metrics
+from tinkex.seeing.picture import write_picture
+from tinkex.seeing.series import series_of
+from tinkex.types import ModelInput, SamplingParams
+
+if TYPE_CHECKING:
+    import argparse
+
+    from tinkex.clients.service import ServiceClient
+
+_STORY = "demo.json"
+_ADAPTER = "adapter"
+_PICTURES = ("curve.svg", "curve.png")
+_ANSWER_TOKENS = 48
+_LEARNING_RATE = 1e-3
+_LABEL = 10
+
+
+def demo(args: argparse.Namespace) -> int | None:
+    """Train and show what came of it, or show it again."""
+    folder = Path(args.output)
+    story = _told(folder, args.steps)
+    if story is None:
+        story = _made(folder, args.steps)
+    if story is None:
+        say(f"Interrupted. Go on with it:\n  {_again(args)}")
+        return INTERRUPTED
+    _show(args, folder, story)
+    return None
+
+
+def _told(folder: Path, steps: int) -> dict[str, Any] | None:
+    """The story of a demonstration that was carried through, if all of it is still there."""
+    try:
+        story: dict[str, Any] = json.loads((folder / _STORY).read_text())
+    except (OSError, ValueError):
+        return None
+    files = [folder / name for name in (*story.get("pictures", ()), _ADAPTER)]
+    whole = story.get("steps") == steps and all(file.exists() for file in files)
+    return story if whole else None
+
+
+def _made(folder: Path, steps: int) -> dict[str, Any] | None:
+    """Do it all; None when training was interrupted."""
+    settings = SftSettings(model=SMALL_MODEL, steps=steps, learning_rate=_LEARNING_RATE, rank=8)
+    data = _data(folder.parent)
+    job = SftJob(settings, data, HELD_OUT)
+    say(f"{SMALL_MODEL} learns to talk like a pirate, on a server")
+    say(f"of its own on this machine, from the questions and answers in {data}.")
+    with service_client(SMALL_MODEL, embedded=True) as service:
+        say("Asking it some questions as it is …")
+        before = _answers(service, Target(base_model=SMALL_MODEL))
+        outcome = run(service, job, folder, resume=RunFolder(folder).read() is not None)
+        if outcome.ending == "interrupted":
+            return None
+        say("Asking it the same questions again …")
+        after = _answers(service, Target(model_path=outcome.best.sampler_path))
+        export_adapter(service, outcome.best.sampler_path, folder / _ADAPTER)
+    losses = [row["eval_loss"] for row in read_metrics(folder) if "eval_loss" in row]
+    story: dict[str, Any] = {
+        "steps": steps,
+        "model": SMALL_MODEL,
+        "path": outcome.best.sampler_path,
+        "data": str(data),
+        "held_out_loss": {"before": losses[0], "after": losses[-1]},
+        "answers": [
+            {"prompt": prompt, "before": old, "after": new}
+            for prompt, old, new in zip(PROMPTS, before, after, strict=True)
+        ],
+        "pictures": _draw(folder),
+    }
+    # Last of all: whoever finds it finds everything.
+    (folder / _STORY).write_text(json.dumps(story, indent=2) + "\n")
+    return story
+
+
+def _data(folder: Path) -> Path:
+    """A copy of the data to look at and to train on; nothing is written over."""
+    path = folder / TRAINING.name
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(TRAINING, path)
+    return path
+
+
+def _answers(service: ServiceClient, target: Target) -> list[str]:
+    sampler = target.open(service)
+    renderer = Renderer.of(sampler.get_tokenizer())
+    greedy = SamplingParams(max_tokens=_ANSWER_TOKENS, temperature=0.0, stop=renderer.stop)
+    waiting = [
+        sampler.sample(
+            ModelInput.from_ints(renderer.prompt([{"role": "user", "content": prompt}])), 1, greedy
+        )
+        for prompt in PROMPTS
+    ]
+    sequences = [future.result().sequences[0] for future in waiting]
+    return [
+        renderer.text(one.tokens).strip() + (" …" if one.stop_reason == "length" else "")
+        for one in sequences
+    ]
+
+
+def _draw(folder: Path) -> list[str]:
+    """The curve as pictures; returns their names."""
+    series = series_of(read_metrics(folder))
+    try:
+        for name in _PICTURES:
+            write_picture(series, folder / name, title="A model learns to talk like a pirate")
+    except MissingPackageError as error:
+        say(f"No picture of the curve: {error}")
+        return []
+    return list(_PICTURES)
+
+
+# -- showing it --------------------------------------------------------------------------------
+
+
+def _show(args: argparse.Namespace, folder: Path, story: dict[str, Any]) -> None:
+    commands = _next_commands(folder, story)
+    if args.format == "json":
+        print_json({"folder": str(folder), **story, "next": [command for _, command in commands]})
+        return
+    for answer in story["answers"]:
+        print(f"\n{answer['prompt']}")
+        for when in ("before", "after"):
+            print(_wrapped(f"  {when}", answer[when], _LABEL))
+    loss = story["held_out_loss"]
+    print(f"\nLoss on questions it has never seen: {loss['before']:.2f} -> {loss['after']:.2f}")
+    places = [
+        ("Curve", ", ".join(str(folder / name) for name in story["pictures"]) or "none"),
+        ("Adapter", f"{folder / _ADAPTER} (a PEFT folder)"),
+        ("Data", story["data"]),
+    ]
+    for name, place in places:
+        print(f"{name:{_LABEL}}{place}")
+    print("\nTry next:")
+    for why, command in commands:
+        print(f"  {command}\n      {why}")
+
+
+def _wrapped(label: str, text: str, indent: int) -> str:
+    width = shutil.get_terminal_size((80, 24)).columns
+    rows = wrap(text, max(width - indent, 20))
+    return "\n".join(
+        f"{label if i == 0 else '':{indent}}{row}".rstrip() for i, row in enumerate(rows)
+    )
+
+
+def _next_commands(folder: Path, story: dict[str, Any]) -> list[tuple[str, str]]:
+    mine = folder.parent / "mine"
+    return [
+        ("talk to it; type /compare base to see both at once", f"{_program()} chat {folder}"),
+        (
+            "train on a file of your own; this one shows the format",
+            f"{_program()} train sft {story['data']} --output {mine} --steps 20",
+        ),
+        ("serve it to OpenAI clients: docs/openai.md", f"{_program()} serve --no-auth"),
+    ]
+
+
+def _again(args: argparse.Namespace) -> str:
+    return f"{_program()} demo --output {args.output} --steps {args.steps}"
+
+
+def _program() -> str:
+    """How this program is called from where we are, on the same server."""
+    called = Path(sys.argv[0])
+    on_path = shutil.which("tinkex")
+    if called.name != "tinkex":
+        program = f"{sys.executable} -m tinkex.cli"
+    elif on_path is not None and Path(on_path).resolve() == called.resolve():
+        program = "tinkex"
+    else:
+        program = str(called)
+    return program if load_config().embedded else f"TINKER_BASE_URL=embedded {program}"

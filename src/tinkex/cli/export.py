@@ -1,0 +1,125 @@
+"""`tinkex checkpoint export`: a checkpoint as files that other programs load.
+
+What is exported is computed here and compared with the server before it gets its name. A folder
+that is there has passed; one that has not is gone.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tinkex.adapters.config import CONFIG_FILE
+from tinkex.cli.adapter_files import base_model_of, fetch_adapter
+from tinkex.cli.connect import service_client
+from tinkex.cli.download import folder_in, put_in_place
+from tinkex.cli.failures import CommandError, misuse
+from tinkex.cli.output import say, show_one, size
+from tinkex.cli.verify import ask, check, load_base, shown
+from tinkex.types import ParsedCheckpointTinkerPath
+
+if TYPE_CHECKING:
+    import argparse
+
+    from tinkex.adapters.compare import Comparison
+    from tinkex.adapters.merge import DtypeName
+    from tinkex.cli.verify import Expected
+    from tinkex.clients.service import ServiceClient
+    from tinkex.engine.models.loader import BaseModel
+
+_REPORT = "Nothing was saved. Please report this, with the checkpoint's path."
+_ROUNDED = "Nothing was saved. Pass --dtype float32, or --layout peft, which rounds nothing."
+
+
+def export_adapter(service: ServiceClient, path: str, folder: Path | str) -> None:
+    """Write a checkpoint as a PEFT folder, which is there completely or not at all.
+
+    An adapter that is in the folder already is replaced; anything else in it is not touched.
+    """
+    target = Path(folder)
+    if target.exists() and not (target / CONFIG_FILE).is_file() and any(target.iterdir()):
+        raise CommandError(f"{target} holds something else", "Choose another folder.")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with folder_in(target.parent) as fresh:
+        fetch_adapter(service, path, fresh, base_model_of(service, path))
+        put_in_place(fresh, target)
+
+
+def export(args: argparse.Namespace) -> None:
+    """Export a checkpoint, compare it with the server, and give it its place."""
+    ParsedCheckpointTinkerPath.from_tinker_path(args.path)
+    if args.dtype is not None and args.layout != "merged":
+        raise misuse("--dtype belongs to --layout merged", "An adapter keeps its own precision.")
+    target = Path(args.output)
+    if target.exists() and not args.force:
+        raise CommandError(
+            f"{target} exists already", "Pass --force to replace it, or -o for another place."
+        )
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with service_client() as service, folder_in(target.parent) as work:
+        name = base_model_of(service, args.path) or args.base
+        if name is None:
+            raise CommandError(
+                f"The server does not say which base model {args.path} has", "Give it by --base."
+            )
+        finished, found = _export(service, args, name, work)
+        put_in_place(finished, target)
+    _report(args, target, found)
+
+
+def _export(
+    service: ServiceClient, args: argparse.Namespace, name: str, work: Path
+) -> tuple[Path, Comparison]:
+    """Make the folder that was asked for and compare it; returns it and how it compares."""
+    adapter = work / "adapter"
+    adapter.mkdir()
+    say(f"Fetching {args.path} …")
+    fetch_adapter(service, args.path, adapter, name)
+    base = load_base(args.base or name, name)
+    from tinkex.adapters.local import score, texts_for
+
+    expected = ask(service, args.path, name, texts_for(base))
+    ours = score(base, expected.texts, adapter)
+    found = expected.compare(ours, score(base, expected.texts))
+    check(found, _REPORT)
+    if args.layout == "peft":
+        return adapter, found
+    return _merged(base, expected, adapter, work / "merged", args.dtype)
+
+
+def _merged(
+    base: BaseModel, expected: Expected, adapter: Path, folder: Path, dtype: DtypeName | None
+) -> tuple[Path, Comparison]:
+    from tinkex.adapters.local import score
+    from tinkex.adapters.merge import merge, own_dtype
+
+    dtype = dtype or own_dtype(base)
+    say(f"Merging in {dtype} …")
+    merge(base, adapter, folder, dtype)
+    our_base = score(base, expected.texts)
+    ours = score(load_base(str(folder), base.decoder.config.name), expected.texts)
+    found = expected.compare(ours, our_base, rounded=dtype != "float32")
+    check(found, _REPORT if dtype == "float32" else _ROUNDED)
+    return folder, found
+
+
+def _report(args: argparse.Namespace, target: Path, found: Comparison) -> None:
+    size_bytes = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
+    show_one(
+        args,
+        {
+            "checkpoint_path": args.path,
+            "destination": str(target),
+            "layout": args.layout,
+            "file_size_bytes": size_bytes,
+            "verified": shown(found),
+        },
+        [
+            ("Checkpoint Path", args.path),
+            ("Layout", args.layout),
+            ("Total Size", size(size_bytes)),
+            ("Saved to", target),
+            ("Verified", f"log-probabilities differ by {found.difference:.2g}"),
+            ("Allowed", f"{found.allowed:.2g} (the adapter changes {found.effect:.2g})"),
+        ],
+    )

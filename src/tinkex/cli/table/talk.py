@@ -1,0 +1,118 @@
+"""Talking to models, the demonstration, and the doctor."""
+
+from __future__ import annotations
+
+import argparse
+import math
+
+from tinkex.cli.table.base import Argument, Command
+
+
+def _whole(text: str) -> int:
+    """A number from 1 on."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be 1 or more: {text}")
+    return number
+
+
+def _temperature(text: str) -> float:
+    number = float(text)
+    if not (math.isfinite(number) and number >= 0):
+        raise argparse.ArgumentTypeError(f"must be 0 or more: {text}")
+    return number
+
+
+def _share(text: str) -> float:
+    number = float(text)
+    if not 0 < number <= 1:
+        raise argparse.ArgumentTypeError(f"must be above 0, and 1 at most: {text}")
+    return number
+
+
+_TEMPERATURE = Argument(
+    "--temperature",
+    type=_temperature,
+    default=0.7,
+    metavar="T",
+    help="0 takes the likeliest token (default: 0.7)",
+)
+_TOP_P = Argument(
+    "--top-p",
+    type=_share,
+    default=1.0,
+    metavar="P",
+    help="draw from the likeliest tokens that have this share (default: 1)",
+)
+
+CHAT = Command(
+    "chat:chat",
+    "talk to a model or a checkpoint",
+    Argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="a base model, a tinker:// path, or the folder of a training run "
+        "(default: the server's only model)",
+    ),
+    Argument("--system", metavar="TEXT", help="a system message to begin with"),
+    _TEMPERATURE,
+    _TOP_P,
+    Argument(
+        "--max-tokens",
+        type=_whole,
+        default=512,
+        metavar="N",
+        help="of one answer (default: 512)",
+    ),
+    Argument("--seed", type=int, metavar="N", help="the same answers every time"),
+)
+
+SAMPLE = Command(
+    "sample:sample",
+    "answer a file of prompts",
+    Argument(
+        "prompts",
+        metavar="PROMPTS",
+        help=".jsonl: in each line a string, or an object with prompt or messages; "
+        "any other file: each line is a prompt",
+    ),
+    Argument(
+        "-o", "--output", required=True, metavar="OUT", help="JSON lines, one for each prompt"
+    ),
+    Argument("--model", metavar="NAME", help="a base model (default: the server's only one)"),
+    Argument("--path", metavar="PATH", help="a tinker:// path, or the folder of a training run"),
+    Argument("--chat", action="store_true", help="text is a user's message, not a beginning"),
+    Argument(
+        "--max-tokens", type=_whole, default=256, metavar="N", help="of a sample (default: 256)"
+    ),
+    _TEMPERATURE,
+    _TOP_P,
+    Argument(
+        "--num-samples", type=_whole, default=1, metavar="N", help="of each prompt (default: 1)"
+    ),
+    Argument("--seed", type=int, metavar="N", help="the same samples every time"),
+    Argument(
+        "--concurrency",
+        type=_whole,
+        default=32,
+        metavar="N",
+        help="prompts under way at once (default: 32)",
+    ),
+    Argument("--overwrite", action="store_true", help="begin again where OUT is there"),
+)
+
+DOCTOR = Command("doctor:doctor", "check the installation, the settings and the server")
+
+DEMO = Command(
+    "demo:demo",
+    "fine-tune a small model here, and see what it learns",
+    Argument(
+        "-o",
+        "--output",
+        metavar="DIR",
+        default="runs/demo",
+        help="the folder of the run (default: runs/demo)",
+    ),
+    Argument("--steps", type=_whole, default=24, metavar="N", help="of training (default: 24)"),
+)

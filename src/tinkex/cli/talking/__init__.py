@@ -1,0 +1,1 @@
+"""What `tinkex chat` is made of."""

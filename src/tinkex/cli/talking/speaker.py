@@ -1,0 +1,127 @@
+"""One side of a chat: somebody who answers, piece by piece where the server can do that."""
+
+from __future__ import annotations
+
+import queue
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tinkex.chat.renderer import Renderer
+from tinkex.cli.target import Target
+from tinkex.clients.text_streams import text_pieces
+from tinkex.errors import APIStatusError
+from tinkex.types import ModelInput, SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from tinkex.chat.messages import Message
+    from tinkex.clients.service import ServiceClient
+    from tinkex.futures.future import APIFuture
+
+    # Takes a piece of an answer.
+    Hear = Callable[[str], None]
+    # Starts an answer.
+    Begin = Callable[[Hear], APIFuture[None]]
+
+_NO_SUCH_ROUTE = (404, 405)
+
+
+@dataclass(frozen=True, slots=True)
+class Manner:
+    """How answers are drawn."""
+
+    temperature: float
+    top_p: float
+    max_tokens: int
+    seed: int | None
+
+
+class Speaker:
+    """A model or a checkpoint that takes part in a chat."""
+
+    def __init__(self, service: ServiceClient, target: Target) -> None:
+        self.name = target.name
+        self._model = target.model
+        self._service = service
+        self._sampler = target.open(service)
+        tokenizer = self._sampler.get_tokenizer()
+        self._renderer = Renderer.of(tokenizer)
+        self._stop = self._renderer.stop
+        # The route for streams takes them as text.
+        self._stop_texts = [text for token in self._stop if (text := tokenizer.decode([token]))]
+        # Mutable state: whether the server streams, as far as we know.
+        self._streams = True
+
+    @property
+    def base(self) -> Target:
+        """The model underneath."""
+        return Target(base_model=self._sampler.get_base_model())
+
+    def begin(self, messages: Sequence[Message], manner: Manner, hear: Hear) -> APIFuture[None]:
+        """Begin to answer; raises at once what the model's template cannot render."""
+        prompt = self._renderer.prompt(messages)
+
+        async def answer() -> None:
+            if self._streams:
+                try:
+                    await self._stream(prompt, manner, hear)
+                    return
+                except APIStatusError as error:
+                    # Not this way, then; sampling says what is wrong, if something is.
+                    self._streams = error.status_code not in _NO_SUCH_ROUTE
+            hear(await self._whole(prompt, manner))
+
+        return self._service.operations.start(lambda _: answer())
+
+    async def _stream(self, prompt: Sequence[int], manner: Manner, hear: Hear) -> None:
+        pieces = text_pieces(
+            await self._service.holder.opened(),
+            self._model,
+            prompt,
+            max_tokens=manner.max_tokens,
+            temperature=manner.temperature,
+            top_p=manner.top_p,
+            seed=manner.seed,
+            stop=self._stop_texts or None,
+        )
+        async for piece in pieces:
+            hear(piece)
+
+    async def _whole(self, prompt: Sequence[int], manner: Manner) -> str:
+        params = SamplingParams(
+            max_tokens=manner.max_tokens,
+            temperature=manner.temperature,
+            top_p=manner.top_p,
+            seed=manner.seed,
+            stop=self._stop or None,
+        )
+        drawn = await self._sampler.sample_async(ModelInput.from_ints(prompt), 1, params)
+        return self._renderer.text(drawn.sequences[0].tokens)
+
+
+def hear_all(beginnings: Sequence[Begin]) -> Iterator[tuple[int, str | None]]:
+    """Begin several answers and give their pieces as they come; None is the end of that one.
+
+    Raises what made an answer fail. Leaving the iterator stops those that are not finished.
+    """
+    heard: queue.SimpleQueue[tuple[int, str | None]] = queue.SimpleQueue()
+    futures: list[APIFuture[None]] = []
+    try:
+        for index, begin in enumerate(beginnings):
+            futures.append(begin(_ear(heard, index)))
+            futures[-1].add_done_callback(lambda _, index=index: heard.put((index, None)))
+        left = len(futures)
+        while left:
+            index, piece = heard.get()
+            if piece is None:
+                left -= 1
+                futures[index].result()
+            yield index, piece
+    finally:
+        for future in futures:
+            future.cancel()
+
+
+def _ear(heard: queue.SimpleQueue[tuple[int, str | None]], index: int) -> Hear:
+    return lambda piece: heard.put((index, piece))

@@ -1,0 +1,108 @@
+"""Whom a command talks to: a base model, a checkpoint, or what a training run has made."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tinkex.cli.connect import load_config, service_client
+from tinkex.cli.failures import CommandError, misuse
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from tinkex.clients.sampling import SamplingClient
+    from tinkex.clients.service import ServiceClient
+
+SMALL_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+_SCHEME = "tinker://"
+_SHOWN_MODELS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A base model, or weights on top of one.
+
+    `source` is what an embedded server must have for it, `label` what the caller calls it.
+    """
+
+    base_model: str | None = None
+    model_path: str | None = None
+    source: str | None = None
+    label: str = ""
+
+    @property
+    def model(self) -> str:
+        """What it is called in a request."""
+        return self.model_path or self.base_model or ""
+
+    @property
+    def name(self) -> str:
+        """What it is called where people read it."""
+        return self.label or self.model
+
+    def open(self, service: ServiceClient) -> SamplingClient:
+        """A sampler of it."""
+        if self.model_path is not None:
+            return service.create_sampling_client(model_path=self.model_path)
+        return service.create_sampling_client(base_model=self.base_model)
+
+
+@contextmanager
+def connected(target: Target | None) -> Generator[tuple[ServiceClient, Target]]:
+    """A client of a server that has the target; without one, of its only model."""
+    if target is None and load_config().embedded:
+        target = Target(base_model=SMALL_MODEL)
+    with service_client(None if target is None else target.source) as service:
+        yield service, target or only_model(service)
+
+
+def find(text: str) -> Target:
+    """What a word on the command line means: a path, a run's folder, or a model's name."""
+    if text.startswith(_SCHEME):
+        return Target(model_path=text)
+    folder = Path(text)
+    if (folder / "run.json").is_file():
+        return of_run(folder)
+    if folder.is_dir():
+        raise CommandError(
+            f"{text} is a folder, but not of a training run: it has no run.json",
+            "Name a base model, a tinker:// path, or a folder that `tinkex train` has made.\n"
+            "A model's own folder has to be served under a name: NAME=FOLDER.",
+        )
+    if text.startswith((".", "/", "~")):
+        raise CommandError(f"There is no folder {text}", "`ls runs` may show what there is.")
+    return Target(base_model=text.partition("=")[0], source=text)
+
+
+def of_run(folder: Path) -> Target:
+    """The newest weights of a training run."""
+    from tinkex.loops.run_folder import RunFolder
+
+    run = RunFolder(folder)
+    record, saved = run.read(), run.checkpoints()
+    path = (record and record.adapter_path) or (saved[-1].sampler_path if saved else None)
+    if record is None or path is None:
+        raise CommandError(
+            f"The run in {folder} has saved nothing yet",
+            f"`tinkex run watch {folder}` shows how far it is.",
+        )
+    base_model = record.model.partition("=")[0]
+    return Target(base_model, path, source=record.model, label=str(folder))
+
+
+def only_model(service: ServiceClient) -> Target:
+    """The model of a server that has one; of others the caller has to name it."""
+    offered = service.get_server_capabilities().supported_models
+    names = [model.model_name for model in offered if model.model_name and model.sampleable]
+    if len(names) == 1:
+        return Target(base_model=names[0])
+    if not names:
+        raise CommandError("This server has no model to sample from", "Name a tinker:// path.")
+    shown = "\n".join(names[:_SHOWN_MODELS])
+    raise misuse(
+        "This server has several models: name the one to talk to",
+        f"{shown}\n`tinkex model list` shows all of them.",
+    )

@@ -1,0 +1,176 @@
+"""`tinkex train`: ready-made loops, each in a run folder of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from tinkex.cli.connect import service_client
+from tinkex.cli.export import export_adapter
+from tinkex.cli.failures import misuse
+from tinkex.cli.main import INTERRUPTED
+from tinkex.cli.output import say, show_one
+from tinkex.errors import InputError, MissingPackageError
+from tinkex.loops.dpo import DpoJob
+from tinkex.loops.rl import RlJob
+from tinkex.loops.run import run
+from tinkex.loops.run_folder import RunFolder
+from tinkex.loops.settings import DpoSettings, RlSettings, Settings, SftSettings
+from tinkex.loops.sft import SftJob
+from tinkex.seeing.history import read_metrics
+from tinkex.seeing.picture import write_picture
+from tinkex.seeing.series import series_of
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Generator
+
+    from tinkex.loops.loop import Outcome
+    from tinkex.loops.run import Job
+
+S = TypeVar("S", bound=Settings)
+
+ADAPTER = "adapter"
+_PICTURES = ("curve.svg", "curve.png")
+
+
+def sft(args: argparse.Namespace) -> int | None:
+    """Supervised fine-tuning on a file of examples."""
+    with _named_as_options():
+        place = _place(args, Path(args.data), "sft")
+        settings = _settings(args, place, SftSettings)
+        return _train(args, place, SftJob(settings, Path(args.data), _eval_file(args, place)))
+
+
+def dpo(args: argparse.Namespace) -> int | None:
+    """Preference optimization on a file of pairs."""
+    with _named_as_options():
+        place = _place(args, Path(args.data), "dpo")
+        settings = _settings(args, place, DpoSettings)
+        return _train(args, place, DpoJob(settings, Path(args.data), _eval_file(args, place)))
+
+
+def rl(args: argparse.Namespace) -> int | None:
+    """Reinforcement learning on a task."""
+    with _named_as_options():
+        place = _place(args, Path(args.task), "rl")
+        return _train(args, place, RlJob(_settings(args, place, RlSettings), Path(args.task)))
+
+
+# -- what was asked for ------------------------------------------------------------------------
+
+
+def _place(args: argparse.Namespace, source: Path, kind: str) -> RunFolder:
+    """The run's folder; refused where a run was begun that is not to be resumed, or is not."""
+    place = RunFolder(Path(args.output or Path("runs") / f"{source.stem}-{kind}"))
+    if args.resume and place.read() is None:
+        raise misuse(
+            f"There is no run to resume in {place.path}",
+            "Leave --resume out to begin one, or name its folder with --output.",
+        )
+    if not args.resume and place.begun:
+        raise misuse(
+            f"A run was begun in {place.path}",
+            f"Go on with it:  {_resume_command(kind, source, place)}\n"
+            "Or begin another in a folder of its own, with --output DIR.",
+        )
+    return place
+
+
+def _settings(args: argparse.Namespace, place: RunFolder, kind: type[S]) -> S:
+    """What was given; for the rest, what the run was begun with, or the defaults."""
+    names = {field.name for field in dataclasses.fields(kind)}
+    given = {name: value for name in names if (value := getattr(args, name, None)) is not None}
+    record = place.read() if args.resume else None
+    known: dict[str, Any] = {} if record is None else record.settings
+    return kind(**({name: known[name] for name in names & known.keys()} | given))
+
+
+@contextmanager
+def _named_as_options() -> Generator[None]:
+    """A setting's error comes out under the name that it has on the command line."""
+    try:
+        yield
+    except InputError as error:
+        if not error.path.isidentifier():
+            raise
+        raise misuse(f"--{error.path.replace('_', '-')} {error.reason}") from error
+
+
+def _eval_file(args: argparse.Namespace, place: RunFolder) -> Path | None:
+    if args.eval is not None:
+        return Path(args.eval)
+    record = place.read() if args.resume else None
+    known = {} if record is None else record.files.get("eval", {})
+    return Path(known["path"]) if known else None
+
+
+def _resume_command(kind: str, source: Path, place: RunFolder) -> str:
+    words = ["tinkex", "train", kind, str(source), "--output", str(place.path), "--resume"]
+    return shlex.join(words)
+
+
+# -- doing it ----------------------------------------------------------------------------------
+
+
+def _train(args: argparse.Namespace, place: RunFolder, job: Job) -> int | None:
+    settings = job.settings
+    again = _resume_command(settings.kind, next(iter(job.files.values())), place)
+    with service_client(settings.model) as service:
+        try:
+            outcome = run(
+                service, job, place.path, resume=args.resume, report=tuple(args.report or ())
+            )
+        except BaseException:
+            if place.begun:
+                say(f"The run can go on from its last save:\n  {again}")
+            raise
+        if outcome.ending == "interrupted":
+            say(f"Interrupted after step {outcome.step}; everything up to there is saved.")
+            say(f"Go on with it:\n  {again}")
+            _summary(args, place, outcome, None)
+            return INTERRUPTED
+        _draw(place, settings)
+        adapter = place.path / ADAPTER
+        export_adapter(service, outcome.best.sampler_path, adapter)
+    _summary(args, place, outcome, adapter)
+    return None
+
+
+def _draw(place: RunFolder, settings: Settings) -> None:
+    series = series_of(read_metrics(place.path))
+    try:
+        for name in _PICTURES:
+            write_picture(series, place.path / name, title=f"{settings.kind} {settings.base_model}")
+    except (MissingPackageError, InputError) as error:
+        say(f"No picture of the run: {error}")
+
+
+def _summary(
+    args: argparse.Namespace, place: RunFolder, outcome: Outcome, adapter: Path | None
+) -> None:
+    rows = [row for row in read_metrics(place.path) if row["step"] <= outcome.best.step]
+    newest: dict[str, float] = {}
+    for row in rows:
+        newest |= row
+    about = {
+        "folder": str(place.path),
+        "ended": outcome.ending,
+        "step": outcome.step,
+        "used_step": outcome.best.step,
+        "loss": newest.get("loss"),
+        "reward": newest.get("reward"),
+        "eval_loss": newest.get("eval_loss"),
+        "eval_reward": newest.get("eval_reward"),
+        "state_path": outcome.best.state_path,
+        "sampler_path": outcome.best.sampler_path,
+        "adapter": None if adapter is None else str(adapter),
+    }
+    show_one(args, about, [(name, _short(value)) for name, value in about.items()])
+
+
+def _short(value: object) -> object:
+    return f"{value:.4g}" if isinstance(value, float) else value

@@ -1,0 +1,15 @@
+"""Training data from files: JSON Lines to examples, and all of what is wrong with them at once."""
+
+from tinkex.data.examples import ChatExample, CompletionExample, PreferenceExample
+from tinkex.data.jsonl import kind_of, read_examples
+from tinkex.data.rendering import render_all, render_pairs
+
+__all__ = [
+    "ChatExample",
+    "CompletionExample",
+    "PreferenceExample",
+    "kind_of",
+    "read_examples",
+    "render_all",
+    "render_pairs",
+]

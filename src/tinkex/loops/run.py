@@ -1,0 +1,267 @@
+"""A whole run in its folder: begin or resume, train, keep what comes of it."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Protocol
+
+from tinkex._version import __version__
+from tinkex.clock import SystemClock
+from tinkex.errors import InputError, NotFoundError
+from tinkex.loops.early_stop import Patience
+from tinkex.loops.interruption import Interruption
+from tinkex.loops.loop import Loop, Outcome, Plan
+from tinkex.loops.resume import hashes, record_of, refuse_other_run, refuse_other_tokens
+from tinkex.loops.run_folder import Record, RunFolder
+from tinkex.loops.schedule import learning_rate
+from tinkex.seeing.progress import Progress
+from tinkex.seeing.sinks import open_sinks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+
+    from tinkex.clients.service import ServiceClient
+    from tinkex.clients.training import TrainingClient
+    from tinkex.clock import Clock
+    from tinkex.loops.loop import Recipe
+    from tinkex.loops.run_folder import Checkpoint
+    from tinkex.loops.settings import Settings
+    from tinkex.seeing.sinks import Sink
+
+# Saves and evaluations of a run for which nothing else is said: so many, and so far apart.
+_SHARES, _NOT_WITHIN = 10, 10
+
+
+class Job(Protocol):
+    """What is to be trained on; making one has read and checked its files."""
+
+    @property
+    def settings(self) -> Settings: ...
+
+    @property
+    def files(self) -> Mapping[str, Path]: ...
+
+    @property
+    def steps(self) -> int: ...
+
+    def prepare(self, service: ServiceClient, clock: Clock) -> Prepared:
+        """Turn everything to tokens; raises for what cannot be. Makes no model."""
+        ...
+
+
+class Prepared(Protocol):
+    """A job as tokens."""
+
+    @property
+    def judged_by(self) -> str | None: ...
+
+    @property
+    def higher_is_better(self) -> bool: ...
+
+    @property
+    def rendered(self) -> str: ...
+
+    def recipe(
+        self,
+        service: ServiceClient,
+        training: TrainingClient,
+        folder: Path,
+        note: Callable[[str], None],
+    ) -> Recipe: ...
+
+
+def run(
+    service: ServiceClient,
+    job: Job,
+    folder: Path,
+    *,
+    resume: bool = False,
+    report: Sequence[str] = (),
+    clock: Clock | None = None,
+) -> Outcome:
+    """Do a job in a folder, from its beginning or from its last save.
+
+    Everything is checked before a model is made. While it trains, the first SIGINT or SIGTERM
+    makes it finish the step in flight, save and return. A run that is finished already returns
+    at once.
+    """
+    clock = clock or SystemClock()
+    place = RunFolder(folder)
+    record = record_of(place, resume=resume)
+    if record is not None:
+        refuse_other_run(record, job.settings, job.files)
+    began = clock.wall() if record is None else record.began
+    prepared = job.prepare(service, _Dated(clock, began))
+    if record is not None:
+        refuse_other_tokens(record, prepared.rendered)
+        if record.status == "finished":
+            return _as_it_ended(record, place)
+    record = replace(record or _new_record(job, prepared, began), status="running", pid=os.getpid())
+    place.make()
+    place.write(record)
+    try:
+        outcome = _Run(service, job, prepared, place, clock).train(report)
+    except BaseException as error:
+        gone = isinstance(error, KeyboardInterrupt)
+        place.change(status="interrupted" if gone else "failed")
+        raise
+    over = outcome.ending != "interrupted"
+    place.change(
+        status="finished" if over else "interrupted",
+        adapter_path=outcome.best.sampler_path if over else None,
+    )
+    return outcome
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A run whose folder is there and whose job is fit to be trained on."""
+
+    service: ServiceClient
+    job: Job
+    prepared: Prepared
+    place: RunFolder
+    clock: Clock
+
+    def train(self, report: Sequence[str]) -> Outcome:
+        """Go on from the last save; without one, from the beginning."""
+        settings = self.job.settings
+        start = next((one for one in reversed(self.place.checkpoints()) if one.step > 0), None)
+        past = self.place.rewind(start.step if start else -1)
+        plan = _plan(settings, self.job.steps, self.prepared.judged_by)
+        with ExitStack() as stack:
+            diary = self._diary(stack, report, start.step if start else 0)
+            training = _model(self.service, settings, start)
+            known = self.place.change()
+            self.place.change(model_ids=[*known.model_ids, training.model_id])
+            loop = Loop(
+                self.prepared.recipe(self.service, training, self.place.path, diary.note),
+                training,
+                plan,
+                diary,
+                self._patience(plan, past),
+                self.clock,
+                checkpoints=self.place.checkpoints(),
+                spent_s=max((row.get("time_s", 0.0) for row in past), default=0.0),
+            )
+            return loop.run(stack.enter_context(Interruption()))
+
+    def _diary(self, stack: ExitStack, report: Sequence[str], done: int) -> _Writer:
+        settings, folder = self.job.settings, self.place.path
+        sinks = open_sinks(report, folder, folder.name, asdict(settings))
+        stack.enter_context(closing(sinks))
+        progress = Progress(self.job.steps, _title(settings), done=done, clock=self.clock)
+        diary = _Writer(self.place, sinks, stack.enter_context(progress))
+        for sentence in sinks.places:
+            diary.note(sentence)
+        return diary
+
+    def _patience(self, plan: Plan, past: Sequence[Mapping[str, float]]) -> Patience:
+        """With what the evaluations so far have shown."""
+        limit = self.job.settings.patience
+        patience = Patience(limit, higher_is_better=self.prepared.higher_is_better)
+        for row in past:
+            value = row.get(plan.judged_by or "")
+            if value is not None and row["step"] > 0:
+                patience.see(int(row["step"]), value)
+        return patience
+
+
+def _model(service: ServiceClient, settings: Settings, start: Checkpoint | None) -> TrainingClient:
+    if start is None:
+        return service.create_lora_training_client(
+            settings.base_model, rank=settings.rank, seed=settings.seed
+        )
+    try:
+        return service.create_training_client_from_state_with_optimizer(start.state_path)
+    except NotFoundError as error:
+        raise InputError(
+            f"this server does not have {start.state_path}, from which the run would go on. Use "
+            "the server and the key that it was begun with; an embedded server keeps its "
+            "checkpoints in tinkex-data of the folder it was started in.",
+        ) from error
+
+
+def _plan(settings: Settings, total: int, judged_by: str | None) -> Plan:
+    if settings.patience is not None and judged_by is None:
+        raise InputError("needs something to evaluate with", "patience")
+    share = max(total // _SHARES, _NOT_WITHIN)
+    return Plan(
+        total=total,
+        rate=lambda step: learning_rate(
+            step, total, settings.learning_rate, settings.lr_schedule, settings.warmup
+        ),
+        save_every=settings.save_every or share,
+        eval_every=settings.eval_every or share,
+        judged_by=judged_by,
+    )
+
+
+def _new_record(job: Job, prepared: Prepared, began: float) -> Record:
+    settings = job.settings
+    return Record(
+        kind=settings.kind,
+        model=settings.model,
+        title=_title(settings),
+        settings=asdict(settings),
+        files=hashes(job.files),
+        rendered=prepared.rendered,
+        steps=job.steps,
+        version=__version__,
+        began=began,
+    )
+
+
+def _title(settings: Settings) -> str:
+    return f"{settings.kind} {settings.base_model}"
+
+
+def _as_it_ended(record: Record, place: RunFolder) -> Outcome:
+    saves = place.checkpoints()
+    best = next(one for one in saves if one.sampler_path == record.adapter_path)
+    early = saves[-1].step < record.steps
+    return Outcome("stopped early" if early else "finished", saves[-1].step, saves[-1], best)
+
+
+class _Writer:
+    """Writes down what the loop tells, in the order that makes it safe to be killed."""
+
+    def __init__(self, place: RunFolder, sinks: Sink, progress: Progress) -> None:
+        self._place = place
+        self._sinks = sinks
+        self._progress = progress
+
+    def step(self, step: int, values: Mapping[str, float]) -> None:
+        self._sinks.record(step, values)
+        if step > 0:
+            self._progress.step(step, values)
+        else:
+            told = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
+            self.note(f"before training: {told}")
+
+    def saved(self, checkpoint: Checkpoint) -> None:
+        self._place.add(checkpoint)
+        self.note(f"saved after step {checkpoint.step}")
+
+    def note(self, text: str) -> None:
+        self._progress.note(text)
+
+
+class _Dated:
+    """A clock on which it is always the day that a run began."""
+
+    def __init__(self, clock: Clock, wall: float) -> None:
+        self._clock = clock
+        self._wall = wall
+
+    def now(self) -> float:
+        return self._clock.now()
+
+    def wall(self) -> float:
+        return self._wall
+
+    async def sleep(self, seconds: float) -> None:
+        await self._clock.sleep(seconds)

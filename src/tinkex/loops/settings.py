@@ -1,0 +1,135 @@
+"""What can be set about a run. Bad values are refused by the name of the setting.
+
+A setting that is None is filled in by what the run turns out to be: `save_every` and `eval_every`
+are a tenth of its steps, and `steps` comes from `epochs` and the number of examples.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Literal, get_args
+
+from tinkex.errors import InputError
+
+DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+Schedule = Literal["constant", "linear", "cosine"]
+TrainOn = Literal["all", "last"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What all three kinds of run have in common."""
+
+    kind: ClassVar[str]
+    # What changes no number of a run, so that a resumed one may have it otherwise.
+    free: ClassVar[frozenset[str]] = frozenset({"save_every"})
+
+    model: str = DEFAULT_MODEL
+    steps: int | None = None
+    batch_size: int = 8
+    rank: int = 16
+    learning_rate: float = 3e-4
+    lr_schedule: Schedule = "linear"
+    warmup: int = 0
+    seed: int = 0
+    save_every: int | None = None
+    eval_every: int | None = None
+    patience: int | None = None
+
+    @property
+    def base_model(self) -> str:
+        """What the server calls the model; `model` may be NAME=FOLDER for one of our own."""
+        return self.model.partition("=")[0]
+
+    def __post_init__(self) -> None:
+        if not self.base_model:
+            raise InputError("must not be empty", "model")
+        one_of(self.lr_schedule, get_args(Schedule), "lr_schedule")
+        for name in ("steps", "batch_size", "rank", "save_every", "eval_every", "patience"):
+            at_least(getattr(self, name), 1, name)
+        at_least(self.warmup, 0, "warmup")
+        more_than_zero(self.learning_rate, "learning_rate")
+        if not 0 <= self.seed < 2**31:
+            raise InputError(f"must be from 0 to {2**31 - 1}, not {self.seed}", "seed")
+        if self.steps is not None and self.warmup >= self.steps:
+            raise InputError(f"must be fewer than the {self.steps} steps", "warmup")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _OnData(Settings):
+    """What a run over a file of examples has besides."""
+
+    epochs: int | None = None
+    eval_fraction: float | None = None
+    max_tokens: int = 2048
+
+    def __post_init__(self) -> None:
+        Settings.__post_init__(self)
+        at_least(self.epochs, 1, "epochs")
+        at_least(self.max_tokens, 2, "max_tokens")
+        if self.steps is not None and self.epochs is not None:
+            raise InputError("give either steps or epochs, not both", "epochs")
+        if self.eval_fraction is not None and not 0 < self.eval_fraction < 1:
+            raise InputError(f"must be between 0 and 1, not {self.eval_fraction}", "eval_fraction")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SftSettings(_OnData):
+    """Supervised fine-tuning."""
+
+    kind = "sft"
+    train_on: TrainOn = "all"
+
+    def __post_init__(self) -> None:
+        _OnData.__post_init__(self)
+        one_of(self.train_on, get_args(TrainOn), "train_on")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DpoSettings(_OnData):
+    """Direct preference optimization; `beta` is how dear it is to leave the base model."""
+
+    kind = "dpo"
+    learning_rate: float = 5e-5
+    beta: float = 0.1
+
+    def __post_init__(self) -> None:
+        _OnData.__post_init__(self)
+        more_than_zero(self.beta, "beta")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RlSettings(Settings):
+    """Reinforcement learning: `batch_size` prompts a step, `group_size` answers to each."""
+
+    kind = "rl"
+    lr_schedule: Schedule = "constant"
+    group_size: int = 8
+    max_tokens: int = 128
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        Settings.__post_init__(self)
+        at_least(self.group_size, 2, "group_size")
+        at_least(self.max_tokens, 1, "max_tokens")
+        more_than_zero(self.temperature, "temperature")
+
+
+def at_least(number: int | None, least: int, name: str) -> None:
+    """Refuse a number below `least`; None is no number."""
+    if number is not None and number < least:
+        raise InputError(f"must be at least {least}, not {number}", name)
+
+
+def more_than_zero(number: float, name: str) -> None:
+    """Refuse what is no finite number above zero."""
+    if not (math.isfinite(number) and number > 0):
+        raise InputError(f"must be a finite number above 0, not {number}", name)
+
+
+def one_of(value: str, choices: tuple[str, ...], name: str) -> None:
+    """Refuse what is none of the choices."""
+    if value not in choices:
+        raise InputError(f"must be one of {', '.join(choices)}, not {value!r}", name)

@@ -1,0 +1,125 @@
+"""Supervised fine-tuning: the loss of a step is the mean over its trained tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tinkex.chat.renderer import Renderer
+from tinkex.chat.tokenizers import tokenizer_for
+from tinkex.data.jsonl import read_examples
+from tinkex.data.rendering import render_all
+from tinkex.errors import InputError
+from tinkex.loops.batches import (
+    fingerprint,
+    loss_of,
+    split,
+    tokens_of,
+    total_steps,
+    trained_weight,
+    weighted,
+)
+from tinkex.loops.loop import Pending
+from tinkex.loops.schedule import batch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from tinkex.chat.rendered import Rendered
+    from tinkex.clients.service import ServiceClient
+    from tinkex.clients.training import TrainingClient
+    from tinkex.clock import Clock
+    from tinkex.loops.settings import SftSettings
+    from tinkex.types import AdamParams
+
+_EPOCHS = 3
+
+
+class SftJob:
+    """Examples to train on; made, it has read its files. Raises DataError for bad ones."""
+
+    def __init__(self, settings: SftSettings, data: Path, eval_data: Path | None = None) -> None:
+        if eval_data is not None and settings.eval_fraction is not None:
+            raise InputError("give either a file or a fraction, not both", "eval_fraction")
+        self.settings = settings
+        self.files = {"data": data} | ({} if eval_data is None else {"eval": eval_data})
+        examples = read_examples(data, "sft")
+        self._train, self._eval = split(examples, settings.eval_fraction, settings.seed)
+        if eval_data is not None:
+            self._eval = read_examples(eval_data, "sft")
+        self.steps = total_steps(settings, settings.epochs or _EPOCHS, len(self._train))
+
+    def prepare(self, service: ServiceClient, clock: Clock) -> PreparedSft:
+        """Render everything; raises DataError with every line that cannot be."""
+        tokenizer = tokenizer_for(service, self.settings.base_model)
+        renderer = Renderer.of(tokenizer, train_on=self.settings.train_on, clock=clock)
+        most, files = self.settings.max_tokens, self.files
+        held_out = str(files.get("eval", files["data"]))
+        return PreparedSft(
+            self.settings,
+            render_all(renderer, self._train, max_tokens=most, source=str(files["data"])),
+            render_all(renderer, self._eval, max_tokens=most, source=held_out),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedSft:
+    """Examples as tokens."""
+
+    settings: SftSettings
+    train: list[Rendered]
+    held_out: list[Rendered]
+    higher_is_better = False
+
+    @property
+    def judged_by(self) -> str | None:
+        return "eval_loss" if self.held_out else None
+
+    @property
+    def rendered(self) -> str:
+        return fingerprint((self.train, self.held_out))
+
+    def recipe(
+        self,
+        service: ServiceClient,
+        training: TrainingClient,
+        folder: Path,
+        note: Callable[[str], None],
+    ) -> SftRecipe:
+        return SftRecipe(self, training)
+
+
+class SftRecipe:
+    """Cross-entropy over the tokens that are trained."""
+
+    def __init__(self, prepared: PreparedSft, training: TrainingClient) -> None:
+        self._train = prepared.train
+        self._settings = prepared.settings
+        self._training = training
+        self._held_out = [weighted(one, 1.0) for one in prepared.held_out]
+        self._held_out_weight = trained_weight(prepared.held_out)
+
+    def step(self, step: int, adam: AdamParams) -> Pending:
+        """Submit a batch. Its weights add up to 1, so that gradients do not grow with it."""
+        size, seed = self._settings.batch_size, self._settings.seed
+        examples = [self._train[i] for i in batch(step, size, len(self._train), seed)]
+        factor = 1.0 / trained_weight(examples)
+        passed = self._training.forward_backward(
+            [weighted(one, factor) for one in examples], "cross_entropy"
+        )
+        stepped = self._training.optim_step(adam)
+
+        def wait() -> dict[str, float]:
+            loss = loss_of(passed.result())
+            stepped.result()
+            return {"loss": loss, "tokens": tokens_of(examples)}
+
+        return Pending(wait, stepped)
+
+    def evaluate(self) -> Pending:
+        """Submit the held-out examples."""
+        passed = self._training.forward(self._held_out, "cross_entropy")
+        return Pending(
+            lambda: {"eval_loss": loss_of(passed.result()) / self._held_out_weight}, passed
+        )

@@ -1,0 +1,78 @@
+"""What `run.json` says about a run to those who look at it: what it is, how long, whether it runs.
+
+The file belongs to the training loop. Every field is optional here, so that any folder with a
+`metrics.jsonl` can be looked at.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, cast
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+RUN = "run.json"
+_RUNNING = "running"
+
+Ending = Literal["finished", "interrupted", "failed", "gone"]
+"""How a run ended; "gone": its process is not on this machine, though it never said goodbye."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunInfo:
+    """A run as its folder describes it; `status` is None where the folder does not say."""
+
+    title: str
+    steps: int | None = None
+    status: str | None = None
+    pid: int | None = None
+
+    def ended(self, last_step: int | None) -> Ending | None:
+        """Why no more lines will come, as far as can be told from here; None: they may."""
+        if self.status == _RUNNING and self.pid is not None:
+            return None if _is_alive(self.pid) else "gone"
+        if self.status in ("interrupted", "failed"):
+            return "interrupted" if self.status == "interrupted" else "failed"
+        if self.status not in (None, _RUNNING):
+            return "finished"
+        enough = self.steps is not None and last_step is not None and last_step >= self.steps
+        return "finished" if enough else None
+
+
+def read_run(folder: Path) -> RunInfo:
+    """What is known; a file that is missing, or being replaced, tells nothing."""
+    try:
+        found: object = json.loads((folder / RUN).read_bytes())
+    except (OSError, ValueError):
+        found = None
+    values = cast("dict[str, object]", found) if isinstance(found, dict) else {}
+    return RunInfo(
+        title=_title(values) or folder.resolve().name,
+        steps=_count(values.get("steps")),
+        status=status if isinstance(status := values.get("status"), str) else None,
+        pid=_count(values.get("pid")),
+    )
+
+
+def _title(values: dict[str, object]) -> str:
+    words = (
+        [values.get("title")] if values.get("title") else [values.get("kind"), values.get("model")]
+    )
+    return " ".join(word for word in words if isinstance(word, str))
+
+
+def _count(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):  # somebody else's process, or no number of one
+        return True
+    return True

@@ -1,0 +1,95 @@
+"""How far a run is: its last numbers, how fast it goes, and how long it will take."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+# Steps that the speed is measured over: the last ones say more about the next than the first.
+_RECENT = 32
+_TOKENS_PER_S = "tokens_per_s"
+
+
+class RunState:
+    """What the views show. `now` is in seconds of one clock throughout."""
+
+    def __init__(self, total: int, title: str, done: int, now: float) -> None:
+        self.total = max(total, 0)
+        self.title = title
+        # Mutable: where the run is, the newest value of each name and its step, what was measured.
+        self.step = self.started_at = max(done, 0)
+        self.latest: dict[str, tuple[int, float]] = {}
+        self.measured: list[dict[str, float]] = []
+        self._begun = self._now = now
+        self._tokens = 0.0
+        self._marks = deque([(now, self.step, 0.0)], maxlen=_RECENT)
+
+    def add(self, step: int, values: Mapping[str, float], now: float) -> None:
+        """Take in the numbers of a step."""
+        numbers = {name: _number(value) for name, value in values.items()}
+        self.step, self._now = step, now
+        self.latest.update({name: (step, value) for name, value in numbers.items()})
+        if self.measured and step <= self.measured[-1]["step"]:  # resumed from an earlier step
+            self.measured = [row for row in self.measured if row["step"] < step]
+        self.measured.append({"step": float(step), **numbers})
+        self._tokens += numbers.get("tokens", 0.0)
+        self._marks.append((now, step, self._tokens))
+
+    def value(self, name: str) -> float | None:
+        """The newest value of that name."""
+        return self.latest[name][1] if name in self.latest else None
+
+    @property
+    def share(self) -> float:
+        """How much is done, from 0 to 1."""
+        return min(max(self.step / self.total, 0.0), 1.0) if self.total else 0.0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether nothing is left to do."""
+        return self.total > 0 and self.step >= self.total
+
+    @property
+    def elapsed_s(self) -> float:
+        """Since the beginning, up to the last step."""
+        return self._now - self._begun
+
+    @property
+    def left_s(self) -> float | None:
+        """How long the rest will take at the pace of the last steps."""
+        seconds, steps, _ = self._recently()
+        if steps <= 0 or not self.total:
+            return None
+        return max(self.total - self.step, 0) * seconds / steps
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Over the last steps: single ones jump, because results come in bunches."""
+        seconds, _, tokens = self._recently()
+        known = tokens > 0 and math.isfinite(tokens) and seconds > 0
+        return tokens / seconds if known else self.value(_TOKENS_PER_S)
+
+    @property
+    def mean_tokens_per_s(self) -> float | None:
+        """Over the whole time."""
+        known = self._tokens > 0 and math.isfinite(self._tokens) and self.elapsed_s > 0
+        return self._tokens / self.elapsed_s if known else None
+
+    def _recently(self) -> tuple[float, int, float]:
+        """Seconds, steps and tokens of the last steps."""
+        # The first step is no measure: it also loads, compiles and warms up.
+        first = self._marks[1 if len(self._marks) > 2 else 0]
+        last = self._marks[-1]
+        return last[0] - first[0], last[1] - first[1], last[2] - first[2]
+
+
+def _number(value: object) -> float:
+    """The value as it can be shown; what is no number is not one."""
+    try:
+        return float(value)  # pyright: ignore[reportArgumentType] - anything with __float__, or refused
+    except (TypeError, ValueError, OverflowError):
+        return math.nan

@@ -1,0 +1,219 @@
+"""`tinkex train` as users run it: a process, the embedded server, Ctrl-C, kill -9, and again.
+
+However often a run is broken off, its adapter is in the end that of the run nobody disturbed, bit
+for bit. A seed chooses the steps, signals are sent when a step is reported, and what was exported
+is compared tensor by tensor.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from tests.e2e.serving import KEY, environment, served
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+    from pathlib import Path
+
+# Every start of the command starts a server, which loads torch.
+pytestmark = pytest.mark.timeout(300)
+
+STEPS = 12
+LIMIT_S = 100.0
+TASK = """
+def prompts():
+    return [[{"role": "user", "content": f"say {letter}"}] for letter in "abcdefgh"]
+
+def eval_prompts():
+    return prompts()[:2]
+
+def reward(prompt, answer):
+    return sum(letter in "aeiou ths" for letter in answer)
+"""
+OPTIONS: dict[str, tuple[str, ...]] = {
+    "sft": ("--eval-fraction", "0.2", "--learning-rate", "0.01", "--warmup", "2"),
+    "dpo": ("--eval-fraction", "0.2", "--learning-rate", "0.003"),
+    "rl": ("--group-size", "4", "--max-tokens", "8", "--learning-rate", "0.01"),
+}
+SOURCES = {"sft": "chats.jsonl", "dpo": "pairs.jsonl", "rl": "task.py"}
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> Path:
+    """A folder with something to train on."""
+    numbers = [f"{number} and {number * 7 % 10}" for number in range(30)]
+    chats = [
+        {"messages": [{"role": "user", "content": n}, {"role": "assistant", "content": n[::-1]}]}
+        for n in numbers
+    ]
+    pairs = [
+        {"prompt": [{"role": "user", "content": n}], "chosen": n[::-1], "rejected": "no idea"}
+        for n in numbers
+    ]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(one) + "\n" for one in chats))
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(one) + "\n" for one in pairs))
+    (tmp_path / "task.py").write_text(TASK)
+    return tmp_path
+
+
+@dataclass
+class Command:
+    """A `tinkex train` that runs."""
+
+    popen: subprocess.Popen[str]
+    said: list[str]
+
+    def wait_for(self, beginning: str) -> None:
+        """Read what it says until a line begins so."""
+        assert self.popen.stderr is not None
+        for line in self.popen.stderr:
+            self.said.append(line)
+            if line.startswith(beginning):
+                return
+        raise AssertionError(f"{beginning!r} was never said\n{''.join(self.said)}")
+
+    def end(self) -> int:
+        """Wait for its end; returns its exit status."""
+        out, err = self.popen.communicate(timeout=LIMIT_S)
+        self.said += [err, out]
+        return self.popen.returncode
+
+    @property
+    def text(self) -> str:
+        return "".join(self.said)
+
+
+@contextmanager
+def train(
+    work: Path, kind: str, output: str, *more: str, server: str | None = None
+) -> Generator[Command]:
+    """Start the command, on a server or the embedded one; killed at the end, if it still runs."""
+    if server is None:
+        settings = {"TINKEX_THREADS": "1", "TINKEX_EMBEDDED_MODELS": "tinkex/tiny"}
+    else:
+        settings = {"TINKER_BASE_URL": server, "TINKER_API_KEY": KEY}
+    usual = ("--model", "tinkex/tiny", "--steps", str(STEPS), "--batch-size", "4", "--rank", "4")
+    every = ("--save-every", "3", "--eval-every", "2", "--seed", "5", *OPTIONS[kind])
+    argv = [sys.executable, "-m", "tinkex.cli", "train", kind, SOURCES[kind], "--output", output]
+    popen = subprocess.Popen(
+        [*argv, *more] if "--resume" in more else [*argv, *usual, *every, *more],
+        cwd=work,
+        env=environment(work, **settings),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with popen:
+        try:
+            yield Command(popen, [])
+        finally:
+            popen.kill()
+
+
+def finished(work: Path, kind: str, output: str, *more: str, server: str | None = None) -> str:
+    """What the command says when it runs to its end."""
+    with train(work, kind, output, *more, server=server) as command:
+        assert command.end() == 0, command.text
+        return command.text
+
+
+def broken_off(
+    work: Path,
+    kind: str,
+    output: str,
+    step: int,
+    *more: str,
+    by: signal.Signals = signal.SIGINT,
+    server: str | None = None,
+) -> str:
+    """What a run says that gets a signal when it reports a step, and ends by it."""
+    with train(work, kind, output, *more, server=server) as command:
+        command.wait_for(f"step {step:>2}/{STEPS}")
+        command.popen.send_signal(by)
+        assert command.end() == (130 if by == signal.SIGINT else -by), command.text
+        return command.text
+
+
+def adapter(work: Path, output: str) -> dict[str, Any]:
+    return load_file(work / output / "adapter" / "adapter_model.safetensors")
+
+
+def assert_same_adapter(work: Path, one: str, other: str) -> None:
+    """Every tensor of both is the same, to the bit; and they are not all zero."""
+    first, second = adapter(work, one), adapter(work, other)
+    assert first.keys() == second.keys()
+    for name in first:
+        assert np.array_equal(first[name].view(np.uint8), second[name].view(np.uint8)), name
+    assert any(first[name].any() for name in first if "lora_B" in name)
+
+
+def metrics(work: Path, output: str) -> list[dict[str, float]]:
+    """The numbers of each step, without how long it took."""
+    lines = (work / output / "metrics.jsonl").read_text().splitlines()
+    times = ("time_s", "tokens_per_s")
+    return [{k: v for k, v in json.loads(line).items() if k not in times} for line in lines]
+
+
+def test_a_run_that_is_broken_off_again_and_again_ends_with_the_same_adapter(work: Path):
+    finished(work, "sft", "whole")
+    first, second, third = sorted(random.Random(20).sample(range(1, STEPS - 4), 3))
+    said = broken_off(work, "sft", "broken", first)
+    assert "  tinkex train sft chats.jsonl --output broken --resume\n" in said
+    assert max(map(len, said.splitlines())) <= 85, said
+    # One step more than was reached at least: two are on their way when a signal comes.
+    broken_off(work, "sft", "broken", second + 2, "--resume", by=signal.SIGKILL)
+    broken_off(work, "sft", "broken", third + 2, "--resume")
+    finished(work, "sft", "broken", "--resume")
+    assert_same_adapter(work, "whole", "broken")
+    assert metrics(work, "whole") == metrics(work, "broken")
+    assert [row["step"] for row in metrics(work, "whole")] == list(range(STEPS + 1))
+
+
+@pytest.mark.parametrize("kind", ["dpo", "rl"])
+def test_the_other_kinds_of_run_go_on_to_the_same_adapter(work: Path, kind: str):
+    chosen = random.Random(kind)
+    with served(work / "data") as server:
+        finished(work, kind, "whole", server=server.url)
+        broken_off(work, kind, "broken", chosen.randint(1, 4), server=server.url)
+        step = chosen.randint(8, 9)
+        broken_off(work, kind, "broken", step, "--resume", by=signal.SIGKILL, server=server.url)
+        finished(work, kind, "broken", "--resume", server=server.url)
+    assert_same_adapter(work, "whole", "broken")
+    assert metrics(work, "whole") == metrics(work, "broken")
+
+
+def test_a_second_ctrl_c_leaves_at_once_and_the_run_goes_on_from_its_last_save(work: Path):
+    with served(work / "data") as server:
+        finished(work, "sft", "whole", server=server.url)
+        with train(work, "sft", "broken", server=server.url) as command:
+            command.wait_for(f"step  5/{STEPS}")
+            command.popen.send_signal(signal.SIGINT)
+            command.wait_for("Finishing the step and saving")
+            command.popen.send_signal(signal.SIGINT)
+            assert command.end() == 130, command.text
+        assert "--output broken --resume" in command.text
+        finished(work, "sft", "broken", "--resume", server=server.url)
+    assert_same_adapter(work, "whole", "broken")
+
+
+def test_a_run_is_not_resumed_on_a_server_that_does_not_have_it(work: Path):
+    with served(work / "data") as server:
+        broken_off(work, "sft", "broken", 3, server=server.url)
+    with (
+        served(work / "other") as server,
+        train(work, "sft", "broken", "--resume", server=server.url) as command,
+    ):
+        assert command.end() == 2
+    assert "this server does not have tinker://" in command.text

@@ -1,0 +1,226 @@
+"""Exports and imports on the command line, against servers of all kinds that are no real engine.
+
+What is really computed and compared is in tests/e2e/test_export_import.py.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.unit.adapters import kit
+from tinkex.adapters.folder import read_adapter
+from tinkex.adapters.names import Place
+from tinkex.cli.export import export_adapter
+from tinkex.cli.failures import CommandError
+from tinkex.cli.main import DONE, FAILED, MISUSED
+from tinkex.clients.service import ServiceClient
+from tinkex.testing import FakeServer, faults
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from conftest import Ran, Saved
+
+    Run = Callable[..., Ran]
+
+HEAD = {Place(None, "unembed", "A"), Place(None, "unembed", "B")}
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+def hosted(server: FakeServer) -> None:
+    """Behave as hosted Tinker does: no archives, no uploads."""
+    for route in ("get_checkpoint_archive", "import_weights"):
+        server.faults.on(route, faults.reply(404, {"detail": "Not Found"}), times=None)
+
+
+# -- export_adapter --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["training", "sampler", "external"])
+def test_every_kind_of_checkpoint_becomes_a_peft_folder(saved: Saved, kind: str):
+    with ServiceClient() as service:
+        export_adapter(service, getattr(saved, kind), Path("deep/er/adapter"))
+    assert names_in(Path()) == [
+        "deep",
+        "deep/er",
+        "deep/er/adapter",
+        f"deep/er/adapter/{kit.CONFIG}",
+        f"deep/er/adapter/{kit.WEIGHTS}",
+    ]
+    adapter = read_adapter(Path("deep/er/adapter"))
+    assert adapter.tensors.keys() == HEAD
+    written = json.loads(Path("deep/er/adapter", kit.CONFIG).read_text())
+    assert (written["base_model_name_or_path"], written["target_modules"]) == (
+        "tinkex/tiny",
+        ["lm_head"],
+    )
+
+
+def test_a_server_without_archives_exports_training_checkpoints_for_this_only(
+    run: Run, saved: Saved, server: FakeServer
+):
+    hosted(server)
+    before = run("checkpoint", "list", "--limit", "0", "-f", "json").json
+    with ServiceClient() as service:
+        export_adapter(service, saved.training, "adapter")
+        assert read_adapter(Path("adapter")).tensors.keys() == HEAD
+        with pytest.raises(CommandError, match="no sampler weights away") as refused:
+            export_adapter(service, saved.sampler, "other")
+    assert "tinker://RUN/weights/NAME" in refused.value.hint
+    assert not Path("other").exists()
+    assert run("checkpoint", "list", "--limit", "0", "-f", "json").json == before
+
+
+def test_an_adapter_is_replaced_and_anything_else_is_not(saved: Saved):
+    other = Path("mine")
+    other.mkdir()
+    (other / "thesis.txt").write_text("precious")
+    with ServiceClient() as service:
+        for _ in range(2):
+            export_adapter(service, saved.sampler, Path("adapter"))
+        with pytest.raises(CommandError, match="holds something else"):
+            export_adapter(service, saved.sampler, other)
+    assert names_in(other) == ["thesis.txt"]
+
+
+@pytest.mark.parametrize("effect", [faults.drop(), faults.drop_midway(), faults.reply(403)])
+def test_a_broken_download_leaves_nothing(saved: Saved, server: FakeServer, effect: Any):
+    server.faults.on(None, effect, when=lambda seen: "/files/" in seen.path)
+    with ServiceClient() as service, pytest.raises(CommandError, match="download"):
+        export_adapter(service, saved.sampler, Path("adapter"))
+    assert names_in(Path()) == []
+
+
+def test_a_checkpoint_that_is_no_adapter_of_ours_is_left_to_the_download_command(
+    saved: Saved, server: FakeServer
+):
+    links = {
+        "urls": {"weights.age": f"{server.url}/api/v1/healthz"},
+        "expires": "2100-01-01T00:00:00Z",
+    }
+    server.faults.on("get_external_weights_urls", faults.reply(200, links))
+    with ServiceClient() as service, pytest.raises(CommandError) as refused:
+        export_adapter(service, saved.external, Path("adapter"))
+    assert "has no adapter_config.json" in str(refused.value)
+    assert "checkpoint download" in refused.value.hint
+    assert names_in(Path()) == []
+
+
+# -- checkpoint export -----------------------------------------------------------------------------
+
+
+def test_another_base_model_than_the_servers_leaves_nothing_behind(run: Run, saved: Saved):
+    # The fake engine's tinkex/tiny is a toy; the one that is loaded here is a real model.
+    ran = run("checkpoint", "export", saved.training, "-o", "adapter")
+    assert (ran.status, ran.out) == (FAILED, "")
+    assert names_in(Path()) == []
+    assert "Nothing" not in ran.out
+
+
+def test_what_exists_is_replaced_only_by_force(run: Run, saved: Saved):
+    Path("adapter").mkdir()
+    ran = run("checkpoint", "export", saved.training, "-o", "adapter")
+    assert ran.status == FAILED
+    assert "--force" in ran.err
+    assert names_in(Path()) == ["adapter"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nonsense", "-o", "x"], "tinker://"),
+        (["tinker://a/b", "-o", "x"], "tinker://"),
+        (["tinker://a/weights/b", "-o", "x", "--dtype", "float32"], "--layout merged"),
+    ],
+)
+def test_a_misuse_says_so_and_asks_nobody(
+    run: Run, server: FakeServer, words: list[str], message: str
+):
+    ran = run("checkpoint", "export", *words)
+    assert ran.status == MISUSED
+    assert message in ran.err
+    assert server.requests == []
+
+
+def test_a_checkpoint_that_is_not_there_is_a_failure(run: Run, server: FakeServer):
+    ran = run("checkpoint", "export", "tinker://nobody/weights/x", "-o", "x")
+    assert ran.status == FAILED
+    assert "--base" in ran.err
+    assert names_in(Path()) == []
+
+
+# -- checkpoint import -----------------------------------------------------------------------------
+
+
+def test_a_server_that_takes_no_adapters_is_said_to_be_one(run: Run, server: FakeServer):
+    hosted(server)
+    ran = run("checkpoint", "import", kit.write(Path("adapter")))
+    assert (ran.status, ran.out) == (FAILED, "")
+    assert "no part of the official protocol" in ran.err
+    assert "tinkex serve" in ran.err
+
+
+@pytest.mark.parametrize("name", kit.BAD)
+def test_bad_adapters_are_refused_by_what_is_wrong_and_not_sent(
+    run: Run, server: FakeServer, name: str
+):
+    changes, message = kit.BAD[name]
+    ran = run("checkpoint", "import", kit.write(Path("bad"), **changes))
+    assert ran.status == MISUSED
+    assert message in ran.err
+    assert server.requests == []
+
+
+def test_a_pickle_is_refused_with_the_way_out(run: Run, server: FakeServer):
+    Path("bad").mkdir()
+    Path("bad", kit.CONFIG).write_bytes(kit.config())
+    Path("bad/adapter_model.bin").write_bytes(b"\x80\x02.")
+    ran = run("checkpoint", "import", "bad")
+    assert ran.status == MISUSED
+    assert "safe_serialization=True" in ran.err
+    assert server.requests == []
+
+
+def test_an_adapter_without_a_base_model_needs_one(run: Run, server: FakeServer):
+    kit.write(Path("adapter"), config=kit.config(base_model_name_or_path=None))
+    ran = run("checkpoint", "import", "adapter")
+    assert ran.status == FAILED
+    assert "--model" in ran.err
+    assert server.requests == []
+
+
+def test_an_unknown_base_model_is_refused_with_those_there_are(run: Run, server: FakeServer):
+    ran = run("checkpoint", "import", kit.write(Path("adapter")), "--model", "no/such")
+    assert ran.status == FAILED
+    assert "there is: tinkex/tiny" in ran.err
+
+
+def test_what_cannot_be_compared_here_is_imported_and_said_not_to_be(
+    run: Run, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    words = ("--model", "tinkex/tiny-2", "--name", "mine", "-f", "json")
+    ran = run("checkpoint", "import", kit.write(Path("adapter")), *words)
+    assert ran.status == DONE
+    assert ran.json["verified"] is None
+    assert ran.json["tinker_path"].endswith("/weights/mine")
+    assert "Not compared" in ran.err
+    asked = run("checkpoint", "import", "adapter", *words, "--base", "nowhere/at-all")
+    assert asked.status == FAILED
+    assert "base model cannot be loaded" in asked.err
+
+
+def test_what_does_not_compare_is_deleted_again(run: Run, server: FakeServer):
+    before = run("checkpoint", "list", "--limit", "0", "-f", "json").json
+    # Here tinkex/tiny is a real model, for which this is no adapter.
+    ran = run("checkpoint", "import", kit.write(Path("adapter")))
+    assert (ran.status, ran.out) == (FAILED, "")
+    assert run("checkpoint", "list", "--limit", "0", "-f", "json").json == before
+    assert len(server.seen("import_weights")) == 1

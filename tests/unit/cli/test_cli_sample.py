@@ -1,0 +1,258 @@
+"""`tinkex sample`: prompts in, answers out; nothing is lost and nothing is done twice."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tinkex.cli.main import DONE, FAILED, MISUSED
+from tinkex.errors import RequestFailedError
+from tinkex.testing import faults
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from conftest import Ran, Saved
+    from tinkex.testing import FakeServer
+
+    Run = Callable[..., Ran]
+
+MODEL = ("--model", "tinkex/tiny")
+SHORT = ("--max-tokens", 6, "--seed", 3)
+
+
+def prompts(*lines: object, name: str = "prompts.jsonl") -> Path:
+    path = Path(name)
+    text = [
+        line if isinstance(line, str) and name.endswith("txt") else json.dumps(line)
+        for line in lines
+    ]
+    path.write_text("".join(f"{line}\n" for line in text))
+    return path
+
+
+def answers(name: str = "out.jsonl") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(name).read_text().splitlines()]
+
+
+def asked(server: FakeServer) -> int:
+    return len(server.seen("asample"))
+
+
+@pytest.mark.usefixtures("server")
+def test_strings_prompts_and_messages_are_answered_in_order(run: Run):
+    messages = [{"role": "user", "content": "hello"}]
+    path = prompts("one", {"prompt": "two", "id": "b"}, {"messages": messages, "id": 7})
+    ran = run("sample", path, "-o", "out.jsonl", *MODEL, *SHORT, "--num-samples", 2, "-f", "json")
+    assert ran.status == DONE, ran.err
+    assert ran.json == {
+        "output": "out.jsonl",
+        "answered": 3,
+        "kept": 0,
+        "failed": 0,
+        "tokens": sum(s["tokens"] for answer in answers() for s in answer["samples"]),
+    }
+    first, second, third = answers()
+    assert (first["line"], first["prompt"]) == (1, "one")
+    assert (second["id"], second["prompt"]) == ("b", "two")
+    assert (third["id"], third["messages"]) == (7, messages)
+    assert all(len(answer["samples"]) == 2 for answer in answers())
+    assert {sample["stop_reason"] for sample in first["samples"]} <= {"stop", "length"}
+
+
+@pytest.mark.usefixtures("server")
+def test_lines_of_text_are_prompts_and_a_users_messages_with_chat(run: Run):
+    path = prompts("one", "", "three", name="prompts.txt")
+    assert run("sample", path, "-o", "out.jsonl", *MODEL, *SHORT).status == DONE
+    assert [answer["line"] for answer in answers()] == [1, 3]
+    assert run("sample", path, "-o", "chat.jsonl", *MODEL, *SHORT, "--chat").status == DONE
+    assert answers("chat.jsonl")[1]["messages"] == [{"role": "user", "content": "three"}]
+
+
+@pytest.mark.usefixtures("server")
+def test_the_same_seed_gives_the_same_answers_whatever_runs_beside_them(run: Run):
+    path = prompts("one", "one", "two")
+    for name, concurrency in (("a.jsonl", 1), ("b.jsonl", 3)):
+        words = ("sample", path, "-o", name, *MODEL, *SHORT, "--concurrency", concurrency)
+        assert run(*words).status == DONE
+    assert answers("a.jsonl") == answers("b.jsonl")
+    assert answers("a.jsonl")[0]["samples"] != answers("a.jsonl")[1]["samples"]
+
+
+def test_what_was_answered_is_not_asked_again(run: Run, server: FakeServer):
+    words = ("sample", prompts("one", "two", "three"), "-o", "out.jsonl", *MODEL, *SHORT)
+    assert run(*words).status == DONE
+    whole = Path("out.jsonl").read_text()
+    before = asked(server)
+    ran = run(*words, "-f", "json")
+    assert ran.json["kept"] == 3
+    assert asked(server) == before
+    assert Path("out.jsonl").read_text() == whole
+
+
+def test_a_cut_off_file_is_mended_and_gone_on_with(run: Run, server: FakeServer):
+    words = ("sample", prompts("one", "two", "three"), "-o", "out.jsonl", *MODEL, *SHORT)
+    assert run(*words).status == DONE
+    whole = Path("out.jsonl").read_text()
+    lines = whole.splitlines(keepends=True)
+    Path("out.jsonl").write_text(lines[2] + lines[0] + lines[1][:20])
+    before = asked(server)
+    assert run(*words).status == DONE
+    assert asked(server) == before + 1
+    assert Path("out.jsonl").read_text() == whole
+
+
+def test_a_failure_is_written_down_and_tried_again(run: Run, server: FakeServer):
+    words = ("sample", prompts("one", "two"), "-o", "out.jsonl", *MODEL, *SHORT)
+    server.engine.fail_next("sample", RequestFailedError("No such luck.", None, "user"))
+    ran = run(*words, "--concurrency", 1)
+    assert ran.status == FAILED
+    assert "1 failed, the first at line 1: No such luck." in ran.err
+    assert answers()[0]["error"] == {"code": "request_failed", "message": "No such luck."}
+    assert "samples" not in answers()[0]
+    ran = run(*words, "-f", "json")
+    assert ran.status == DONE
+    assert ran.json | {"tokens": 0} == {
+        "output": "out.jsonl",
+        "answered": 1,
+        "kept": 1,
+        "failed": 0,
+        "tokens": 0,
+    }
+    assert [set(answer) >= {"samples"} for answer in answers()] == [True, True]
+
+
+@pytest.mark.usefixtures("server")
+@pytest.mark.parametrize("change", [("--temperature", "0.1"), ("--max-tokens", "7"), ("--chat",)])
+def test_answers_of_other_settings_are_not_mixed_in(run: Run, change: tuple[str, ...]):
+    words = ("sample", prompts("one"), "-o", "out.jsonl", *MODEL, *SHORT)
+    assert run(*words).status == DONE
+    before = Path("out.jsonl").read_text()
+    ran = run(*words, *change)
+    assert ran.status == FAILED
+    assert "--overwrite" in ran.err
+    assert Path("out.jsonl").read_text() == before
+    assert run(*words, *change, "--overwrite").status == DONE
+
+
+@pytest.mark.usefixtures("server")
+def test_answers_to_other_prompts_are_not_mixed_in(run: Run):
+    words = ("-o", "out.jsonl", *MODEL, *SHORT)
+    assert run("sample", prompts("one"), *words).status == DONE
+    assert run("sample", prompts("another"), *words).status == FAILED
+
+
+@pytest.mark.usefixtures("server")
+def test_a_file_that_is_no_file_of_answers_is_left_alone(run: Run):
+    Path("out.jsonl").write_text("my diary\n")
+    ran = run("sample", prompts("one"), "-o", "out.jsonl", *MODEL)
+    assert ran.status == FAILED
+    assert "line 1 is no answer" in ran.err
+    assert Path("out.jsonl").read_text() == "my diary\n"
+
+
+def test_all_bad_lines_are_told_before_anything_is_sent(run: Run, server: FakeServer):
+    path = Path("prompts.jsonl")
+    path.write_text(
+        '{"prompt": 3}\nnot json\n{"prompt": "a", "messages": []}\n{"messages": []}\n[1]\n'
+        '{"messages": [{"role": "boss", "content": "x"}]}\n{"id": true, "prompt": "x"}\n'
+        '{"messages": [{"role": "assistant", "content": "x"}]}\n"good"\n""\n'
+        '{"id": 1, "prompt": "x"}\n{"id": 1, "prompt": "y"}\n'
+    )
+    ran = run("sample", path, "-o", "out.jsonl", *MODEL)
+    assert ran.status == FAILED
+    for line in (1, 2, 3, 4, 5, 6, 7, 8, 10, 12):
+        assert f"line {line}:" in ran.err
+    assert "line 9:" not in ran.err
+    assert "line 11:" not in ran.err
+    assert not server.requests
+    assert not Path("out.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "word"), [(b"", "no prompt"), (b"\n\n", "no prompt"), (b"\xff\xfe", "UTF-8")]
+)
+def test_a_file_without_prompts_is_refused(run: Run, content: bytes, word: str):
+    Path("prompts.txt").write_bytes(content)
+    ran = run("sample", "prompts.txt", "-o", "out.jsonl", *MODEL)
+    assert ran.status == FAILED
+    assert word in ran.err
+
+
+def test_a_missing_file_is_named(run: Run):
+    ran = run("sample", "nothing.txt", "-o", "out.jsonl", *MODEL)
+    assert ran.status == FAILED
+    assert "nothing.txt" in ran.err
+
+
+def test_messages_for_a_model_without_a_template_are_refused_with_their_lines(
+    run: Run, server: FakeServer
+):
+    path = prompts("text", {"messages": [{"role": "user", "content": "x"}]})
+    ran = run("sample", path, "-o", "out.jsonl", "--model", "tinkex/tiny-2")
+    assert ran.status == FAILED
+    assert "line 2:" in ran.err
+    assert asked(server) == 0
+
+
+def test_a_prompt_that_does_not_fit_is_one_failure_among_answers(run: Run, server: FakeServer):
+    path = prompts("x" * 9000, "short")
+    ran = run("sample", path, "-o", "out.jsonl", *MODEL, *SHORT)
+    assert ran.status == FAILED
+    assert [("error" in answer) for answer in answers()] == [True, False]
+
+
+def test_a_checkpoint_can_be_sampled(run: Run, saved: Saved):
+    words = ("-o", "out.jsonl", "--path", saved.sampler, *SHORT)
+    assert run("sample", prompts("one"), *words).status == DONE
+    assert len(answers()) == 1
+
+
+def test_a_lost_server_ends_the_command_and_what_was_answered_stays(run: Run, server: FakeServer):
+    path = prompts("one", "two", "three")
+    server.faults.on("asample", faults.reply(401), nth=1, times=None)
+    ran = run("sample", path, "-o", "out.jsonl", *MODEL, *SHORT, "--concurrency", 1)
+    assert ran.status == FAILED
+    assert "the same command goes on" in ran.err
+    assert len(answers()) == 1
+
+
+@pytest.mark.usefixtures("server")
+def test_a_model_has_to_be_named_where_there_are_several(run: Run):
+    ran = run("sample", prompts("one"), "-o", "out.jsonl")
+    assert ran.status == MISUSED
+    assert "tinkex/tiny-2" in ran.err
+
+
+def test_a_model_and_a_path_are_one_too_many(run: Run):
+    ran = run("sample", prompts("one"), "-o", "o.jsonl", *MODEL, "--path", "tinker://x/y/z")
+    assert ran.status == MISUSED
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--max-tokens", "0"),
+        ("--temperature", "-1"),
+        ("--temperature", "nan"),
+        ("--top-p", "0"),
+        ("--top-p", "1.5"),
+        ("--num-samples", "0"),
+        ("--concurrency", "x"),
+    ],
+)
+def test_numbers_that_make_no_sense_are_a_misuse(run: Run, words: tuple[str, str]):
+    ran = run("sample", prompts("one"), "-o", "out.jsonl", *MODEL, *words)
+    assert ran.status == MISUSED
+    assert words[0] in ran.err
+
+
+@pytest.mark.usefixtures("server")
+def test_progress_goes_to_standard_error_without_colours(run: Run):
+    ran = run("sample", prompts("one", "two"), "-o", "out.jsonl", *MODEL, *SHORT)
+    assert "2/2" in ran.err
+    assert "\033" not in ran.err + ran.out
+    assert max(map(len, (ran.err + ran.out).splitlines())) <= 80

@@ -6,8 +6,8 @@ The student never sees an answer of the teacher's. It samples its own, the teach
 each of its tokens is, and the difference, the reverse KL, is the reward of that token.
 
 Teacher and student must share a vocabulary. Here both adapt SmolLM2-135M, the teacher with rank 32
-and trained on answers, the student with rank 1: 32 times fewer parameters, not another model. Where
-a server has a larger base model of the same family, `--teacher` names it.
+and shown answers, the student with rank 1: 32 times fewer parameters, not another model. Where a
+server has a larger base model of the same family, `--teacher` names it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from argparse import ArgumentParser
 from dataclasses import dataclass
 
 import tinkex
-from tinkex import AdamParams, Datum, ModelInput, SamplingClient, SamplingParams
+from tinkex import AdamParams, Datum, ModelInput, SamplingClient, SamplingParams, TrainingClient
 from tinkex.chat import ChatExample, Renderer
 
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -26,6 +26,7 @@ OPPOSITES = """hot cold, up down, big small, day night, left right, open closed,
 old young, fast slow, high low, rich poor, black white, early late, hard soft, full empty,
 strong weak, light dark, win lose, push pull, near far, thick thin, clean dirty, loud quiet"""
 HELD_OUT, BATCH, GROUP, LENGTH = 8, 8, 2, 6
+Prompts = list[list[int]]
 
 
 @dataclass(frozen=True)
@@ -36,11 +37,6 @@ class Rollout:
     tokens: list[int]
     student: list[float]
     teacher: list[float]
-
-    @property
-    def kl(self) -> float:
-        """An estimate of the reverse KL of a whole answer, in nats."""
-        return sum(self.student) - sum(self.teacher)
 
     def datum(self) -> Datum:
         """Each token is rewarded by how much likelier it was to the teacher."""
@@ -57,15 +53,12 @@ class Rollout:
 
 
 def asking(word: str) -> list[dict[str, str]]:
-    question = f"What is the opposite of {word}?"
-    return [
-        {"role": "system", "content": "Answer in one word."},
-        {"role": "user", "content": question},
-    ]
+    system = {"role": "system", "content": "Answer in one word."}
+    return [system, {"role": "user", "content": f"What is the opposite of {word}?"}]
 
 
 def rollouts(
-    student: SamplingClient, teacher: SamplingClient, prompts: list[list[int]], group: int, seed: int
+    student: SamplingClient, teacher: SamplingClient, prompts: Prompts, group: int, seed: int
 ) -> list[Rollout]:
     params = SamplingParams(max_tokens=LENGTH, seed=seed)
     waiting = [student.sample(ModelInput.from_ints(prompt), group, params) for prompt in prompts]
@@ -78,30 +71,28 @@ def rollouts(
 
 
 def mean_kl(found: list[Rollout]) -> float:
-    return sum(one.kl for one in found) / len(found)
+    """An estimate of the reverse KL of an answer, in nats."""
+    return sum(sum(one.student) - sum(one.teacher) for one in found) / len(found)
 
 
-def trained_teacher(
-    service: tinkex.ServiceClient, model: str, renderer: Renderer, words: list[list[str]]
-) -> SamplingClient:
-    """A large adapter that was shown the answers."""
-    training = service.create_lora_training_client(model, rank=32, seed=1)
-    order = random.Random(1)
-    for _ in range(6):
-        examples = [
-            [*asking(word), {"role": "assistant", "content": f"{opposite.capitalize()}."}]
-            for word, opposite in order.sample(words, BATCH)
-        ]
-        batch = [renderer.example(ChatExample(messages)).datum() for messages in examples]
-        training.forward_backward(batch, "cross_entropy")
-        training.optim_step(AdamParams(learning_rate=1e-3))
+def step(training: TrainingClient, data: list[Datum], loss: str, rate: float) -> SamplingClient:
+    """Train on a batch; a sampler of the new weights."""
+    forward_backward = training.forward_backward(data, loss)
+    training.optim_step(AdamParams(learning_rate=rate)).result()
+    forward_backward.result()
     return training.save_weights_and_get_sampling_client()
 
 
-def answers(sampler: SamplingClient, renderer: Renderer, prompts: list[list[int]]) -> list[str]:
+def shown(renderer: Renderer, word: str, opposite: str) -> Datum:
+    answer = {"role": "assistant", "content": f"{opposite}."}
+    return renderer.example(ChatExample([*asking(word), answer])).datum()
+
+
+def answers(sampler: SamplingClient, renderer: Renderer, prompts: Prompts) -> list[str]:
+    """The likeliest ones, without regard to capitals and spaces."""
     greedy = SamplingParams(max_tokens=LENGTH, temperature=0.0)
     waiting = [sampler.sample(ModelInput.from_ints(prompt), 1, greedy) for prompt in prompts]
-    return [renderer.text(one.result().sequences[0].tokens) for one in waiting]
+    return [renderer.text(one.result().sequences[0].tokens).strip().lower() for one in waiting]
 
 
 def main() -> int:
@@ -109,39 +100,40 @@ def main() -> int:
     parser.add_argument("--model", default=MODEL)
     parser.add_argument("--teacher", help="a base model with the same vocabulary")
     parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--learning-rate", type=float, default=2e-3)
     options = parser.parse_args()
     words = [entry.split() for entry in OPPOSITES.replace("\n", " ").split(", ")]
     random.Random(1).shuffle(words)
-    held_out, known = words[:HELD_OUT], words[HELD_OUT:]
+    held_out, known, order = words[:HELD_OUT], words[HELD_OUT:], random.Random(2)
     with tinkex.ServiceClient() as service:
         training = service.create_lora_training_client(options.model, rank=1, seed=2)
         renderer = Renderer.of(training.get_tokenizer())
         if options.teacher:
             teacher = service.create_sampling_client(base_model=options.teacher)
         else:
-            teacher = trained_teacher(service, options.model, renderer, known)
+            larger = service.create_lora_training_client(options.model, rank=32, seed=1)
+            for _ in range(6):
+                batch = [shown(renderer, *pair) for pair in order.sample(known, BATCH)]
+                teacher = step(larger, batch, "cross_entropy", 5e-4)
         unseen = [renderer.prompt(asking(word)) for word, _ in held_out]
         prompts = [renderer.prompt(asking(word)) for word, _ in known]
-        student, order = training.save_weights_and_get_sampling_client(), random.Random(2)
-        before, first = mean_kl(rollouts(student, teacher, unseen, 4, 0)), answers(student, renderer, unseen)
+        student = training.save_weights_and_get_sampling_client()
+        before = mean_kl(rollouts(student, teacher, unseen, 4, seed=0))
+        first, taught = [answers(one, renderer, unseen) for one in (student, teacher)]
         for number in range(1, options.rounds + 1):
-            found = rollouts(student, teacher, order.sample(prompts, BATCH), GROUP, number)
-            training.forward_backward([one.datum() for one in found], "importance_sampling")
-            training.optim_step(AdamParams(learning_rate=options.learning_rate))
-            student = training.save_weights_and_get_sampling_client()
-            print(f"round {number}/{options.rounds}  KL {mean_kl(found):.2f}", flush=True)
-        after, last = mean_kl(rollouts(student, teacher, unseen, 4, 0)), answers(student, renderer, unseen)
-        taught = answers(teacher, renderer, unseen)
-    print(f"\n{'held-out word':<15}{'student before':<25}{'after':<20}teacher")
+            found = rollouts(student, teacher, order.sample(prompts, BATCH), GROUP, seed=number)
+            print(f"round {number}/{options.rounds}  KL {mean_kl(found):5.2f}", flush=True)
+            batch = [one.datum() for one in found]
+            student = step(training, batch, "importance_sampling", options.learning_rate)
+        after = mean_kl(rollouts(student, teacher, unseen, 4, seed=0))
+        last = answers(student, renderer, unseen)
+    print(f"\n{'held out':<10}{'student before':<31}{'after':<20}teacher")
     for (word, _), *said in zip(held_out, first, last, taught, strict=True):
-        print("{:<15}{!r:<25.24}{!r:<20.19}{!r:.19}".format(word, *said))
-    agreed = [sum(a == b for a, b in zip(x, taught, strict=True)) for x in (first, last)]
+        print("{:<10}{:<31.30}{:<20.19}{:.18}".format(word, *said))
+    old, new = [sum(a == b for a, b in zip(x, taught, strict=True)) for x in (first, last)]
     checks = {
-        f"reverse KL to the teacher {before:.2f} -> {after:.2f} nats per answer": after < before / 2,
-        f"says what the teacher says in {agreed[0]} -> {agreed[1]} of {HELD_OUT} answers": (
-            agreed[1] > agreed[0]
-        ),
+        f"reverse KL to the teacher {before:.2f} -> {after:.2f} nats an answer": 2 * after < before,
+        f"says what the teacher says in {old} -> {new} of {HELD_OUT} answers": new > old,
     }
     print()
     for claim, holds in checks.items():

@@ -125,7 +125,10 @@ def main() -> int:
     for (country, _), old, new in zip(asked, first, last, strict=True):
         print(f"\nWhat is the capital of {country}?\n  before  {old:.70}\n  after   {new:.70}")
     margin, right = float(found.mean()), int((found > 0).sum())
-    before, after = [sum(c in said for (_, c), said in zip(asked, x, strict=True)) for x in (first, last)]
+    before, after = [
+        sum(city in one for (_, city), one in zip(asked, said, strict=True))
+        for said in (first, last)
+    ]
     checks = {
         f"held-out margin of the rewards 0.00 -> {margin:.2f}": margin > 1,
         f"the right answer gained more in {right} of {HELD_OUT} pairs": right > 0.8 * HELD_OUT,

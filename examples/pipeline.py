@@ -89,6 +89,8 @@ async def main() -> int:
     parser.add_argument("--model", default=MODEL)
     parser.add_argument("--steps", type=int, default=20)
     options = parser.parse_args()
+    if options.steps < 1:
+        parser.error("--steps must be at least 1")
     with tinkex.ServiceClient() as service:
         create = service.create_lora_training_client_async
         first, second = [await create(options.model, rank=8, seed=1) for _ in range(2)]

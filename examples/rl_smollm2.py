@@ -106,6 +106,8 @@ def main() -> int:
     parser.add_argument("--learning-rate", type=float, default=4e-4)
     parser.add_argument("--goal", type=float, default=0.8, help="mean reward of the last rounds")
     options = parser.parse_args()
+    if options.rounds < 1:
+        parser.error("--rounds must be at least 1")
     done: list[Round] = []
     with tinkex.ServiceClient() as service:
         training = service.create_lora_training_client(MODEL, rank=options.rank, seed=1)

@@ -82,6 +82,8 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=16)
     parser.add_argument("--workers", type=int, default=2)
     options = parser.parse_args()
+    if options.rounds < 1:
+        parser.error("--rounds must be at least 1")
     rewards: list[float] = []
     processes: set[int] = set()
     spawn = multiprocessing.get_context("spawn")  # a forked child would share our connections

@@ -14,6 +14,7 @@ from argparse import ArgumentParser
 from dataclasses import dataclass, field
 from itertools import product
 from time import perf_counter
+from typing import Any
 
 import tinkex
 from tinkex import AdamParams, APIFuture, Datum, ForwardBackwardOutput, ModelInput
@@ -38,14 +39,20 @@ class Trial:
     learning_rate: float
     training: tinkex.TrainingClient
     losses: list[float] = field(default_factory=list)
+    sent: list[APIFuture[Any]] = field(default_factory=list)
 
     def step(self, data: list[Datum]) -> None:
         """Send a step; it runs after all that this adapter was sent before."""
-        self.training.forward_backward(data, "cross_entropy")
-        self.training.optim_step(AdamParams(learning_rate=self.learning_rate))
+        self.sent.append(self.training.forward_backward(data, "cross_entropy"))
+        self.sent.append(self.training.optim_step(AdamParams(learning_rate=self.learning_rate)))
 
     def evaluate(self, data: list[Datum]) -> APIFuture[ForwardBackwardOutput]:
         return self.training.forward(data, "cross_entropy")
+
+    def finish(self) -> None:
+        """Wait for all steps; the first that failed raises its error."""
+        for future in self.sent:
+            future.result()
 
 
 def datum(text: str) -> Datum:
@@ -72,6 +79,7 @@ def run(trials: list[Trial], steps: int) -> float:
             trial.step(data)
     after = [trial.evaluate(held_out) for trial in trials]
     for trial, first, last in zip(trials, before, after, strict=True):
+        trial.finish()
         trial.losses = [per_byte(first), per_byte(last)]
     return perf_counter() - began
 

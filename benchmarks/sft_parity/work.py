@@ -56,9 +56,8 @@ def conversations() -> tuple[list[Any], list[Any]]:
     chosen = random.Random(7)
     pairs = [entry.split() for entry in CAPITALS.replace("\n", " ").split(", ")]
     chosen.shuffle(pairs)
-    both = (pairs[HELD_OUT:], pairs[:HELD_OUT])
-    train, held_out = ([_chat(*pair, chosen) for pair in part for _ in range(4)] for part in both)
-    return train, held_out
+    train = [_chat(*pair, chosen) for pair in pairs[HELD_OUT:] for _ in range(4)]
+    return train, [_chat(*pair, chosen) for pair in pairs[:HELD_OUT] for _ in range(2)]
 
 
 def _chat(country: str, city: str, chosen: random.Random) -> dict[str, Any]:

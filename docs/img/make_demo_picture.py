@@ -75,6 +75,8 @@ def _screen(written: str) -> str:
             fresh = True
         elif command == "A":
             row = max(row - int(count or 1), 0)
+        elif command == "J":
+            lines[row:] = [""]
         elif command == "K":
             lines[row] = ""
         elif command in (None, "m"):

@@ -53,7 +53,9 @@ def _usage(argument: Argument) -> str:
     if _is_option(argument):
         names = ", ".join(argument.names)
         return names if settings.get("action") == "store_true" else f"{names} {metavar}"
-    return {"?": f"[{metavar}]", "*": f"[{metavar} ...]"}.get(settings.get("nargs", ""), metavar)
+    return {"?": f"[{metavar}]", "*": f"[{metavar} ...]", "+": f"{metavar} ..."}.get(
+        settings.get("nargs", ""), metavar
+    )
 
 
 def error_tree() -> str:

@@ -61,15 +61,15 @@ class Venv:
         self.pip("install", "--constraint", str(ROOT / "constraints.txt"), *what)
 
     def link(self, names: set[str]) -> None:
-        """Give it these packages; their files are links to ours."""
-        for name in sorted(names):
+        """Give it these packages, as links to ours."""
+        ours = Path(str(metadata.distribution("pip").locate_file("")))
+        for name in names:
             for file in metadata.files(name) or []:
-                source = Path(str(file.locate()))
-                # Compiled files too: Python would spend seconds on making torch's anew.
-                if ".." not in file.parts and source.exists():
-                    target = self.packages / file
+                place = _linkable(ours, Path(file))
+                target = self.packages / place
+                if ".." not in place.parts and not target.exists():
                     target.parent.mkdir(parents=True, exist_ok=True)
-                    target.symlink_to(source)
+                    target.symlink_to(ours / place)
 
     def python(self, program: str, **env: str) -> str:
         """What a program prints."""
@@ -84,6 +84,15 @@ class Venv:
     def _settings(self, more: dict[str, str]) -> dict[str, str]:
         """An empty home, and nothing of the environment that runs the tests."""
         return {"HOME": str(self.folder / "home"), "PATH": "/usr/bin:/bin", **more}
+
+
+def _linkable(ours: Path, file: Path) -> Path:
+    """The file, or the largest folder around it that belongs to its package alone."""
+    for folder in reversed(file.parents[:-1]):
+        alone = (ours / folder / "__init__.py").exists() or folder.suffix == ".dist-info"
+        if alone or folder.suffix == ".libs":
+            return folder
+    return file
 
 
 def run(command: list[str], folder: Path, **env: str) -> str:

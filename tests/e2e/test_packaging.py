@@ -63,6 +63,9 @@ PROMISED = {
     "tensorboard": "import tensorboardX, tinkex.seeing.tensorboard; print('ok')",
     "wandb": "import wandb, tinkex.seeing.weights_and_biases; print('ok')",
 }
+# Building is not counted: it is done once, for all of them.
+pytestmark = pytest.mark.timeout(60, func_only=True)
+
 NOT_FOR_USERS = {"dev", "docs"}
 TOGETHER = {"all"}
 
@@ -149,7 +152,8 @@ def test_the_sdist_installs_where_there_is_no_wheel(built: Built, clean: Venv):
 
 
 def test_the_command_works_isolated_as_pipx_installs_it(built: Built, clean: Venv, tmp_path: Path):
-    clean.install(f"{built.wheel}[cli]")
+    clean.link(closure([*base_requirements(), *extras()["cli"]]))
+    clean.install("--no-index", f"{built.wheel}[cli]")
     command = tmp_path / "bin" / "tinkex"
     command.parent.mkdir()
     command.symlink_to(clean.folder / "bin" / "tinkex")

@@ -48,6 +48,21 @@ def readable_message(message: object, path: str) -> dict[str, Any]:
     return made
 
 
+def is_trained(message: Message, path: str) -> bool:
+    """Whether a message is one to learn: an assistant's, unless its weight is 0.
+
+    Raises InputError for a weight that is neither 0 nor 1, and for one that says nothing.
+    """
+    if "weight" not in message:
+        return message["role"] == "assistant"
+    weight = message["weight"]
+    if message["role"] != "assistant":
+        raise InputError("only messages of the assistant's have a weight", f"{path}.weight")
+    if type(weight) is not int or weight not in (0, 1):
+        raise InputError(f"is 0 or 1, not {weight!r}", f"{path}.weight")
+    return weight == 1
+
+
 def content_text(content: object, path: str) -> str:
     """A message's content as text: as it is, or its parts of type text, one per line."""
     if content is None or isinstance(content, str):

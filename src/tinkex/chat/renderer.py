@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tinkex.chat.boundary import EARLIER_TURN, PROMPT, check_beginning
 from tinkex.chat.examples import ChatExample, CompletionExample
-from tinkex.chat.messages import readable_messages
+from tinkex.chat.messages import is_trained, readable_messages
 from tinkex.chat.rendered import Rendered
 from tinkex.chat.turns import Turns, Written
 from tinkex.clock import SystemClock
@@ -89,24 +89,23 @@ class Renderer:
 
     def pair(self, pair: PreferenceExample) -> tuple[Rendered, Rendered]:
         """The chosen and the rejected answer to the same prompt; only the answers are trained."""
-        return self._answer(pair, pair.chosen, "chosen"), self._answer(
-            pair, pair.rejected, "rejected"
-        )
+        chosen = self._answer(pair, pair.chosen, "chosen")
+        return chosen, self._answer(pair, pair.rejected, "rejected")
 
     def _answer(
         self, pair: PreferenceExample, answer: Sequence[Message] | str, name: str
     ) -> Rendered:
         if isinstance(pair.prompt, str) and isinstance(answer, str):
-            return self._completion(pair.prompt, answer)
+            return self._completion(pair.prompt, answer, name)
         if isinstance(pair.prompt, str) or isinstance(answer, str):
             raise InputError("the prompt and the answers are all messages or all text", name)
         messages = [*pair.prompt, *answer]
         return self._conversation(messages, pair.tools, first=len(pair.prompt))
 
-    def _completion(self, prompt: str, completion: str) -> Rendered:
+    def _completion(self, prompt: str, completion: str, name: str = "completion") -> Rendered:
         asked = Written(prompt, self.prompt(prompt))
         whole = Written(prompt + completion, self.prompt(prompt + completion))
-        check_beginning(whole, asked, self._tokenizer.decode, "completion", PROMPT)
+        check_beginning(whole, asked, self._tokenizer.decode, name, PROMPT)
         tokens, end = whole.tokens, self._tokenizer.eos_token_id
         if end is not None and tokens[-1:] != [end]:
             tokens = [*tokens, end]
@@ -117,23 +116,16 @@ class Renderer:
     ) -> Rendered:
         turns, plain = self._chat(), _plain(messages)
         turns.check(plain, tools)
-        trained = self._trained(messages, plain, first)
+        trained = self._trained(messages, first)
         # What follows the last trained message cannot influence it, so it is left out.
         whole = turns.answered(plain[: trained[-1] + 1], tools)
         spans = [self._span(plain, tools, index, whole, trained[-1]) for index in trained]
         return _rendered(whole.tokens, spans)
 
-    def _trained(
-        self, messages: Sequence[Message], plain: Sequence[Message], first: int
-    ) -> list[int]:
-        """The numbers of the messages to train."""
-        found = [
-            index
-            for index, message in enumerate(messages)
-            if index >= first
-            and plain[index]["role"] == "assistant"
-            and message.get("weight", 1) != 0
-        ]
+    def _trained(self, messages: Sequence[Message], first: int) -> list[int]:
+        """The numbers of the messages to train, from `first` on."""
+        numbered = [(i, is_trained(each, f"messages[{i}]")) for i, each in enumerate(messages)]
+        found = [index for index, trained in numbered if trained and index >= first]
         if not found:
             raise InputError("no message of the assistant's is to be trained", "messages")
         return found[-1:] if self._train_on == "last" else found

@@ -15,7 +15,7 @@ from tinkex.cli.connect import service_client
 from tinkex.cli.download import folder_in, put_in_place
 from tinkex.cli.failures import CommandError, misuse
 from tinkex.cli.output import say, show_one, size
-from tinkex.cli.verify import ask, check, load_base, shown
+from tinkex.cli.verify import ask, load_base, shown
 from tinkex.types import ParsedCheckpointTinkerPath
 
 if TYPE_CHECKING:
@@ -76,12 +76,8 @@ def _export(
     say(f"Fetching {args.path} …")
     fetch_adapter(service, args.path, adapter, name)
     base = load_base(args.base or name, name)
-    from tinkex.adapters.local import score, texts_for
-
-    expected = ask(service, args.path, name, texts_for(base))
-    ours = score(base, expected.texts, adapter)
-    found = expected.compare(ours, score(base, expected.texts))
-    check(found, _REPORT)
+    expected = ask(service, args.path, name, base)
+    found = expected.check(base, adapter, _REPORT)
     if args.layout == "peft":
         return adapter, found
     return _merged(base, expected, adapter, work / "merged", args.dtype)
@@ -90,17 +86,14 @@ def _export(
 def _merged(
     base: BaseModel, expected: Expected, adapter: Path, folder: Path, dtype: DtypeName | None
 ) -> tuple[Path, Comparison]:
-    from tinkex.adapters.local import score
     from tinkex.adapters.merge import merge, own_dtype
 
     dtype = dtype or own_dtype(base)
     say(f"Merging in {dtype} …")
     merge(base, adapter, folder, dtype)
-    our_base = score(base, expected.texts)
-    ours = score(load_base(str(folder), base.decoder.config.name), expected.texts)
-    found = expected.compare(ours, our_base, rounded=dtype != "float32")
-    check(found, _REPORT if dtype == "float32" else _ROUNDED)
-    return folder, found
+    rounded = dtype != "float32"
+    merged = load_base(str(folder), base.decoder.config.name)
+    return folder, expected.check(merged, None, _ROUNDED if rounded else _REPORT, rounded=rounded)
 
 
 def _report(args: argparse.Namespace, target: Path, found: Comparison) -> None:

@@ -9,7 +9,7 @@ from tinkex.adapters.folder import read_adapter
 from tinkex.cli.connect import service_client
 from tinkex.cli.failures import CommandError
 from tinkex.cli.output import say, show_one
-from tinkex.cli.verify import ask, check, delete_quietly, load_base, shown
+from tinkex.cli.verify import ask, delete_quietly, load_base, shown
 from tinkex.clients.rest import RestClient
 from tinkex.errors import MissingPackageError, NotFoundError
 
@@ -75,13 +75,7 @@ def _compare(
             raise
         say(f"Not compared: {error}")
         return None
-    from tinkex.adapters.local import score, texts_for
-
-    expected = ask(service, path, model, texts_for(loaded))
-    ours = score(loaded, expected.texts, folder)
-    found = expected.compare(ours, score(loaded, expected.texts))
-    check(found, _REPORT)
-    return found
+    return ask(service, path, model, loaded).check(loaded, folder, _REPORT)
 
 
 def _said(found: Comparison | None) -> str:

@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tinkex.adapters.compare import compare, known
+from tinkex.adapters.compare import OTHER_BASE, compare, known, mean_difference
 from tinkex.cli.failures import CommandError
 from tinkex.cli.output import say
 from tinkex.errors import (
@@ -20,6 +20,7 @@ from tinkex.types import ModelInput, ParsedCheckpointTinkerPath
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from tinkex.adapters.compare import Comparison
     from tinkex.clients.sampling import SamplingClient
@@ -49,24 +50,50 @@ def load_base(source: str, name: str) -> BaseModel:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What the server computes for some texts, with the adapter and without."""
+    """What the server computes for some texts with an adapter, and what both do without."""
 
     texts: Sequence[Sequence[int]]
-    adapted: Scores
-    base: Scores
+    theirs: Scores
+    their_base: Scores
+    our_base: Scores
 
-    def compare(self, ours: Scores, our_base: Scores, *, rounded: bool = False) -> Comparison:
-        """How far the files are from the server."""
-        return compare(self.adapted, self.base, ours, our_base, rounded=rounded)
+    def check(
+        self, model: BaseModel, adapter: Path | None, hint: str, *, rounded: bool = False
+    ) -> Comparison:
+        """Compute the texts here and compare; raises a `CommandError` unless they agree."""
+        from tinkex.adapters.local import score
+
+        try:
+            ours = score(model, self.texts, adapter)
+        except RequestFailedError as error:
+            raise CommandError(f"The files do not fit the base model: {error}", hint) from error
+        found = compare(self.theirs, self.their_base, ours, self.our_base, rounded=rounded)
+        if not found.agrees:
+            raise CommandError(
+                f"The files do not compute what the server does: log-probabilities differ by "
+                f"{found.difference:.3g} on average, {found.allowed:.3g} would be rounding, and "
+                f"the adapter changes {found.effect:.3g}",
+                hint,
+            )
+        return found
 
 
-def ask(
-    service: ServiceClient, path: str, base_model: str, texts: Sequence[Sequence[int]]
-) -> Expected:
-    """Have the server compute the texts."""
+def ask(service: ServiceClient, path: str, base_model: str, model: BaseModel) -> Expected:
+    """Have the server compute the texts; another base model than ours is refused."""
+    from tinkex.adapters.local import score, texts_for
+
+    texts = texts_for(model)
     say(f"Comparing with {path} on {sum(map(len, texts))} tokens …")
-    base = _scores(service.create_sampling_client(base_model=base_model), texts)
-    return Expected(texts, _adapted(service, path, texts), base)
+    their_base = _scores(service.create_sampling_client(base_model=base_model), texts)
+    our_base = score(model, texts)
+    apart = mean_difference(their_base, our_base)
+    if apart > OTHER_BASE:
+        raise CommandError(
+            f"{base_model} is another model here than on the server: log-probabilities differ by "
+            f"{apart:.3g} on average, without any adapter",
+            "Give the right one by --base.",
+        )
+    return Expected(texts, _adapted(service, path, texts), their_base, our_base)
 
 
 def _adapted(service: ServiceClient, path: str, texts: Sequence[Sequence[int]]) -> Scores:
@@ -91,23 +118,6 @@ def _adapted(service: ServiceClient, path: str, texts: Sequence[Sequence[int]]) 
 def _scores(sampler: SamplingClient, texts: Sequence[Sequence[int]]) -> Scores:
     asked = [sampler.compute_logprobs(ModelInput.from_ints(list(tokens))) for tokens in texts]
     return [known(answer.result()) for answer in asked]
-
-
-def check(found: Comparison, hint: str) -> None:
-    """Raise unless the two computations agree."""
-    if not found.same_base:
-        raise CommandError(
-            f"This base model is not the one of the server: log-probabilities differ by "
-            f"{found.base_difference:.3g} without any adapter",
-            "Give the right one by --base.",
-        )
-    if not found.agrees:
-        raise CommandError(
-            f"The files do not compute what the server does: log-probabilities differ by "
-            f"{found.difference:.3g} on average, {found.allowed:.3g} would be rounding, and the "
-            f"adapter changes {found.effect:.3g}",
-            hint,
-        )
 
 
 def shown(found: Comparison) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from tinkex.chat.examples import ChatExample, CompletionExample, PreferenceExample
-from tinkex.chat.messages import content_text, readable_message
+from tinkex.chat.messages import content_text, is_trained, readable_message
 from tinkex.errors import InputError
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ _COMMANDS: Mapping[Kind, str] = {"sft": "sft", "preference": "dpo"}
 
 def _chat(found: Mapping[str, Any], line: int) -> ChatExample:
     messages = _messages(found["messages"], "messages")
-    if not any(_is_trained(message) for message in messages):
+    if not any(is_trained(message, "messages") for message in messages):
         raise InputError("has no message of the assistant's to train", "messages")
     return ChatExample(messages, line, _tools(found))
 
@@ -133,25 +133,12 @@ def _messages(given: object, path: str) -> Messages:
 
 def _message(given: Any, path: str) -> dict[str, Any]:
     message = readable_message(given, path)
-    _check_weight(message, path)
+    trained = is_trained(message, path)
     if given.get("content") is None and not message.get("tool_calls"):
         raise InputError("is missing", f"{path}.content")
-    if _is_trained(message) and not message["content"] and not message.get("tool_calls"):
+    if trained and not message["content"] and not message.get("tool_calls"):
         raise InputError("is empty, so there is nothing to train", f"{path}.content")
     return message
-
-
-def _check_weight(message: Mapping[str, Any], path: str) -> None:
-    if "weight" not in message:
-        return
-    if message["role"] != "assistant":
-        raise InputError("only messages of the assistant's have a weight", f"{path}.weight")
-    if type(message["weight"]) is not int or message["weight"] not in (0, 1):
-        raise InputError(f"is 0 or 1, not {message['weight']!r}", f"{path}.weight")
-
-
-def _is_trained(message: Mapping[str, Any]) -> bool:
-    return message["role"] == "assistant" and message.get("weight", 1) == 1
 
 
 def _tools(found: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:

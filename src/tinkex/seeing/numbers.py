@@ -12,6 +12,13 @@ if TYPE_CHECKING:
 _BARS = " ▁▂▃▄▅▆▇█"
 _ASCII_BARS = " ._-=*%#@"
 _GAP = "  "
+# Beyond it the difference of two numbers need not be one.
+_LARGEST = 1e300
+
+
+def drawable(value: float) -> bool:
+    """Whether the number has a place on an axis."""
+    return abs(value) <= _LARGEST  # false for NaN
 
 
 def number(value: float) -> str:
@@ -36,7 +43,7 @@ def duration(seconds: float) -> str:
 
 def sparkline(values: Sequence[float], width: int, *, unicode: bool) -> str:
     """A row of bars, the highest for the largest; a gap where there is no finite value."""
-    finite = [value for value in values if math.isfinite(value)]
+    finite = [value for value in values if drawable(value)]
     if not finite or width < 1:
         return ""
     bars, low, span = _BARS if unicode else _ASCII_BARS, min(finite), max(finite) - min(finite)
@@ -50,7 +57,7 @@ def _means(values: Sequence[float], count: int) -> Iterable[float | None]:
     """The values in `count` groups in order, each as the mean of what is finite in it."""
     for at in range(count):
         group = values[at * len(values) // count : (at + 1) * len(values) // count]
-        finite = [value for value in group if math.isfinite(value)]
+        finite = [value for value in group if drawable(value)]
         yield sum(finite) / len(finite) if finite else None
 
 

@@ -6,6 +6,7 @@ measured one, evaluations as points. matplotlib is imported here only, when a pi
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from tinkex.errors import InputError, MissingPackageError
@@ -26,6 +27,7 @@ _STYLE: dict[str, Any] = {
     "font.family": "DejaVu Sans",  # comes with matplotlib, so it is the same everywhere
     "font.size": 10.0,
     "svg.hashsalt": "tinkex",  # names inside the file; random by default
+    "text.parse_math": False,  # a dollar in a title is a dollar
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.edgecolor": "#888888",
@@ -113,5 +115,7 @@ def _save(figure: Any, path: Path) -> None:
     # Without these the file would say when, and by which version, it was made.
     metadata = {"Date": None} if suffix == ".svg" else {"Software": None}
     path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as file:
+    with replacing(path) as file, warnings.catch_warnings():
+        # A title in letters that the font lacks is drawn with boxes; that is no news to anybody.
+        warnings.filterwarnings("ignore", "Glyph", UserWarning)
         figure.savefig(file, format=suffix[1:], dpi=_DPI, metadata=metadata)

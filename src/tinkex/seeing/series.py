@@ -6,10 +6,10 @@ part after the colon.
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 from tinkex.errors import InputError
+from tinkex.seeing.numbers import drawable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -78,7 +78,7 @@ def is_evaluation(name: str) -> bool:
 
 def finite(points: Sequence[tuple[float, float]]) -> Points:
     """Those that can be drawn."""
-    return [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
+    return [(x, y) for x, y in points if drawable(x) and drawable(y)]
 
 
 def smoothed(points: Sequence[tuple[float, float]], share: float = 0.05) -> Points:

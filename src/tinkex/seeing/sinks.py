@@ -106,12 +106,12 @@ class Sinks:
 
     def close(self) -> None:
         """Finish all of them."""
-        self._own.close()
         for viewer in self._viewers:
             try:
                 viewer.close()
             except Exception as error:  # noqa: BLE001 - the run is over and kept
                 logger.warning("Could not finish: %s (%s)", viewer.place, error)
+        self._own.close()
 
 
 class JsonlSink:

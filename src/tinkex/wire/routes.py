@@ -69,8 +69,8 @@ class Route(Generic[ReqT, RepT]):
     """One endpoint.
 
     `reply` is None when the body of a success says nothing, or is read by `wire.results`.
-    `future` is the type of the result when the reply is a future, `query` the names a GET
-    understands, and `legacy` marks what only older clients call.
+    `future` is the type of the result when the reply is a future, `query` the names a call
+    without JSON understands, and `legacy` marks what only older clients call.
     """
 
     name: str

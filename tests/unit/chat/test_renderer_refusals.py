@@ -136,6 +136,13 @@ def test_a_message_that_is_none_is_refused_by_its_place(message: Any, words: str
         Renderer.of(ours(CHATML)).prompt([message])
 
 
+@pytest.mark.parametrize("weight", [0.5, 2, True, None, "1"])
+def test_a_weight_is_zero_or_one(weight: object):
+    messages = [*chat("hello"), {"role": "assistant", "content": "a", "weight": weight}]
+    told = refusal(InputError, Renderer.of(ours(CHATML)), ChatExample(messages))
+    assert told.startswith("messages[1].weight: is 0 or 1, not")
+
+
 def test_half_a_character_in_a_tool_call_is_refused_too():
     call = {"function": {"name": "add", "arguments": {"a": "\ud83d"}}}
     calls = [*chat("hello"), {"role": "assistant", "content": "", "tool_calls": [call]}]

@@ -120,8 +120,8 @@ def test_another_base_model_than_the_servers_leaves_nothing_behind(run: Run, sav
     # The fake engine's tinkex/tiny is a toy; the one that is loaded here is a real model.
     ran = run("checkpoint", "export", saved.training, "-o", "adapter")
     assert (ran.status, ran.out) == (FAILED, "")
+    assert "tinkex/tiny is another model here than on the server" in ran.err
     assert names_in(Path()) == []
-    assert "Nothing" not in ran.out
 
 
 def test_what_exists_is_replaced_only_by_force(run: Run, saved: Saved):
@@ -219,8 +219,9 @@ def test_what_cannot_be_compared_here_is_imported_and_said_not_to_be(
 
 def test_what_does_not_compare_is_deleted_again(run: Run, server: FakeServer):
     before = run("checkpoint", "list", "--limit", "0", "-f", "json").json
-    # Here tinkex/tiny is a real model, for which this is no adapter.
+    # Here tinkex/tiny is a real model, and not the fake engine's toy.
     ran = run("checkpoint", "import", kit.write(Path("adapter")))
     assert (ran.status, ran.out) == (FAILED, "")
+    assert "is another model here" in ran.err
     assert run("checkpoint", "list", "--limit", "0", "-f", "json").json == before
     assert len(server.seen("import_weights")) == 1

@@ -39,7 +39,8 @@ def test_times_read_like_a_stopwatch(seconds: float, text: str):
 def test_a_sparkline_is_high_where_the_values_are():
     assert sparkline([1, 2, 3, 4, 5, 6, 7, 8], 8, unicode=True) == "▁▂▃▄▅▆▇█"
     assert sparkline([5, 5], 8, unicode=True) == "▁▁"
-    assert sparkline([1.0, math.nan, 2.0], 8, unicode=True) == "▁ █"
+    for hole in (math.nan, math.inf, 1e308):
+        assert sparkline([1.0, hole, 2.0], 8, unicode=True) == "▁ █"
     assert len(sparkline([float(x) for x in range(1000)], 20, unicode=False)) == 20
     assert sparkline([1.0, 2.0], 8, unicode=False).isascii()
     assert sparkline([math.nan], 8, unicode=True) == sparkline([], 8, unicode=True) == ""

@@ -76,6 +76,28 @@ def test_what_is_not_finite_is_left_out(tmp_path: Path):
     assert (tmp_path / "holes.svg").read_bytes() == (tmp_path / "none.svg").read_bytes()
 
 
+@pytest.mark.parametrize("title", ["it costs $5 and $6", "$", "日本語", "a_b^{c}", "<b>&amp;"])
+def test_any_title_can_be_drawn(tmp_path: Path, title: str):
+    write_picture(SERIES, tmp_path / "curve.svg", title=title)
+    write_picture(SERIES, tmp_path / "curve.png", title=title)
+    with Image.open(tmp_path / "curve.png") as picture:
+        assert picture.height > 480
+
+
+@pytest.mark.parametrize(
+    "points",
+    [
+        [(1.0, 1e308), (2.0, -1e308), (3.0, 1.0)],
+        [(1.0, 1e300), (2.0, -1e300)],
+        [(1.0, 5e-324)],
+        [(1.0, 0.0), (2.0, 0.0)],
+    ],
+)
+def test_any_numbers_can_be_drawn(tmp_path: Path, points: list[tuple[float, float]]):
+    write_picture({"loss": points}, tmp_path / "curve.svg")
+    assert (tmp_path / "curve.svg").stat().st_size > 1000
+
+
 @pytest.mark.parametrize("name", ["curve.pdf", "curve", "curve.svg.gz"])
 def test_another_kind_of_picture_is_refused_by_name(tmp_path: Path, name: str):
     with pytest.raises(InputError, match=r"must end in \.svg or \.png"):

@@ -1,4 +1,4 @@
-"""`tinkex run watch` and `run plot`, the real programs, on a pseudo-terminal of 80 columns."""
+"""`tinkex train`, `run watch` and `run plot`: the programs on a pseudo-terminal of 80 columns."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 from screen import Terminal
 
-from tinkex.seeing.history import METRICS
+from tinkex.seeing.history import METRICS, read_metrics
 from tinkex.seeing.sinks import open_sinks
+from tinkex.testing import API_KEY, FakeServer
 
 SOURCE = str(Path(__file__).parents[3] / "src")
 
@@ -56,6 +57,34 @@ def test_a_run_that_is_being_written_is_watched_live_until_it_ends(tmp_path: Pat
         ]
         assert watch.screen.wrapped == 0
     sinks.close()
+
+
+def test_a_real_training_shows_itself_in_eighty_columns(tmp_path: Path):
+    data = tmp_path / "train.jsonl"
+    data.write_text('{"prompt": "What is the capital of Italy?", "completion": " Rome"}\n' * 4)
+    words = ["train", "sft", data, "--model", "tinkex/tiny", "--steps", "12"]
+    with FakeServer().serve() as server:
+        run = Terminal(
+            ["-m", "tinkex.cli", *map(str, words), "--output", str(tmp_path / "run")],
+            columns=80,
+            rows=24,
+            env={
+                "PYTHONPATH": SOURCE,
+                "TINKER_BASE_URL": server.url,
+                "TINKER_API_KEY": API_KEY,
+                "HOME": str(tmp_path),
+                "NO_COLOR": "1",
+            },
+        )
+        with run:
+            run.until(lambda screen: "━" in screen.text and "tokens/s" in screen.text)
+            bar = next(line for line in run.screen.lines if "━" in line)
+            assert bar.startswith("sft tinkex/tiny ━")
+            assert run.screen.wrapped == 0
+            assert run.end() == 0
+            assert "━" not in run.screen.text
+            assert re.search("^12 steps in 0:[0-9]{2}  loss ", run.screen.text, re.MULTILINE)
+    assert [int(row["step"]) for row in read_metrics(tmp_path / "run")][-1] == 12
 
 
 def test_leaving_is_clean_and_an_interruption(tmp_path: Path):

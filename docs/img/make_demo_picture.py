@@ -75,9 +75,9 @@ def _screen(written: str) -> str:
             fresh = True
         elif command == "A":
             row = max(row - int(count or 1), 0)
-        elif command == "J":
-            lines[row:] = [""]
-        elif command == "K":
+        elif command == "J":  # what is below, and this line if we are at its beginning
+            lines = [*lines[:row], ""] if fresh else lines[: row + 1]
+        elif command == "K" and (fresh or count == "2"):
             lines[row] = ""
         elif command in (None, "m"):
             lines[row] = text if fresh else lines[row] + text

@@ -22,7 +22,11 @@ import tarfile
 import tomllib
 from pathlib import Path
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).resolve().parents[2]
+sys.path.append(str(REPOSITORY))
+from tools.set_up import diagnosis, run  # noqa: E402 - a script of ours, not a package
+
+NEEDED_BYTES = 2 * 10**9
 OFFICIAL = "tinker==0.36.0"
 # Versions at which something on the wire changed.
 OLDER = ("0.18.2", "0.22.7", "0.24.1", "0.25.0", "0.29.1", "0.33.1")
@@ -69,7 +73,11 @@ def own_needs() -> list[str]:
 def pip(venv: Path, *arguments: str) -> None:
     command = [str(venv / "bin" / "python"), "-m", "pip", "--quiet", *arguments]
     command.append("--disable-pip-version-check")
-    subprocess.run(command, check=True)
+    status, said = run(command)
+    if status != 0:
+        sys.exit(
+            f"{said.strip()}\n\n{diagnosis(said, NEEDED_BYTES) or 'pip failed; run make again.'}"
+        )
 
 
 def create(venv: Path) -> Path:

@@ -1,6 +1,6 @@
 """Recipes that use nothing but the official surface run unchanged with the official client.
 
-Each is given `tinker` under the name `tinkex` and a running `tinkex serve`; it checks its own result.
+Each is given `tinker` under the name `tinkex` and a running `tinkex serve` and checks its result.
 """
 
 from __future__ import annotations

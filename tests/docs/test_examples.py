@@ -6,9 +6,11 @@ server on a socket, so that an example can begin with `tinkex.ServiceClient()` a
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
 import io
 import os
+import re
 import shlex
 import struct
 import subprocess
@@ -18,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.docs.blocks import PAGES, ROOT, Block, blocks_of, script_of
+from tests.docs.blocks import PAGES, ROOT, Block, blocks_of, page_named, script_of
 from tinkex.cli.main import main
 from tinkex.clients.service import ServiceClient
 from tinkex.testing import API_KEY, FakeServer
@@ -28,9 +30,15 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-# A minute each or more, so they run in tests/e2e/test_learning.py, shortened.
-REAL = {"sft_smollm2.py", "rl_smollm2.py"}
-LONG = REAL | {"quickstart.py"}
+# They train a real model, so they run in tests/e2e/test_learning.py, some of them shortened.
+REAL = {
+    "distill_smollm2.py",
+    "dpo_smollm2.py",
+    "evaluate_openai.py",
+    "rl_smollm2.py",
+    "sft_smollm2.py",
+}
+PUBLIC = {"tinkex", "tinkex.chat", "tinkex.data", "tinkex.testing", "tinkex.types"}
 LANGUAGES = {"python", "sh", "text"}
 LIMIT_S = 50.0
 TRAINING_DATA = (
@@ -44,8 +52,11 @@ NOT_RUN = {
     "README.md": 2,  # make and pip
     "cli.md": 1,  # the hub
     "coming-from-tinker.md": 1,  # a script of the reader's
+    "export.md": 3,  # a model of the hub; the rest is in tests/e2e/test_export_import.py
+    "gpu.md": 2,  # a GPU, and a server that runs
     "learning.md": 2,  # minutes of training
     "quickstart.md": 1,  # make
+    "recipes.md": 1,  # each has a test of its own
     "serving.md": 1,  # a server that runs
     "testing.md": 1,  # a script of the reader's
 }
@@ -89,7 +100,15 @@ def _settings(work: Path, url: str | None) -> dict[str, str]:
 
 
 def _run(command: list[str], work: Path, url: str | None = None) -> str:
-    done = subprocess.run(
+    done = _finished(command, work, url)
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def _finished(
+    command: list[str], work: Path, url: str | None = None
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
         command,
         cwd=work,
         env=_settings(work, url),
@@ -100,8 +119,6 @@ def _run(command: list[str], work: Path, url: str | None = None) -> str:
         timeout=LIMIT_S,
         check=False,
     )
-    assert done.returncode == 0, done.stdout
-    return done.stdout
 
 
 def _pytest(file: Path) -> list[str]:
@@ -125,9 +142,37 @@ def test_the_example_runs_and_checks_its_own_result(example: Path, work: Path):
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
 def test_the_example_is_short_and_uses_public_names_only(example: Path):
     text = example.read_text()
-    assert len(text.splitlines()) < (150 if example.name in LONG else 100)
-    sources = [line.split()[1] for line in text.splitlines() if line.startswith("from tinkex")]
-    assert set(sources) <= {"tinkex", "tinkex.testing", "tinkex.types"}
+    assert len(text.splitlines()) < 150
+    tree = ast.walk(ast.parse(text))
+    froms = {node.module or "" for node in tree if isinstance(node, ast.ImportFrom)}
+    assert {name for name in froms if name.partition(".")[0] == "tinkex"} <= PUBLIC
+    assert "import tinkex." not in text
+
+
+def test_an_example_that_did_not_learn_says_so_and_fails(work: Path):
+    command = [sys.executable, str(ROOT / "examples" / "sweep.py"), "--steps", "0"]
+    done = _finished(command, work)
+    assert done.returncode == 1, done.stdout
+    assert "NO: rank 2 at 0.0003 is best: loss 5.81 -> 5.81" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("example", "option"),
+    [
+        ("pipeline.py", "--steps"),
+        ("rollout_processes.py", "--rounds"),
+        ("rl_smollm2.py", "--rounds"),
+    ],
+)
+def test_an_example_refuses_to_run_no_steps_at_all(example: str, option: str, work: Path):
+    done = _finished([sys.executable, str(ROOT / "examples" / example), option, "0"], work)
+    assert done.returncode == 2
+    assert f"{option} must be at least 1" in done.stdout
+
+
+def test_the_recipes_page_lists_exactly_the_examples_there_are():
+    listed = re.findall(r"^\| `(\w+\.py)`", page_named("recipes.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == [example.name for example in EXAMPLES]
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if script_of(p)], ids=lambda path: path.name)

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import tinkex
-from tests.docs.blocks import DOCS, PAGES, ROOT, page_named
+from tests.docs.blocks import PAGES, ROOT, page_named
 from tests.docs.reference import PRINTED, printed_part
+from tests.installed import extras
 from tinkex import Config, errors, testing
 from tinkex.clients.retry_config import RetryConfig
 from tinkex.futures.future import APIFuture, FutureStatus
@@ -178,10 +179,25 @@ def test_links_to_files_lead_somewhere(page: Path):
     assert not [target for target in local if not (page.parent / target).exists()]
 
 
+def _linked(page: Path) -> set[Path]:
+    """The pages that a page links to."""
+    targets = re.findall(r"\]\(([^)#]+\.md)(?:#[^)]*)?\)", page.read_text())
+    return {(page.parent / target).resolve() for target in targets if "://" not in target}
+
+
 def test_every_page_can_be_reached_from_the_readme():
+    found = {ROOT / "README.md"}
+    waiting = list(found)
+    while waiting:
+        new = _linked(waiting.pop()) - found
+        found |= new
+        waiting += new
+    assert not set(PAGES) - found
+
+
+def test_the_readme_lists_every_extra_for_users():
     text = (ROOT / "README.md").read_text()
-    pages = [page.relative_to(ROOT) for page in DOCS.rglob("*.md")]
-    assert not [str(page) for page in pages if str(page) not in text]
+    assert not [name for name in extras().keys() - {"dev", "docs"} if f"`{name}`" not in text]
 
 
 def test_the_readmes_tree_lists_exactly_the_folders_there_are():

@@ -9,11 +9,12 @@ import re
 import torch
 
 from tests.docs.blocks import ROOT, page_named
+from tinkex.adapters import folder, tensor_header
 from tinkex.clients import local_loss
 from tinkex.engine import custom_loss, custom_loss_limits, losses, results
 from tinkex.engine.optim import adamw_step, fresh_moments
 from tinkex.server import Settings
-from tinkex.server.api import body
+from tinkex.server.api import adapter_body, body
 from tinkex.server.app import HANDLERS
 from tinkex.server.observe import polls
 from tinkex.server.openapi import describe
@@ -62,6 +63,9 @@ def test_the_limits_and_times_are_those_in_the_code() -> None:
         custom_loss.MAX_TOTAL,
         custom_loss_limits.MAX_VALUES,
         custom_loss_limits.MAX_WORK,
+        folder.MAX_CONFIG_BYTES,
+        tensor_header.MAX_HEAD_BYTES,
+        adapter_body.BLOCK_BYTES,
     ]
     for number in numbers:
         assert f" {number:,} " in refused

@@ -24,6 +24,7 @@ PUBLIC = [
     "tinkex.data",
     "tinkex.dropin",
     "tinkex.loops",
+    "tinkex.seeing",
     "tinkex.server",
     "tinkex.testing",
     "tinkex.types",

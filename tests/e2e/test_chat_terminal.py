@@ -9,7 +9,7 @@ import pytest
 
 from tests.e2e.terminal import COLUMNS, CTRL_C, CTRL_D, UP, on_terminal
 from tinkex.errors import RequestFailedError
-from tinkex.testing import API_KEY, Delays, FakeServer
+from tinkex.testing import API_KEY, Delays, FakeServer, faults
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -111,8 +111,9 @@ def test_what_was_typed_can_be_had_again_also_in_the_next_chat(
 
 
 def test_a_failure_is_told_and_the_chat_goes_on(chat: Open, server: FakeServer):
-    failure = RequestFailedError("No such luck.", None, "user")
-    server.engine.fail_next("sample", failure)
+    # Twice: what fails as a stream is tried once more as a whole.
+    for _ in range(2):
+        server.engine.fail_next("sample", RequestFailedError("No such luck.", None, "user"))
     with chat(TINY, "--max-tokens", "3") as terminal:
         terminal.until("> ")
         terminal.type("/nonsense\n")
@@ -127,8 +128,16 @@ def test_a_failure_is_told_and_the_chat_goes_on(chat: Open, server: FakeServer):
 
 
 @pytest.mark.parametrize("env", [{}, {"NO_COLOR": "1"}])
-def test_two_side_by_side_fit_the_terminal(chat: Open, env: dict[str, str]):
-    with chat(TINY, "--max-tokens", "120", "--seed", "2", **env) as terminal:
+def test_two_side_by_side_fit_the_terminal(chat: Open, server: FakeServer, env: dict[str, str]):
+    answer = "Many words that need more than one row. " * 4
+    event = f'data: {{"choices": [{{"text": "{answer}"}}]}}\n\ndata: [DONE]\n\n'
+    server.faults.on(
+        None,
+        faults.reply(200, event.encode(), media_type="text/event-stream"),
+        times=None,
+        when=lambda seen: seen.path == "/v1/completions",
+    )
+    with chat(TINY, **env) as terminal:
         terminal.until("> ")
         terminal.type(f"/compare {TINY}\n")
         terminal.until("on the right")
@@ -139,6 +148,8 @@ def test_two_side_by_side_fit_the_terminal(chat: Open, env: dict[str, str]):
         terminal.type("/quit\n")
         assert terminal.wait() == 0
     assert max(len(line) for line in shown.splitlines()) <= COLUMNS
-    assert sum(" | " in line for line in shown.splitlines()) >= 2
+    rows = [line.split(" | ") for line in shown.splitlines() if " | " in line]
+    assert len(rows) == 5
+    assert all(left.rstrip() == right.rstrip() for left, right in rows)
     for colour in ("\x1b[1m", "\x1b[3", "\x1b[9"):
         assert colour not in terminal.raw

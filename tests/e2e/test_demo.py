@@ -88,7 +88,7 @@ def serves(work: Path, command: list[str]) -> None:
         try:
             assert "tinkex serves" in read_line(popen, LIMIT_S)
             popen.send_signal(signal.SIGINT)
-            assert popen.wait(LIMIT_S) == 130
+            assert popen.wait(LIMIT_S) == 0
         finally:
             popen.kill()
 

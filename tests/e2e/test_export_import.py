@@ -11,8 +11,8 @@ import signal
 import subprocess
 import sys
 import warnings
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,12 +20,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.e2e.serving import KEY, environment, served, started
+from tests.docs.blocks import blocks_of, page_named
+from tests.e2e.serving import KEY, environment, started
 from tinkex import AdamParams, Datum, ModelInput, RestClient, ServiceClient
 from tinkex.engine.models.hub import DEFAULT_MODEL
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator, Iterator
+    from pathlib import Path
+
+    from tests.e2e.serving import Served
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
@@ -85,13 +89,29 @@ class World:
         return np.array(found[1:], np.float64)
 
 
+@contextmanager
+def serving(data: Path, model: str) -> Generator[Served]:
+    """A server of one model and one tenant."""
+    flags = ("--base-model", model, "--threads", "1", "--no-auth", "--port", "0")
+    with started(data, *flags) as server:
+        server.wait_ready()
+        yield server
+
+
 @pytest.fixture(scope="module", params=MODELS)
 def world(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[World]:
     home = tmp_path_factory.mktemp("home")
-    with served(home / "data", "--base-model", request.param) as server:
+    with serving(home / "data", request.param) as server:
         yield World(server.url, request.param, home)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    home = tmp_path_factory.mktemp("tiny")
+    with serving(home / "data", TINY) as server:
+        yield World(server.url, TINY, home)
 
 
 def scores_of(model: Any) -> np.ndarray:
@@ -206,14 +226,22 @@ def test_what_went_out_comes_back_is_trained_on_and_goes_out_again(world: World,
     assert (tmp_path / "b" / "adapter_model.safetensors").is_file()
 
 
+def test_the_commands_of_the_page_run(tiny: World, tmp_path: Path):
+    run_id = tiny.trained().removeprefix("tinker://").partition("/")[0]
+    lines = [
+        line.replace("RUN", run_id)
+        for block in blocks_of(page_named("export.md"))
+        if block.language == "sh"
+        for line in block.text.splitlines()
+    ]
+    assert len(lines) == 3
+    for line in lines:
+        done = tiny.run(*line.split()[1:], folder=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert max(map(len, done.stdout.splitlines())) <= 80
+
+
 # -- what must not look done -----------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    home = tmp_path_factory.mktemp("tiny")
-    with served(home / "data") as server:
-        yield World(server.url, TINY, home)
 
 
 def test_a_base_model_of_other_weights_is_refused_and_nothing_is_left(tiny: World, tmp_path: Path):
@@ -276,9 +304,7 @@ def test_an_adapter_of_another_model_is_refused_by_its_shapes(tiny: World, tmp_p
 
 
 def test_an_import_that_was_acknowledged_outlives_a_killed_server(tmp_path: Path):
-    flags = ("--base-model", TINY, "--threads", "1", "--no-auth", "--port", "0")
-    with started(tmp_path / "data", *flags) as server:
-        server.wait_ready()
+    with serving(tmp_path / "data", TINY) as server:
         world = World(server.url, TINY, tmp_path)
         trained = world.trained()
         before = world.scores(trained)
@@ -286,7 +312,6 @@ def test_an_import_that_was_acknowledged_outlives_a_killed_server(tmp_path: Path
         with world.service() as service:
             path = RestClient(service.holder).import_adapter(tmp_path / "a").result()
             server.end(signal.SIGKILL)
-    with started(tmp_path / "data", *flags) as server:
-        server.wait_ready()
+    with serving(tmp_path / "data", TINY) as server:
         again = World(server.url, TINY, tmp_path)
         assert np.abs(again.scores(path) - before).max() < 1e-5

@@ -20,7 +20,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from tests.e2e.serving import KEY, environment, served
+from benchmarks.sft_parity.work import write_data
+from tests.e2e.serving import KEY, ROOT, environment, served
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -46,6 +47,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "dpo": ("--eval-fraction", "0.2", "--learning-rate", "0.003"),
     "rl": ("--group-size", "4", "--max-tokens", "8", "--learning-rate", "0.01"),
 }
+TASK_FILE = ROOT / "benchmarks" / "sft_parity" / "yes_or_no.py"
 SOURCES = {"sft": "chats.jsonl", "dpo": "pairs.jsonl", "rl": "task.py"}
 
 
@@ -217,3 +219,43 @@ def test_a_run_is_not_resumed_on_a_server_that_does_not_have_it(work: Path):
     ):
         assert command.end() == 2
     assert "this server does not have tinker://" in command.text
+
+
+@pytest.mark.smollm2
+def test_a_real_model_learns_what_it_was_not_shown(tmp_path: Path):
+    data, held_out = write_data(tmp_path)
+    run = tmp_path / "run"
+    words = ["train", "sft", str(data), "--eval", str(held_out), "--output", str(run)]
+    real(tmp_path, *words, "--steps", "5", "--learning-rate", "1e-3", "--rank", "8")
+    losses = [json.loads(line)["eval_loss"] for line in evaluated(run)]
+    assert losses[-1] < 0.65 * losses[0]
+    assert load_file(run / "adapter" / "adapter_model.safetensors")
+
+
+@pytest.mark.smollm2
+def test_a_real_model_finds_out_what_is_rewarded(tmp_path: Path):
+    run = tmp_path / "run"
+    words = ["train", "rl", str(TASK_FILE), "--output", str(run), "--steps", "4", "--batch-size"]
+    real(tmp_path, *words, "4", "--max-tokens", "6", "--learning-rate", "6e-4", "--rank", "8")
+    rewards = [json.loads(line)["reward"] for line in (run / "metrics.jsonl").open()]
+    assert rewards[-1] > max(2 * rewards[0], 0.3)
+
+
+def real(work: Path, *words: str) -> None:
+    """Run a command on the embedded server with its usual models."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tinkex.cli", *words],
+        cwd=work,
+        env=environment(work),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=280.0,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def evaluated(run: Path) -> list[str]:
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return [line for line in lines if "eval_loss" in line]

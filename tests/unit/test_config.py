@@ -63,6 +63,8 @@ def test_without_url_and_credential_the_client_is_embedded_and_otherwise_not(tmp
 def test_embedded_can_be_asked_for_by_name(tmp_path):
     env = {"TINKER_BASE_URL": "http://h", "TINKER_API_KEY": "tml-x"}
     assert load(tmp_path, env, base_url="embedded").embedded
+    assert load(tmp_path, env | {"TINKER_BASE_URL": "embedded"}).embedded
+    assert not load(tmp_path, {"TINKER_BASE_URL": "embedded"}, base_url="http://h").embedded
 
 
 def test_the_stored_file_is_read_only_when_it_is_needed(tmp_path):

@@ -292,6 +292,19 @@ DATA = [
     "render_pairs",
 ]
 
+LOOPS = [
+    "DpoJob",
+    "DpoSettings",
+    "Job",
+    "Outcome",
+    "RlJob",
+    "RlSettings",
+    "Settings",
+    "SftJob",
+    "SftSettings",
+    "run",
+]
+
 SEEING = [
     "Progress",
     "Sink",
@@ -309,6 +322,7 @@ STORED = {
     "tinkex.testing": TESTING,
     "tinkex.chat": CHAT,
     "tinkex.data": DATA,
+    "tinkex.loops": LOOPS,
     "tinkex.seeing": SEEING,
 }
 

@@ -1,6 +1,7 @@
 """The prompts of `tinkex sample`: read from a file, all of them before anything is sent.
 
-Members that we do not know stay unread, so that training data can be asked again.
+Training data can be asked again: members that we do not know stay unread, and an answer at the end
+of the messages is left out.
 """
 
 from __future__ import annotations
@@ -104,8 +105,10 @@ def _messages(value: object) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not value:
         raise InputError("must be a list of messages", "messages")
     messages = readable_messages(cast("list[Any]", value))
-    if messages[-1]["role"] == "assistant":
-        raise InputError("must not end with an answer: leave the last message out", "messages")
+    while messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    if not messages:
+        raise InputError("has nothing but answers", "messages")
     return messages
 
 

@@ -16,7 +16,7 @@ from tinkex.cli.output import say, show_one
 from tinkex.errors import InputError, MissingPackageError
 from tinkex.loops.dpo import DpoJob
 from tinkex.loops.rl import RlJob
-from tinkex.loops.run import run
+from tinkex.loops.run import ended, run
 from tinkex.loops.run_folder import RunFolder
 from tinkex.loops.settings import DpoSettings, RlSettings, Settings, SftSettings
 from tinkex.loops.sft import SftJob
@@ -117,27 +117,38 @@ def _resume_command(kind: str, source: Path, place: RunFolder) -> str:
 
 
 def _train(args: argparse.Namespace, place: RunFolder, job: Job) -> int | None:
-    settings = job.settings
-    again = _resume_command(settings.kind, next(iter(job.files.values())), place)
-    with service_client(settings.model) as service:
-        try:
-            outcome = run(
-                service, job, place.path, resume=args.resume, report=tuple(args.report or ())
-            )
-        except BaseException:
-            if place.begun:
-                say(f"The run can go on from its last save:\n  {again}")
-            raise
-        if outcome.ending == "interrupted":
-            say(f"Interrupted after step {outcome.step}; everything up to there is saved.")
-            say(f"Go on with it:\n  {again}")
-            _summary(args, place, outcome, None)
-            return INTERRUPTED
-        _draw(place, settings)
-        adapter = place.path / ADAPTER
-        export_adapter(service, outcome.best.sampler_path, adapter)
+    adapter = place.path / ADAPTER
+    outcome = ended(job, place, place.read() if args.resume else None)
+    if outcome is None or not adapter.exists():
+        again = _resume_command(job.settings.kind, next(iter(job.files.values())), place)
+        with service_client(job.settings.model) as service:
+            with _told_how_to_go_on(place, again):
+                report = tuple(args.report or ())
+                outcome = run(service, job, place.path, resume=args.resume, report=report)
+            if outcome.ending == "interrupted":
+                say(f"Interrupted after step {outcome.step}; everything up to there is saved.")
+                say(f"Go on with it:\n  {again}")
+                _summary(args, place, outcome, None)
+                return INTERRUPTED
+            _draw(place, job.settings)
+            export_adapter(service, outcome.best.sampler_path, adapter)
     _summary(args, place, outcome, adapter)
     return None
+
+
+@contextmanager
+def _told_how_to_go_on(place: RunFolder, again: str) -> Generator[None]:
+    """Whatever ends a run that was begun, its next step is said."""
+    try:
+        yield
+    except BaseException:
+        if place.begun:
+            saves = place.checkpoints()
+            where = (
+                f"after step {saves[-1].step}" if saves else "from the beginning: nothing is saved"
+            )
+            say(f"The run can go on {where}:\n  {again}")
+        raise
 
 
 def _draw(place: RunFolder, settings: Settings) -> None:

@@ -47,7 +47,8 @@ def claimed_folder(folder: Path, wait_s: float = 0.0) -> Generator[Path]:
             owner = file.read().strip() or "unknown"
             raise StorageError(
                 f"the data folder {folder} is used by another server (process {owner}); stop it, "
-                "or choose another folder with --data-dir",
+                "or choose another folder with --data-dir or TINKEX_DATA_DIR; programs that are to "
+                "share one need a `tinkex serve` that all of them name in TINKER_BASE_URL",
                 str(folder),
             ) from error
         file.truncate(0)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from tinkex._version import __version__
 from tinkex.clock import SystemClock
-from tinkex.errors import InputError, NotFoundError
+from tinkex.errors import InputError, NotFoundError, TinkerError
 from tinkex.loops.early_stop import Patience
 from tinkex.loops.interruption import Interruption
 from tinkex.loops.loop import Loop, Outcome, Plan
@@ -91,29 +91,32 @@ def run(
     clock = clock or SystemClock()
     place = RunFolder(folder)
     record = record_of(place, resume=resume)
-    if record is not None:
-        refuse_other_run(record, job.settings, job.files)
+    done = ended(job, place, record)
+    if done is not None:
+        return done
     began = clock.wall() if record is None else record.began
     prepared = job.prepare(service, _Dated(clock, began))
     if record is not None:
         refuse_other_tokens(record, prepared.rendered)
-        if record.status == "finished":
-            return _as_it_ended(record, place)
-    record = replace(record or _new_record(job, prepared, began), status="running", pid=os.getpid())
+    plan = _plan(job.settings, job.steps, prepared.judged_by)
     place.make()
-    place.write(record)
-    try:
-        outcome = _Run(service, job, prepared, place, clock).train(report)
-    except BaseException as error:
-        gone = isinstance(error, KeyboardInterrupt)
-        place.change(status="interrupted" if gone else "failed")
-        raise
-    over = outcome.ending != "interrupted"
-    place.change(
-        status="finished" if over else "interrupted",
-        adapter_path=outcome.best.sampler_path if over else None,
-    )
-    return outcome
+    with place.claimed():
+        record = record or _new_record(job, prepared, began)
+        place.write(replace(record, status="running", pid=os.getpid()))
+        return _Run(service, job, prepared, plan, place, clock).kept(report)
+
+
+def ended(job: Job, place: RunFolder, record: Record | None) -> Outcome | None:
+    """How a run ended that is over; None for one that is not. Raises if it is another job's."""
+    if record is None:
+        return None
+    refuse_other_run(record, job.settings, job.files)
+    if record.status != "finished":
+        return None
+    saves = place.checkpoints()
+    best = next(one for one in saves if one.sampler_path == record.adapter_path)
+    early = saves[-1].step < record.steps
+    return Outcome("stopped early" if early else "finished", saves[-1].step, saves[-1], best)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,15 +126,31 @@ class _Run:
     service: ServiceClient
     job: Job
     prepared: Prepared
+    plan: Plan
     place: RunFolder
     clock: Clock
+
+    def kept(self, report: Sequence[str]) -> Outcome:
+        """Train, and write down how it ended."""
+        try:
+            outcome = self.train(report)
+        except BaseException as error:
+            gone = isinstance(error, KeyboardInterrupt)
+            with suppress(TinkerError):  # a full disk, say, which is what `error` is about
+                self.place.change(status="interrupted" if gone else "failed")
+            raise
+        over = outcome.ending != "interrupted"
+        self.place.change(
+            status="finished" if over else "interrupted",
+            adapter_path=outcome.best.sampler_path if over else None,
+        )
+        return outcome
 
     def train(self, report: Sequence[str]) -> Outcome:
         """Go on from the last save; without one, from the beginning."""
         settings = self.job.settings
         start = next((one for one in reversed(self.place.checkpoints()) if one.step > 0), None)
         past = self.place.rewind(start.step if start else -1)
-        plan = _plan(settings, self.job.steps, self.prepared.judged_by)
         with ExitStack() as stack:
             diary = self._diary(stack, report, start.step if start else 0)
             training = _model(self.service, settings, start)
@@ -140,9 +159,9 @@ class _Run:
             loop = Loop(
                 self.prepared.recipe(self.service, training, self.place.path, diary.note),
                 training,
-                plan,
+                self.plan,
                 diary,
-                self._patience(plan, past),
+                self._patience(past),
                 self.clock,
                 checkpoints=self.place.checkpoints(),
                 spent_s=max((row.get("time_s", 0.0) for row in past), default=0.0),
@@ -159,12 +178,12 @@ class _Run:
             diary.note(sentence)
         return diary
 
-    def _patience(self, plan: Plan, past: Sequence[Mapping[str, float]]) -> Patience:
+    def _patience(self, past: Sequence[Mapping[str, float]]) -> Patience:
         """With what the evaluations so far have shown."""
         limit = self.job.settings.patience
         patience = Patience(limit, higher_is_better=self.prepared.higher_is_better)
         for row in past:
-            value = row.get(plan.judged_by or "")
+            value = row.get(self.plan.judged_by or "")
             if value is not None and row["step"] > 0:
                 patience.see(int(row["step"]), value)
         return patience
@@ -217,13 +236,6 @@ def _new_record(job: Job, prepared: Prepared, began: float) -> Record:
 
 def _title(settings: Settings) -> str:
     return f"{settings.kind} {settings.base_model}"
-
-
-def _as_it_ended(record: Record, place: RunFolder) -> Outcome:
-    saves = place.checkpoints()
-    best = next(one for one in saves if one.sampler_path == record.adapter_path)
-    early = saves[-1].step < record.steps
-    return Outcome("stopped early" if early else "finished", saves[-1].step, saves[-1], best)
 
 
 class _Writer:

@@ -8,9 +8,11 @@ kills a run, its last checkpoint finds all of its past. The metrics themselves a
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import tempfile
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,7 +20,7 @@ from tinkex.errors import InputError, StorageError
 from tinkex.seeing.history import METRICS, keep_until, read_metrics
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Generator, Iterable
     from pathlib import Path
 
 RUN = "run.json"
@@ -71,7 +73,7 @@ class RunFolder:
         file = self.path / RUN
         try:
             return Record(**json.loads(file.read_bytes()))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except (ValueError, TypeError) as error:
             raise InputError(f"is not what a run writes: {error}", str(file)) from error
@@ -102,10 +104,27 @@ class RunFolder:
     @property
     def begun(self) -> bool:
         """Whether it holds what a step has left."""
+        metrics = self.path / METRICS
+        return bool(self.checkpoints()) or (metrics.exists() and metrics.stat().st_size > 0)
+
+    @contextmanager
+    def claimed(self) -> Generator[None]:
+        """Keep other processes from training here; the system forgets with the process."""
+        folder = os.open(self.path, os.O_RDONLY)
         try:
-            return (self.path / METRICS).stat().st_size > 0 or bool(self.checkpoints())
-        except FileNotFoundError:
-            return bool(self.checkpoints())
+            self._lock(folder)
+            yield
+        finally:
+            os.close(folder)
+
+    def _lock(self, folder: int) -> None:
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError(
+                "another process is training in this folder; wait for it, or choose another",
+                str(self.path),
+            ) from None
 
     # -- checkpoints --------------------------------------------------------------------------
 

@@ -64,6 +64,15 @@ def test_strings_prompts_and_messages_are_answered_in_order(run: Run):
 
 
 @pytest.mark.usefixtures("server")
+def test_training_data_can_be_asked_again(run: Run):
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    path = prompts({"messages": messages, "score": 3}, {"prompt": "Q:", "completion": " A"})
+    assert run("sample", path, "-o", "out.jsonl", *MODEL, *SHORT).status == DONE
+    assert [answer.get("messages") for answer in answers()] == [messages[:1], None]
+    assert answers()[1]["prompt"] == "Q:"
+
+
+@pytest.mark.usefixtures("server")
 def test_lines_of_text_are_prompts_and_a_users_messages_with_chat(run: Run):
     path = prompts("one", "", "three", name="prompts.txt")
     assert run("sample", path, "-o", "out.jsonl", *MODEL, *SHORT).status == DONE

@@ -158,3 +158,11 @@ def test_other_tokens_from_the_same_data_are_refused():
     refuse_other_tokens(RECORD, "abc")
     with pytest.raises(InputError, match="tokenizer or template differs"):
         refuse_other_tokens(RECORD, "def")
+
+
+def test_two_processes_do_not_train_in_one_folder(folder: RunFolder):
+    other = RunFolder(folder.path)
+    with folder.claimed(), pytest.raises(InputError, match="another process is training"):
+        other.claimed().__enter__()
+    with other.claimed():
+        pass

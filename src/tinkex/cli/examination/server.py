@@ -96,11 +96,11 @@ def own_server_settings(config: Config) -> Iterator[Finding]:
 
         load_settings({}, server_environment())
     except ModuleNotFoundError:
-        yield Finding("server set", "warn", found, "pip install 'tinkex[server,engine]'")
+        yield Finding("serving", "warn", found, "pip install 'tinkex[server,engine]'")
     except TinkerError as error:
-        yield Finding("server set", "fail", describe(error), "Correct or unset it.")
+        yield Finding("serving", "fail", describe(error), "Correct or unset it.")
     else:
-        yield Finding("server set", "ok", found)
+        yield Finding("serving", "ok", found)
 
 
 def credential_of(config: Config) -> Finding:

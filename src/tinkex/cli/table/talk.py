@@ -114,5 +114,5 @@ DEMO = Command(
         default="runs/demo",
         help="the folder of the run (default: runs/demo)",
     ),
-    Argument("--steps", type=_whole, default=24, metavar="N", help="of training (default: 24)"),
+    Argument("--steps", type=_whole, default=32, metavar="N", help="of training (default: 32)"),
 )

@@ -24,6 +24,8 @@ from rich.text import Text
 
 PICTURE = Path(__file__).with_name("demo.svg")
 COLUMNS = 80
+# Fonts and a link that a page would fetch from elsewhere; there is a plain font behind them.
+_FETCHED = re.compile(r"\s*@font-face \{.*?\}|\s*<!-- [^>]*https[^>]* -->", re.DOTALL)
 _PIECES = re.compile(r"\x1b\[([0-9;?]*)([A-Za-z])|\r|\n|[^\x1b\r\n]+|\x1b")
 
 
@@ -89,7 +91,7 @@ def _drawn(text: str) -> str:
     """The text as a picture of a terminal."""
     console = Console(record=True, width=COLUMNS, file=io.StringIO(), color_system="256")
     console.print(Text.from_ansi(text))
-    return console.export_svg(title="tinkex demo", theme=MONOKAI)
+    return _FETCHED.sub("", console.export_svg(title="tinkex demo", theme=MONOKAI))
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ REAL = {
 }
 PUBLIC = {"tinkex", "tinkex.chat", "tinkex.data", "tinkex.testing", "tinkex.types"}
 LANGUAGES = {"python", "sh", "text"}
-LIMIT_S = 50.0
+LIMIT_S = 150.0  # seconds are enough, except where many tests share two cores
 TRAINING_DATA = (
     '{"messages": [{"role": "user", "content": "What is the capital of France?"}, '
     '{"role": "assistant", "content": "Paris"}]}\n'
@@ -61,7 +61,7 @@ NOT_RUN = {
     "testing.md": 1,  # a script of the reader's
 }
 
-pytestmark = pytest.mark.req("B22")
+pytestmark = [pytest.mark.req("B22"), pytest.mark.timeout(LIMIT_S + 10)]
 
 
 @pytest.fixture

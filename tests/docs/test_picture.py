@@ -34,3 +34,4 @@ def test_the_picture_shows_the_command_and_what_came_of_it():
     text = html.unescape((DOCS / "img" / "demo.svg").read_text()).replace("\xa0", " ")
     for words in ("$ tinkex demo", "What is the capital of France?", "matey", "Try next:"):
         assert words in text
+    assert "https://" not in text

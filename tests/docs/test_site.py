@@ -29,6 +29,9 @@ PUBLIC = [
     "tinkex.testing",
     "tinkex.types",
 ]
+# Building is not counted: it is done once, for all of them.
+pytestmark = pytest.mark.timeout(60, func_only=True)
+
 # Read at the top of the package; `auth` and `types` are packages of the list above.
 NOT_OBJECTS = {"__title__", "__version__", "auth", "types", "faults"}
 
@@ -43,7 +46,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
         capture_output=True,
         text=True,
-        timeout=55,
+        timeout=120,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -1,7 +1,7 @@
-"""Checkpoints leave a real server and come back: what `peft` and `transformers` make of them.
+"""Checkpoints leave a real server and come back.
 
-The tiny model runs always, SmolLM2-135M where its package is installed. Commands are processes of
-their own, as a user starts them.
+What `peft` and `transformers` make of them is asked of the tiny model and of SmolLM2-135M. Commands
+are processes of their own, as a user starts them.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class World:
     def service(self) -> ServiceClient:
         return ServiceClient(base_url=self.url, api_key=KEY)
 
-    def trained(self, steps: int = 4, rate: float = 1e-2, **lora: Any) -> str:
+    def trained(self, steps: int = 4, rate: float = 2e-3, **lora: Any) -> str:
         """The path of a checkpoint that has learned something."""
         data = [Datum(ModelInput.from_ints(TEXT[:-1]), {"target_tokens": TEXT[1:]})]
         with self.service() as service:
@@ -167,13 +167,13 @@ def test_transformers_computes_the_merged_model_as_the_server_does(
     assert "hi" in tokenizer.apply_chat_template(messages, tokenize=False)
 
 
-def test_sampler_weights_and_exports_leave_alike(world: World, tmp_path: Path):
-    with world.service() as service:
-        training = service.create_lora_training_client(world.model, rank=2, seed=3)
+def test_sampler_weights_and_exports_leave_alike(tiny: World, tmp_path: Path):
+    with tiny.service() as service:
+        training = service.create_lora_training_client(tiny.model, rank=2, seed=3)
         sampler = training.save_weights_for_sampler("draft").result().path
         export = training.save_weights_external("out").result().path
     for number, path in enumerate((sampler, export)):
-        world.json("checkpoint", "export", path, "-o", f"x{number}", folder=tmp_path)
+        tiny.json("checkpoint", "export", path, "-o", f"x{number}", folder=tmp_path)
     one, two = (load_file(tmp_path / f"x{n}" / "adapter_model.safetensors") for n in range(2))
     assert one.keys() == two.keys()
     assert all(torch.equal(one[name], two[name]) for name in one)
@@ -204,25 +204,25 @@ def test_an_adapter_of_the_real_peft_is_computed_as_there(world: World, base: Pa
         assert service.create_training_client_from_state(path).get_info().lora_rank == 3
 
 
-def test_what_went_out_comes_back_is_trained_on_and_goes_out_again(world: World, tmp_path: Path):
-    path = world.trained()
-    world.json("checkpoint", "export", path, "-o", "a", folder=tmp_path)
+def test_what_went_out_comes_back_is_trained_on_and_goes_out_again(tiny: World, tmp_path: Path):
+    path = tiny.trained()
+    tiny.json("checkpoint", "export", path, "-o", "a", folder=tmp_path)
     kinds = ("weights", "sampler_weights")
     back = [
-        world.json("checkpoint", "import", "a", "--kind", kind, folder=tmp_path)["tinker_path"]
+        tiny.json("checkpoint", "import", "a", "--kind", kind, folder=tmp_path)["tinker_path"]
         for kind in kinds
     ]
     for found in back:
-        assert np.abs(world.scores(found) - world.scores(path)).max() < 1e-5
+        assert np.abs(tiny.scores(found) - tiny.scores(path)).max() < 1e-5
     data = [Datum(ModelInput.from_ints(TEXT[:-1]), {"target_tokens": TEXT[1:]})]
-    with world.service() as service:
+    with tiny.service() as service:
         training = service.create_training_client_from_state(back[0])
         before = training.forward_backward(data, "cross_entropy").result().metrics["loss:sum"]
-        training.optim_step(AdamParams(learning_rate=1e-2)).result()
+        training.optim_step(AdamParams(learning_rate=2e-3)).result()
         after = training.forward_backward(data, "cross_entropy").result().metrics["loss:sum"]
         again = training.save_state("on").result().path
     assert after < before
-    world.json("checkpoint", "export", again, "-o", "b", folder=tmp_path)
+    tiny.json("checkpoint", "export", again, "-o", "b", folder=tmp_path)
     assert (tmp_path / "b" / "adapter_model.safetensors").is_file()
 
 

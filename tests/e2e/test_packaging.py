@@ -162,8 +162,8 @@ def test_the_command_works_isolated_as_pipx_installs_it(built: Built, clean: Ven
         env = {"HOME": str(tmp_path), "TINKER_BASE_URL": server.url, "TINKER_API_KEY": API_KEY}
         env["PATH"] = str(command.parent)
         assert "tinkex/tiny" in run(["tinkex", "model", "list"], tmp_path, **env)
-        check = ["tinkex", "data", "check", "train.jsonl", "--model", "tinkex/tiny"]
-        assert "1 example" in run(check, tmp_path, **env)
+        check = ["tinkex", "data", "check", "train.jsonl", "--model", "tinkex/tiny", "-f", "json"]
+        assert json.loads(run(check, tmp_path, **env))["summary"]["examples"] == 1
 
 
 # -- extras ----------------------------------------------------------------------------------------

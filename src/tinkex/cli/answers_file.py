@@ -54,12 +54,15 @@ class AnswersFile:
         )
 
     def replace(self, answers: Iterable[dict[str, Any]]) -> None:
-        """Write these in place of what it has, whole or not at all."""
+        """Let it have these and nothing else, whole or not at all."""
+        text = "".join(map(_line, answers))
+        if self.path.exists() and self.path.read_text(encoding="utf-8", errors="replace") == text:
+            return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         handle, part = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.name}.")
         try:
             with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.writelines(map(_line, answers))
+                file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
             os.chmod(part, 0o644)

@@ -21,10 +21,8 @@ from tinkex.cli.talking.columns import wrap
 from tinkex.cli.target import SMALL_MODEL, Target
 from tinkex.demo import HELD_OUT, PROMPTS, TRAINING
 from tinkex.errors import MissingPackageError
-from tinkex.loops.run import run
+from tinkex.loops import SftJob, SftSettings, run
 from tinkex.loops.run_folder import RunFolder
-from tinkex.loops.settings import SftSettings
-from tinkex.loops.sft import SftJob
 from tinkex.seeing.history import read_metrics
 from tinkex.seeing.picture import write_picture
 from tinkex.seeing.series import series_of
@@ -60,10 +58,10 @@ def _told(folder: Path, steps: int) -> dict[str, Any] | None:
     """The story of a demonstration that was carried through, if all of it is still there."""
     try:
         story: dict[str, Any] = json.loads((folder / _STORY).read_text())
-    except (OSError, ValueError):
+        files = [folder / name for name in (*story["pictures"], _ADAPTER)]
+        whole = story["steps"] == steps and all(file.exists() for file in files)
+    except (OSError, ValueError, LookupError, TypeError):
         return None
-    files = [folder / name for name in (*story.get("pictures", ()), _ADAPTER)]
-    whole = story.get("steps") == steps and all(file.exists() for file in files)
     return story if whole else None
 
 
@@ -77,12 +75,12 @@ def _made(folder: Path, steps: int) -> dict[str, Any] | None:
     with service_client(SMALL_MODEL, embedded=True) as service:
         say("Asking it some questions as it is …")
         before = _answers(service, Target(base_model=SMALL_MODEL))
-        outcome = run(service, job, folder, resume=RunFolder(folder).read() is not None)
+        outcome = run(service, job, folder, resume=RunFolder(folder).begun)
         if outcome.ending == "interrupted":
             return None
         say("Asking it the same questions again …")
         after = _answers(service, Target(model_path=outcome.best.sampler_path))
-        export_adapter(service, outcome.best.sampler_path, folder / _ADAPTER)
+        export_adapter(service, outcome.best.state_path, folder / _ADAPTER)
     losses = [row["eval_loss"] for row in read_metrics(folder) if "eval_loss" in row]
     story: dict[str, Any] = {
         "steps": steps,
@@ -181,7 +179,7 @@ def _next_commands(folder: Path, story: dict[str, Any]) -> list[tuple[str, str]]
             "train on a file of your own; this one shows the format",
             f"{_program()} train sft {story['data']} --output {mine} --steps 20",
         ),
-        ("serve it to OpenAI clients: docs/openai.md", f"{_program()} serve --no-auth"),
+        ("serve it to OpenAI clients: docs/how-to/openai.md", f"{_program()} serve --no-auth"),
     ]
 
 

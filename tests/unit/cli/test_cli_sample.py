@@ -94,12 +94,13 @@ def test_the_same_seed_gives_the_same_answers_whatever_runs_beside_them(run: Run
 def test_what_was_answered_is_not_asked_again(run: Run, server: FakeServer):
     words = ("sample", prompts("one", "two", "three"), "-o", "out.jsonl", *MODEL, *SHORT)
     assert run(*words).status == DONE
-    whole = Path("out.jsonl").read_text()
+    stamp = Path("out.jsonl").stat()
     before = asked(server)
     ran = run(*words, "-f", "json")
     assert ran.json["kept"] == 3
     assert asked(server) == before
-    assert Path("out.jsonl").read_text() == whole
+    assert Path("out.jsonl").stat().st_ino == stamp.st_ino
+    assert Path("out.jsonl").stat().st_mtime_ns == stamp.st_mtime_ns
 
 
 def test_a_cut_off_file_is_mended_and_gone_on_with(run: Run, server: FakeServer):

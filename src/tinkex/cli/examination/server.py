@@ -64,7 +64,7 @@ def findings() -> Iterator[Finding]:
 def settings(config: Config) -> Finding:
     """What was said, and where it leads; never a secret."""
     if config.embedded:
-        where = "nothing is configured: commands start a server of their own"
+        where = "commands start a server of their own, here"
     elif config.base_url == DEFAULT_BASE_URL:
         where = f"hosted Tinker at {config.base_url}"
     else:

@@ -75,7 +75,9 @@ def mean_kl(found: list[Rollout]) -> float:
     return sum(sum(one.student) - sum(one.teacher) for one in found) / len(found)
 
 
-def step(training: TrainingClient, data: list[Datum], loss: str, rate: float) -> SamplingClient:
+def step(
+    training: TrainingClient, data: list[Datum], loss: tinkex.LossFnType, rate: float
+) -> SamplingClient:
     """Train on a batch; a sampler of the new weights."""
     forward_backward = training.forward_backward(data, loss)
     training.optim_step(AdamParams(learning_rate=rate)).result()

@@ -96,7 +96,7 @@ def serves(work: Path, command: list[str]) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_demo_that_was_cut_off_goes_on(tmp_path: Path, number: signal.Signals):
     with subprocess.Popen(
-        [*PROGRAM, "demo", "--steps", "12"],
+        [*PROGRAM, "demo", "--steps", "6"],
         cwd=tmp_path,
         env=environment(tmp_path),
         stdout=subprocess.DEVNULL,
@@ -105,22 +105,22 @@ def test_a_demo_that_was_cut_off_goes_on(tmp_path: Path, number: signal.Signals)
     ) as popen:
         assert popen.stderr is not None
         said = iter(popen.stderr)
-        wanted = "saved after step 10" if number is signal.SIGKILL else "step  3/12"
+        wanted = "saved after step 4" if number is signal.SIGKILL else "step 2/6"
         assert any(line.startswith(wanted) for line in said)
         popen.send_signal(number)
         rest = "".join(said)
         status = popen.wait(LIMIT_S)
     if number is signal.SIGINT:
         assert status == 130
-        assert "demo --output runs/demo --steps 12" in rest
-    done = tinkex(tmp_path, "demo", "--steps", "12")
+        assert "demo --output runs/demo --steps 6" in rest
+    done = tinkex(tmp_path, "demo", "--steps", "6")
     assert done.returncode == 0, done.stderr
-    assert "step  1/12" not in done.stderr
+    assert "step 1/6" not in done.stderr
     steps = [
         json.loads(line)["step"]
         for line in (tmp_path / "runs/demo/metrics.jsonl").read_text().splitlines()
     ]
-    assert steps == list(range(13))
+    assert steps == list(range(7))
 
 
 def test_a_demo_with_other_settings_needs_a_folder_of_its_own(tmp_path: Path):

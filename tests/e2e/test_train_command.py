@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 # Every start of the command starts a server, which loads torch.
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 STEPS = 12
-LIMIT_S = 100.0
+LIMIT_S = 200.0
 TASK = """
 def prompts():
     return [[{"role": "user", "content": f"say {letter}"}] for letter in "abcdefgh"]

@@ -38,6 +38,7 @@ _ADAPTER = "adapter"
 _PICTURES = ("curve.svg", "curve.png")
 _ANSWER_TOKENS = 48
 _LEARNING_RATE = 1e-3
+_SAVE_EVERY = 4
 _LABEL = 10
 
 
@@ -67,7 +68,9 @@ def _told(folder: Path, steps: int) -> dict[str, Any] | None:
 
 def _made(folder: Path, steps: int) -> dict[str, Any] | None:
     """Do it all; None when training was interrupted."""
-    settings = SftSettings(model=SMALL_MODEL, steps=steps, learning_rate=_LEARNING_RATE, rank=8)
+    settings = SftSettings(
+        model=SMALL_MODEL, steps=steps, learning_rate=_LEARNING_RATE, rank=8, save_every=_SAVE_EVERY
+    )
     data = _data(folder.parent)
     job = SftJob(settings, data, HELD_OUT)
     say(f"{SMALL_MODEL} learns to talk like a pirate, on a server")

@@ -76,7 +76,9 @@ def margins(pairs: list[Pair], logprobs: list[torch.Tensor]) -> torch.Tensor:
 def step(training: tinkex.TrainingClient, pairs: list[Pair], learning_rate: float) -> float:
     """One step on a batch of pairs; its loss."""
 
-    def dpo(data: list[Datum], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict]:
+    def dpo(
+        data: list[Datum], logprobs: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, dict[str, float]]:
         return -torch.nn.functional.logsigmoid(margins(pairs, logprobs)).mean(), {}
 
     data = [datum for pair in pairs for datum in pair.data]

@@ -207,7 +207,9 @@ class _Progress:
         line = f"tinkex: starting a server of its own: {phase} …"
         if self._stream is not None and line != self._shown:
             self._shown = line
-            self._stream.write(f"\r\x1b[K{line}")
+            # A line that wraps could not be taken back.
+            width = shutil.get_terminal_size((80, 24)).columns
+            self._stream.write(f"\r\x1b[K{line[: width - 1]}")
             self._stream.flush()
 
     def clear(self) -> None:

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Protocol
 from tinkex._version import __version__
 from tinkex.clock import SystemClock
 from tinkex.errors import InputError, NotFoundError, TinkerError
+from tinkex.loops.diary import Writer
 from tinkex.loops.early_stop import Patience
 from tinkex.loops.interruption import Interruption
 from tinkex.loops.loop import Loop, Outcome, Plan
 from tinkex.loops.resume import hashes, record_of, refuse_other_run, refuse_other_tokens
-from tinkex.loops.run_folder import Record, RunFolder
+from tinkex.loops.run_folder import CHECKPOINTS, Record, RunFolder
 from tinkex.loops.schedule import learning_rate
 from tinkex.seeing.progress import Progress
 from tinkex.seeing.sinks import open_sinks
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from tinkex.loops.loop import Recipe
     from tinkex.loops.run_folder import Checkpoint
     from tinkex.loops.settings import Settings
-    from tinkex.seeing.sinks import Sink
 
 # Saves and evaluations of a run for which nothing else is said: so many, and so far apart.
 _SHARES, _NOT_WITHIN = 10, 10
@@ -114,7 +114,11 @@ def ended(job: Job, place: RunFolder, record: Record | None) -> Outcome | None:
     if record.status != "finished":
         return None
     saves = place.checkpoints()
-    best = next(one for one in saves if one.sampler_path == record.adapter_path)
+    best = next((one for one in saves if one.sampler_path == record.adapter_path), None)
+    if best is None:
+        raise InputError(
+            f"{CHECKPOINTS} does not have the save that the run ended with", str(place.path)
+        )
     early = saves[-1].step < record.steps
     return Outcome("stopped early" if early else "finished", saves[-1].step, saves[-1], best)
 
@@ -168,12 +172,12 @@ class _Run:
             )
             return loop.run(stack.enter_context(Interruption()))
 
-    def _diary(self, stack: ExitStack, report: Sequence[str], done: int) -> _Writer:
+    def _diary(self, stack: ExitStack, report: Sequence[str], done: int) -> Writer:
         settings, folder = self.job.settings, self.place.path
         sinks = open_sinks(report, folder, folder.name, asdict(settings))
         stack.enter_context(closing(sinks))
         progress = Progress(self.job.steps, _title(settings), done=done, clock=self.clock)
-        diary = _Writer(self.place, sinks, stack.enter_context(progress))
+        diary = Writer(self.place, sinks, stack.enter_context(progress))
         for sentence in sinks.places:
             diary.note(sentence)
         return diary
@@ -236,30 +240,6 @@ def _new_record(job: Job, prepared: Prepared, began: float) -> Record:
 
 def _title(settings: Settings) -> str:
     return f"{settings.kind} {settings.base_model}"
-
-
-class _Writer:
-    """Writes down what the loop tells, in the order that makes it safe to be killed."""
-
-    def __init__(self, place: RunFolder, sinks: Sink, progress: Progress) -> None:
-        self._place = place
-        self._sinks = sinks
-        self._progress = progress
-
-    def step(self, step: int, values: Mapping[str, float]) -> None:
-        self._sinks.record(step, values)
-        if step > 0:
-            self._progress.step(step, values)
-        else:
-            told = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
-            self.note(f"before training: {told}")
-
-    def saved(self, checkpoint: Checkpoint) -> None:
-        self._place.add(checkpoint)
-        self.note(f"saved after step {checkpoint.step}")
-
-    def note(self, text: str) -> None:
-        self._progress.note(text)
 
 
 class _Dated:

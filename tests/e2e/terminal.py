@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 ROWS, COLUMNS = 24, 80
 WAIT_S = 40.0
+PRESSES = 8
 CTRL_C, CTRL_D, UP = "\x03", "\x04", "\x1b[A"
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\r")
 
@@ -39,16 +40,33 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self._handle, text.encode())
 
+    def interrupt(self, text: str) -> None:
+        """Press Ctrl-C until this is shown.
+
+        Once is not always enough: a signal that comes just before the interpreter begins to wait
+        is seen only when it has waited.
+        """
+        for _ in range(PRESSES):
+            self.type(CTRL_C)
+            if self._comes(text, WAIT_S / PRESSES):
+                break
+        self.until(text)
+
     def until(self, text: str) -> str:
         """What is shown up to this text, which must come; without what steers a terminal."""
-        clock = SystemClock()
-        end = clock.now() + WAIT_S
-        while text not in self._unread:
-            ready, _, _ = select.select([self._handle], [], [], max(end - clock.now(), 0))
-            assert ready, f"{text!r} did not come; shown: {self._unread!r}"
-            self._read()
+        assert self._comes(text, WAIT_S), f"{text!r} did not come; shown: {self._unread!r}"
         seen, _, self._unread = self._unread.partition(text)
         return seen + text
+
+    def _comes(self, text: str, within_s: float) -> bool:
+        clock = SystemClock()
+        end = clock.now() + within_s
+        while text not in self._unread:
+            ready, _, _ = select.select([self._handle], [], [], max(end - clock.now(), 0))
+            if not ready:
+                return False
+            self._read()
+        return True
 
     def _read(self) -> None:
         try:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+import threading
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.e2e.terminal import COLUMNS, CTRL_C, CTRL_D, UP, on_terminal
+from tests.e2e.terminal import COLUMNS, CTRL_D, UP, WAIT_S, on_terminal
 from tinkex.errors import RequestFailedError
-from tinkex.testing import API_KEY, Delays, FakeServer, faults
+from tinkex.testing import API_KEY, FakeServer, faults
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.e2e.terminal import Terminal
+    from tinkex.testing.recorder import Exchange, SeenRequest
 
     Open = Callable[..., AbstractContextManager[Terminal]]
 
@@ -25,13 +27,11 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="uses a Linux terminal"),
 ]
 TINY = "tinkex/tiny"
-# The toy model never ends a text by itself within a chat's limit when it draws this way.
-LONG = ("--max-tokens", "2000", "--temperature", "0")
 
 
 @pytest.fixture
 def server() -> Iterator[FakeServer]:
-    with FakeServer(delays=Delays(token_s=0.01)).serve() as server:
+    with FakeServer().serve() as server:
         yield server
 
 
@@ -44,8 +44,16 @@ def chat(server: FakeServer, tmp_path: Path) -> Open:
     return on
 
 
+def is_stream(seen: SeenRequest) -> bool:
+    return seen.path == "/v1/completions"
+
+
 def streams(server: FakeServer) -> int:
-    return sum(seen.path == "/v1/completions" for seen in server.requests)
+    return sum(map(is_stream, server.requests))
+
+
+def event(text: str) -> bytes:
+    return f'data: {{"choices": [{{"text": "{text}"}}]}}\n\n'.encode()
 
 
 def test_a_person_is_greeted_answered_and_let_go(chat: Open, server: FakeServer):
@@ -62,26 +70,38 @@ def test_a_person_is_greeted_answered_and_let_go(chat: Open, server: FakeServer)
 def test_the_answer_is_seen_while_it_is_drawn_and_ctrl_c_ends_it_but_not_the_chat(
     chat: Open, server: FakeServer
 ):
-    with chat(TINY, *LONG) as terminal:
+    left = threading.Event()
+
+    async def begin_to_answer(exchange: Exchange) -> None:
+        await exchange.start(200, {"content-type": "text/event-stream"})
+        await exchange.send_body(event("Once upon a time"), more=True)
+        await exchange.gone()
+        left.set()
+
+    server.faults.on(None, begin_to_answer, when=is_stream)
+    with chat(TINY, "--max-tokens", "3") as terminal:
         terminal.until("> ")
         terminal.type("hello\n")
-        terminal.until("hello")
-        # Two thousand tokens take twenty seconds: what is seen here is a beginning.
-        terminal.until("\n")
-        terminal.type(CTRL_C)
-        terminal.until("(stopped)")
+        terminal.until("Once upon a time")
+        assert not left.is_set()
+        terminal.interrupt("(stopped)")
+        assert left.wait(WAIT_S), "the server still draws"
         terminal.until("> ")
-        terminal.type("/reset\n")
-        terminal.until("Forgot what was said.")
+        terminal.type("go on\n")
+        terminal.until("> ")
         terminal.type("/quit\n")
         assert terminal.wait() == 0
+    # What was said until then is part of the conversation.
+    *_, last = [seen.json for seen in server.requests if is_stream(seen)]
+    assert b"Once upon a time" in bytes(token for token in last["prompt"] if token < 256)
 
 
 def test_ctrl_c_at_the_prompt_leaves_the_chat_open_and_ctrl_d_closes_it(chat: Open):
     with chat(TINY) as terminal:
         terminal.until("> ")
-        terminal.type("half a mess" + CTRL_C)
-        terminal.until("Ctrl-D leaves.")
+        terminal.type("half a mess")
+        terminal.until("half a mess")
+        terminal.interrupt("Ctrl-D leaves.")
         terminal.until("> ")
         terminal.type(CTRL_D)
         assert terminal.wait() == 0
@@ -130,13 +150,9 @@ def test_a_failure_is_told_and_the_chat_goes_on(chat: Open, server: FakeServer):
 @pytest.mark.parametrize("env", [{}, {"NO_COLOR": "1"}])
 def test_two_side_by_side_fit_the_terminal(chat: Open, server: FakeServer, env: dict[str, str]):
     answer = "Many words that need more than one row. " * 4
-    event = f'data: {{"choices": [{{"text": "{answer}"}}]}}\n\ndata: [DONE]\n\n'
-    server.faults.on(
-        None,
-        faults.reply(200, event.encode(), media_type="text/event-stream"),
-        times=None,
-        when=lambda seen: seen.path == "/v1/completions",
-    )
+    events = event(answer) + b"data: [DONE]\n\n"
+    reply = faults.reply(200, events, media_type="text/event-stream")
+    server.faults.on(None, reply, times=None, when=is_stream)
     with chat(TINY, **env) as terminal:
         terminal.until("> ")
         terminal.type(f"/compare {TINY}\n")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final, cast
 
 import torch
 
+from tinkex.engine.vectors import empty_vector
 from tinkex.errors import InputError
 from tinkex.types import AdamParams
 
@@ -35,7 +36,7 @@ class Moments:
 
 def fresh_moments(flat_P: Tensor) -> Moments:
     """The state before the first step."""
-    return Moments(torch.zeros_like(flat_P), torch.zeros_like(flat_P))
+    return Moments(empty_vector(flat_P).zero_(), empty_vector(flat_P).zero_())
 
 
 def check_optimizer(config: OptimizerConfig) -> None:
@@ -79,7 +80,7 @@ def adamw_step(
     norm = _norm(gradient_P)
     clipped = 0 < params.grad_clip_norm < norm
     clip = params.grad_clip_norm / norm if clipped else 1.0
-    new_P, first_P, second_P = (torch.empty_like(flat_P) for _ in range(3))
+    new_P, first_P, second_P = (empty_vector(flat_P) for _ in range(3))
     old = (flat_P, gradient_P, moments.first_P, moments.second_P)
     size = _BLOCK if flat_P.device.type == "cpu" else max(flat_P.numel(), 1)
     vectors = (*old, new_P, first_P, second_P)

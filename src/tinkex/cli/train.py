@@ -131,7 +131,7 @@ def _train(args: argparse.Namespace, place: RunFolder, job: Job) -> int | None:
                 _summary(args, place, outcome, None)
                 return INTERRUPTED
             _draw(place, job.settings)
-            export_adapter(service, outcome.best.sampler_path, adapter)
+            export_adapter(service, outcome.best.state_path, adapter)
     _summary(args, place, outcome, adapter)
     return None
 

@@ -126,10 +126,10 @@ def _swiglu(gate_TM: Tensor, up_TM: Tensor) -> Tensor:
     tokens, width = gate_TM.shape
     if gate_TM.device.type != "cpu":
         return F.silu(gate_TM).mul_(up_TM)
-    if width % _SILU_STEP:
+    if width % SILU_STEP:
         # exp has the same bits everywhere.
         return torch.div(gate_TM, torch.neg(gate_TM).exp_().add_(1.0)).mul_(up_TM)
-    if tokens * width < _SILU_ALONE:  # one thread takes them
+    if tokens * width < SILU_ALONE:  # one thread takes them
         return F.silu(gate_TM).mul_(up_TM)
     y_TM = torch.empty(gate_TM.shape, dtype=gate_TM.dtype)
     for rows in _whole_steps(tokens, width, torch.get_num_threads()):
@@ -137,23 +137,25 @@ def _swiglu(gate_TM: Tensor, up_TM: Tensor) -> Tensor:
     return y_TM.mul_(up_TM)
 
 
-_SILU_STEP: Final = 32
-_SILU_ALONE: Final = 32_768
+SILU_STEP: Final = 32
+"""Rows of a multiple of so many numbers: see `_whole_steps`."""
+SILU_ALONE: Final = 32_768
+"""From so many numbers on torch shares them between threads."""
 
 
 def _whole_steps(tokens: int, width: int, threads: int) -> Iterator[slice]:
     """Rows for which torch's silu gives every number the same bits.
 
-    It takes `_SILU_STEP` numbers at a time, and what is left at the end of a thread's share
+    It takes `SILU_STEP` numbers at a time, and what is left at the end of a thread's share
     in another way. A thread's share is a whole number of rows here: either there are enough
     for all threads and as many for each, or so few that one thread takes them.
     """
     start = tokens - tokens % threads
-    if threads == 1 or start * width < _SILU_ALONE * threads:
+    if threads == 1 or start * width < SILU_ALONE * threads:
         start = 0
     if start:
         yield slice(start)
-    step = max((_SILU_ALONE - 1) // width if threads > 1 else tokens, 1)
+    step = max((SILU_ALONE - 1) // width if threads > 1 else tokens, 1)
     for first in range(start, tokens, step):
         yield slice(first, first + step)
 

@@ -70,23 +70,22 @@ class Linear:
 
     def multiply(self, x_TI: Tensor, *, packed: bool = False) -> Tensor:
         """Return y_TO in fresh memory, outside autograd."""
-        if packed and self._steps:
-            filled_TI = _filled_up(x_TI, -x_TI.shape[0] % ROW_STEP)
-            return F.linear(filled_TI, self.weight_OI, self.bias_O)[: x_TI.shape[0]]
-        if not (packed and self._packs):
+        if packed and self._steps and (missing := -x_TI.shape[0] % ROW_STEP):
+            y_TO = F.linear(_filled_up(x_TI, missing), self.weight_OI, self.bias_O)
+            return y_TO[: x_TI.shape[0]]
+        if self._steps or not (packed and self._packs):
             return F.linear(x_TI, self.weight_OI, self.bias_O)
         if self._packed is None:
             self._packed = _pack(self.weight_OI)
         return _packed_product(x_TI, self._packed, self.bias_O)
 
-    def into(self, x_TI: Tensor, y_TO: Tensor) -> None:
-        """Write the packed product of rows in whole steps, outside autograd."""
+    def into(self, x_TI: Tensor, room_TO: Tensor) -> Tensor:
+        """The packed product of rows in whole steps, outside autograd; in `room_TO` if it can."""
         if not self._steps:
-            y_TO.copy_(self.multiply(x_TI, packed=True))
-        elif self.bias_O is None:
-            torch.mm(x_TI, self._weight_IO, out=y_TO)
-        else:
-            torch.addmm(self.bias_O, x_TI, self._weight_IO, out=y_TO)
+            return self.multiply(x_TI, packed=True)
+        if self.bias_O is None:
+            return torch.mm(x_TI, self._weight_IO, out=room_TO)
+        return torch.addmm(self.bias_O, x_TI, self._weight_IO, out=room_TO)
 
     def slope(self, dy_TO: Tensor, out: Tensor | None = None) -> Tensor:
         """Return dx_TI, the slope by x, given that by y; in fresh memory or in `out`."""

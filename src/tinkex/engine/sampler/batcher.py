@@ -159,7 +159,7 @@ class Batcher:
         for sequence in waiting:
             if budget == 0 or len(self._running) >= self.max_sequences:
                 return
-            if sequence.waits_for in self._filling:
+            if sequence.waits_for in self._filling or sequence.held_back:
                 continue
             found = self._shared_prefix(sequence)
             if sequence.waits_for is not None:

@@ -1,25 +1,30 @@
-"""A decoding step on a CPU: the block that all families share, written out for few rows.
+"""Few tokens on a CPU, as in decoding: the block that all families share, written out for them.
 
-Gives the bits of `Decoder.hidden`. With few rows every call of the library takes longer than
-its arithmetic, so here are fewer calls, and they write to memory that stays.
+Gives the bits of `Decoder.hidden`. With few rows every call of a library takes longer than its
+arithmetic, so here are fewer calls, and they write to memory that stays. Sums, exponentials and
+products are torch's, in whose order they add up; what rounds the same way everywhere is left to
+numpy, whose calls take half as long.
 
 Shapes: B sequences, R >= B rows, D hidden, H heads, G key/value heads, d head size, N = H + G,
-Y = (H + 2*G)*d, M intermediate size, I inputs and O outputs of a product.
+F = d/2, Y = (H + 2*G)*d, M intermediate size, I inputs and O outputs of a product, K steps.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
 import torch
 from torch.nn import functional as F
 
 from tinkex.engine.attention.invariant import round_up
 from tinkex.engine.attention.lone import LoneTokens
+from tinkex.engine.attention.paged import PagedTokens
 from tinkex.engine.lora import adapted_in_place
 from tinkex.engine.lora.thin import STEP
-from tinkex.engine.models.layers import swiglu
+from tinkex.engine.models.layers import SILU_ALONE, SILU_STEP, rotation, swiglu
 from tinkex.engine.models.linear import ROW_STEP
 from tinkex.engine.models.weights import StoredDecoder
 from tinkex.engine.sampler.adapters import LoraAdapters
@@ -27,37 +32,47 @@ from tinkex.engine.sampler.adapters import LoraAdapters
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from tinkex.engine.attention.paged import Span
     from tinkex.engine.lora import Adapt
-    from tinkex.engine.models.base import Decoder, Projection
+    from tinkex.engine.models.base import Decoder, DecoderConfig, Projection
     from tinkex.engine.models.linear import Linear
     from tinkex.engine.models.weights import LayerWeights
     from tinkex.engine.sampler.runner import Adapters, Segment
 
-_FEW: Final = 2**21
-"""Up to so many numbers are read from a layer's keys; beyond, their arithmetic takes longer."""
+    Floats = NDArray[np.float32]
+
+_FEW: Final = 2**26
+"""Up to so many keys and values are copied; beyond, their arithmetic takes longer than calls."""
+_FEW_ROWS: Final = 64
+"""Up to so many tokens are computed here; beyond, sums that several threads share pay."""
+_AHEAD: Final = 64
+"""Steps whose rotations are made at a time."""
 
 
 class CpuSteps:
-    """Steps of any number of sequences."""
+    """Passes of few tokens, and decoding steps of any number of sequences."""
 
     def __init__(
         self, decoder: StoredDecoder, adapters: LoraAdapters, cache: Tensor, *, block_size: int
     ) -> None:
-        self._decoder = decoder
+        self._model = _Model(decoder)
         self._adapters = adapters
         self._cache = cache
         self._block_size = block_size
-        self._most_blocks = _FEW // (cache.shape[2] * cache.shape[4] * block_size)
+        self._most_blocks = _FEW // (cache.numel() // cache.shape[3] * block_size)
         layer = decoder.stored.layers[0]
         self._row_step = max(linear.row_step for linear in layer.linears.values())
-        # Mutable state: room for steps, by their number of rows.
-        self._made: dict[int, _Step] = {}
+        # Mutable state: the last decoding step, whose memory may suit the next.
+        self._step: _Step | None = None
 
     def suits(self, spans: Sequence[Span]) -> bool:
-        """Whether these are single tokens with contexts that are short in sum."""
+        """Whether these are few tokens, or single ones whose contexts are short in sum."""
+        return sum(map(len, spans)) <= _FEW_ROWS or self._decodes(spans)
+
+    def _decodes(self, spans: Sequence[Span]) -> bool:
         return (
             all(len(span) == 1 for span in spans)
             and sum(len(span.blocks) for span in spans) <= self._most_blocks
@@ -67,16 +82,25 @@ class CpuSteps:
     def hidden(
         self, tokens: list[int], spans: Sequence[Span], segments: Sequence[Segment]
     ) -> Tensor:
-        """h_BD after the final norm, until the next step."""
+        """h_RD after the final norm, until the next step; rows after the tokens' are nobody's."""
         found = self._adapters.segments(segments)
         adapted = any(segment.weights is not None for segment in found)
         rows = self._rows(len(tokens), adapted=adapted)
         found[-1] = replace(found[-1], stop=rows)
-        step = self._made.get(rows)
-        if step is None:
-            made = _Step(self._decoder, self._cache, rows, block_size=self._block_size)
-            step = self._made[rows] = made
-        return step.hidden(tokens, spans, adapted_in_place(found))[: len(tokens)]
+        step = self._step_for(spans, len(tokens), rows)
+        return step.hidden(tokens, spans, adapted_in_place(found))
+
+    def _step_for(self, spans: Sequence[Span], count: int, rows: int) -> _Step:
+        def make(attention: type[LoneTokens | PagedTokens]) -> _Step:
+            qkv_RY = torch.zeros(rows, self._model.qkv_width)
+            attend = attention(self._cache, qkv_RY, count, block_size=self._block_size)
+            return _Step(self._model, qkv_RY, attend, count)
+
+        if not self._decodes(spans):
+            return make(PagedTokens)
+        if self._step is None or self._step.shape != (count, rows):
+            self._step = make(LoneTokens)
+        return self._step
 
     def _rows(self, tokens: int, *, adapted: bool) -> int:
         """How many rows to compute; the last of them may be nobody's."""
@@ -97,92 +121,199 @@ def cpu_steps(
     return CpuSteps(decoder, adapters, cache, block_size=block_size)
 
 
+class _Model:
+    """The weights of a decoder as steps read them."""
+
+    def __init__(self, decoder: StoredDecoder) -> None:
+        config, weights = decoder.config, decoder.stored
+        self.config = config
+        self.qkv_width = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+        self.frequencies_F = decoder.frequencies_F
+        self.embed_VD = weights.embed_VD.numpy()
+        self.final_norm_D = weights.final_norm_D.numpy()
+        self.layers = [_Layer(layer, config) for layer in weights.layers]
+
+
+class _Layer:
+    """The weights of a block."""
+
+    def __init__(self, weights: LayerWeights, config: DecoderConfig) -> None:
+        self.input_norm_D = weights.input_norm_D.numpy()
+        self.post_attention_norm_D = weights.post_attention_norm_D.numpy()
+        self.qkv, self.o, self.gate_up, self.down = weights.linears.items()
+        self.head_norms_Nd: Floats | None = None
+        if weights.head_norms_2d is not None:
+            heads = config.num_heads, config.num_kv_heads
+            self.head_norms_Nd = weights.head_norms_2d.numpy().repeat(heads, axis=0)
+
+
 class _Step:
-    """Steps of one number of rows."""
+    """Passes of `count` tokens; `attend` reads and writes in the rows of `qkv_RY`."""
 
     def __init__(
-        self, decoder: StoredDecoder, cache: Tensor, rows: int, *, block_size: int
+        self, model: _Model, qkv_RY: Tensor, attend: LoneTokens | PagedTokens, count: int
     ) -> None:
-        config, self._weights = decoder.config, decoder.stored
-        heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
-        empty = self._weights.embed_VD.new_empty
-        self._rows = rows
-        self._norm = _Norm((rows, config.hidden_size), config.rms_eps)
-        self._head_norm = _Norm((rows, heads + kv_heads, dim), config.rms_eps)
-        self._qkv_RY = empty(rows, (heads + 2 * kv_heads) * dim)
-        self._qk_RNd = self._qkv_RY[:, : (heads + kv_heads) * dim].view(rows, -1, dim)
-        self._swapped_RNd = torch.empty_like(self._qk_RNd)
-        self._halves = *self._qk_RNd.chunk(2, dim=-1), *self._swapped_RNd.chunk(2, dim=-1)
-        self._heads = heads, kv_heads
-        self._gate_up = empty(rows, 2 * config.intermediate_size)
-        self._gate_RM, self._up_RM = self._gate_up.chunk(2, dim=1)
-        self._delta_RD = empty(rows, config.hidden_size)
-        self._attend = LoneTokens(cache, self._qkv_RY, block_size=block_size)
-        self._frequencies_F = decoder.frequencies_F
+        config, rows = model.config, len(qkv_RY)
+        heads, dim = config.num_heads + config.num_kv_heads, config.head_dim
+        self.shape = count, rows
+        self._model = model
+        self._own = 0 if count == 1 else slice(count)
+        # Rows that are nobody's are zero where they are read.
+        self._h_BD = np.empty((count, config.hidden_size), np.float32)
+        self._x_RD = torch.zeros(rows, config.hidden_size)
+        self._norm = (_LoneNorm if count == 1 else _Norm)(self._x_RD[self._own], config.rms_eps)
+        self._qkv_RY, self._attend = qkv_RY, attend
+        qk_BNd = qkv_RY[:count, : heads * dim].view(count, heads, dim)
+        self._head_norm = _Norm(qk_BNd, config.rms_eps)
+        ahead = _AHEAD if isinstance(attend, LoneTokens) else 1
+        self._turn = _Turn(qk_BNd, model.frequencies_F, ahead)
+        self._delta_RD = torch.empty(rows, config.hidden_size)
+        self._delta = self._delta_RD.numpy()[self._own]
+        self._gate_up = torch.empty(rows, 2 * config.intermediate_size)
+        self._gate = _Gate(self._gate_up, count)
+        self._y_RM = torch.zeros(rows, config.intermediate_size)
+        self._y_BM = self._y_RM.numpy()[:count]
 
     def hidden(self, tokens: list[int], spans: Sequence[Span], adapt: Adapt | None) -> Tensor:
         """h_RD after the final norm."""
-        unused = [0] * (self._rows - len(tokens))
-        positions_R = torch.tensor([span.start for span in spans] + unused, dtype=torch.float32)
-        angles_R1F = positions_R.view(-1, 1, 1) * self._frequencies_F
-        cos_R1F, sin_R1F = angles_R1F.cos(), angles_R1F.sin()
-        turn = torch.cat((cos_R1F, cos_R1F), dim=-1), sin_R1F, -sin_R1F
+        self._turn.begin([place for span in spans for place in range(span.start, span.stop)])
         self._attend.begin(spans)
-        h_RD = F.embedding(torch.tensor(tokens + unused), self._weights.embed_VD)
-        for number, layer in enumerate(self._weights.layers):
-            h_RD = self._block(number, layer, h_RD, turn, adapt)
-        return self._norm(h_RD, self._weights.final_norm_D)
+        self._model.embed_VD.take(tokens, 0, self._h_BD, "clip")
+        h = self._h_BD[self._own]
+        for number, layer in enumerate(self._model.layers):
+            self._block(number, layer, h, adapt)
+        self._norm(h, self._model.final_norm_D)
+        return self._x_RD
 
-    def _block(
-        self,
-        number: int,
-        layer: LayerWeights,
-        h_RD: Tensor,
-        turn: tuple[Tensor, Tensor, Tensor],
-        adapt: Adapt | None,
-    ) -> Tensor:
-        qkv, o, gate_up, down = layer.linears.items()
-
+    def _block(self, number: int, layer: _Layer, h: Floats, adapt: Adapt | None) -> None:
         def project(
-            which: tuple[tuple[Projection, ...], Linear], x_RI: Tensor, y_RO: Tensor
-        ) -> None:
+            which: tuple[tuple[Projection, ...], Linear], x_RI: Tensor, room_RO: Tensor
+        ) -> Tensor:
             names, linear = which
-            linear.into(x_RI, y_RO)
+            y_RO = linear.into(x_RI, room_RO)
             if adapt is not None:
                 adapt(number, names, x_RI, y_RO)
+            return y_RO
 
-        project(qkv, self._norm(h_RD, layer.input_norm_D), self._qkv_RY)
-        self._turn(layer, *turn)
+        self._norm(h, layer.input_norm_D)
+        qkv_RY = project(layer.qkv, self._x_RD, self._qkv_RY)
+        if qkv_RY is not self._qkv_RY:
+            self._qkv_RY.copy_(qkv_RY)
+        if layer.head_norms_Nd is not None:
+            self._head_norm(self._turn.qk_BNd, layer.head_norms_Nd)
+        self._turn()
         self._attend(number)
-        project(o, self._attend.o_RX, self._delta_RD)
-        h_RD = h_RD + self._delta_RD
-        project(gate_up, self._norm(h_RD, layer.post_attention_norm_D), self._gate_up)
-        project(down, swiglu(self._gate_RM, self._up_RM), self._delta_RD)
-        return h_RD + self._delta_RD
+        self._add(h, project(layer.o, self._attend.o_RX, self._delta_RD))
+        self._norm(h, layer.post_attention_norm_D)
+        gate_up = project(layer.gate_up, self._x_RD, self._gate_up)
+        gate = self._gate if gate_up is self._gate_up else _Gate(gate_up, self.shape[0])
+        gate(self._y_BM)
+        self._add(h, project(layer.down, self._y_RM, self._delta_RD))
 
-    def _turn(
-        self, layer: LayerWeights, cos_R1d: Tensor, sin_R1F: Tensor, back_R1F: Tensor
-    ) -> None:
-        """Normalise queries and keys where the family does, and rotate them, in place."""
-        qk_RNd = self._qk_RNd
-        if layer.head_norms_2d is not None:
-            weight_Nd = layer.head_norms_2d.repeat_interleave(torch.tensor(self._heads), dim=0)
-            qk_RNd.copy_(self._head_norm(qk_RNd, weight_Nd))
-        first_RNF, second_RNF, into_first_RNF, into_second_RNF = self._halves
-        torch.mul(second_RNF, back_R1F, out=into_first_RNF)
-        torch.mul(first_RNF, sin_R1F, out=into_second_RNF)
-        qk_RNd.mul_(cos_R1d).add_(self._swapped_RNd)
+    def _add(self, h: Floats, delta_RD: Tensor) -> None:
+        kept = delta_RD is self._delta_RD
+        np.add(h, self._delta if kept else delta_RD.numpy()[self._own], h)
 
 
 class _Norm:
-    """The norm of `layers.rms_norm` into memory that stays."""
+    """The norm of `layers.rms_norm`, written to `y`."""
 
-    def __init__(self, shape: tuple[int, ...], eps: float) -> None:
-        self._y = torch.empty(shape)
-        self._scale = torch.empty(*shape[:-1], 1)
-        self._eps = eps
+    def __init__(self, y: Tensor, eps: float) -> None:
+        rows, size = y.shape[:-1], y.shape[-1]
+        self._y = y.numpy()
+        self._squares = torch.empty(y.shape)
+        self._sums = torch.empty(*rows, 1)
+        self._same = self._squares.numpy(), self._sums.numpy()
+        # Numpy is quickest with operands of one shape.
+        self._lone = np.float32(size), np.float32(eps), np.float32(1.0)
+        self._numbers = [np.full((*rows, 1), number) for number in self._lone]
 
-    def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
-        y, scale = self._y, self._scale
-        torch.mean(torch.square(x, out=y), -1, keepdim=True, out=scale).add_(self._eps).rsqrt_()
-        return torch.mul(x, scale, out=y).mul_(weight)
+    def __call__(self, x: Floats, weight: Floats) -> None:
+        y, (squares, scale), (size, eps, one) = self._y, self._same, self._numbers
+        np.multiply(x, x, squares)
+        torch.sum(self._squares, -1, True, out=self._sums)
+        np.divide(scale, size, scale)
+        np.add(scale, eps, scale)
+        np.sqrt(scale, scale)
+        np.divide(one, scale, scale)
+        np.multiply(x, scale, y)
+        np.multiply(y, weight, y)
+
+
+class _LoneNorm(_Norm):
+    """The same for a single row: plain numbers take less time than arrays of one."""
+
+    def __call__(self, x: Floats, weight: Floats) -> None:
+        y, (squares, sums), (size, eps, one) = self._y, self._same, self._lone
+        np.multiply(x, x, squares)
+        torch.sum(self._squares, -1, True, out=self._sums)
+        # The root of a double, rounded, is the root that a float has.
+        np.multiply(x, one / np.float32(math.sqrt(sums[0] / size + eps)), y)
+        np.multiply(y, weight, y)
+
+
+class _Turn:
+    """Rotates queries and keys in place, as `layers.Rotation` does."""
+
+    def __init__(self, qk_BNd: Tensor, frequencies_F: Tensor, ahead: int) -> None:
+        self.qk_BNd = qk_BNd.numpy()
+        self._ahead = ahead
+        count, heads, dim = self.qk_BNd.shape
+        self._frequencies_F = frequencies_F
+        self._other_BN2F = self.qk_BNd.reshape(count, heads, 2, dim // 2)[:, :, ::-1]
+        """Each head's second half, then its first."""
+        self._cos_BNd, self._turned_BNd = np.empty((2, count, heads, dim), np.float32)
+        self._sin_BN2F = np.empty(self._other_BN2F.shape, np.float32)
+        self._turned_BN2F = self._turned_BNd.reshape(self._other_BN2F.shape)
+        # Mutable state: the factors of some steps, which of them is next, and the positions of
+        # the first.
+        self._cos_KB1d = self._sin_KB12F = np.empty(0, np.float32)
+        self._number = ahead
+        self._first: list[int] = []
+
+    def begin(self, positions: list[int]) -> None:
+        """Take the positions of the next tokens."""
+        number = self._number
+        if number == self._ahead or positions != [first + number for first in self._first]:
+            number = 0
+            self._look_ahead(positions)
+        self._number = number + 1
+        self._cos_BNd[:], self._sin_BN2F[:] = self._cos_KB1d[number], self._sin_KB12F[number]
+
+    def _look_ahead(self, positions: list[int]) -> None:
+        self._first = positions
+        positions_KB = np.arange(self._ahead)[:, None] + np.array(positions)
+        made = rotation(torch.from_numpy(positions_KB.ravel()), self._frequencies_F)  # pyright: ignore[reportUnknownMemberType] -- torch's own stub
+        shape = self._ahead, len(positions), 1, 1, -1
+        cos, sin = made.cos_T1F.numpy().reshape(shape), made.sin_T1F.numpy().reshape(shape)
+        self._cos_KB1d = np.concatenate((cos, cos), -1)[:, :, 0]
+        self._sin_KB12F = np.concatenate((-sin, sin), -2)
+
+    def __call__(self) -> None:
+        qk_BNd = self.qk_BNd
+        np.multiply(self._other_BN2F, self._sin_BN2F, self._turned_BN2F)
+        np.multiply(qk_BNd, self._cos_BNd, qk_BNd)
+        np.add(qk_BNd, self._turned_BNd, qk_BNd)
+
+
+class _Gate:
+    """`layers.swiglu` of the first rows of a joined product, which it overwrites."""
+
+    def __init__(self, gate_up: Tensor, count: int) -> None:
+        width = gate_up.shape[1] // 2
+        self._gate_BM, self._up_BM = gate_up[:count, :width], gate_up[:count, width:]
+        self._same = self._gate_BM.numpy(), self._up_BM.numpy()
+        # A thread must take whole rows, and takes so many alone.
+        step = max((SILU_ALONE - 1) // width, 1)
+        self._parts = [self._gate_BM]
+        if count > step:
+            self._parts = [self._gate_BM[row : row + step] for row in range(0, count, step)]
+        self._usual = width % SILU_STEP == 0
+
+    def __call__(self, y_BM: Floats) -> None:
+        if not self._usual:
+            np.copyto(y_BM, swiglu(self._gate_BM, self._up_BM).numpy())
+            return
+        for gate in self._parts:
+            F.silu(gate, inplace=True)
+        np.multiply(*self._same, y_BM)

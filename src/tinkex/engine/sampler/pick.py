@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
+from tinkex.engine.logprobs import row_sums
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -93,14 +95,29 @@ def best(logits_BV: Tensor, lse_B: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return ids_BK, values_BK - lse_B[:, None]
 
 
-def pick(logits_BV: Tensor, draws: Sequence[Draw], weights_BV: Tensor | None = None) -> Tensor:
-    """One token per row. Rows do not influence each other.
+def draw_plainly(logits_BV: Tensor, uniforms: Sequence[float]) -> tuple[list[int], list[float]]:
+    """One token per row at temperature 1, nothing ruled out, and its log-probability; on a CPU.
 
-    `weights_BV` are the exponentials of the logits less the row's largest, where they are known.
+    The bits of `pick` and `normalizers`, in fewer and shorter calls.
     """
+    logits = logits_BV.numpy()
+    largest_B1 = logits.max(1, keepdims=True)
+    weights_BV = torch.from_numpy(logits - largest_B1).exp_()  # pyright: ignore[reportUnknownMemberType] -- torch's own stub
+    lse_B1 = largest_B1 + row_sums(weights_BV).log_().numpy()
+    uniforms_B1 = np.array(uniforms)[:, None]
+    if logits.shape[1] <= _FEW_TOKENS:
+        found_B1 = _inverted_few(weights_BV, uniforms_B1)
+    else:
+        found_B1 = _inverted(weights_BV, torch.from_numpy(uniforms_B1)).numpy()  # pyright: ignore[reportUnknownMemberType] -- torch's own stub
+    tokens: list[int] = found_B1[:, 0].tolist()
+    return tokens, [float(logits[row, t] - lse_B1[row, 0]) for row, t in enumerate(tokens)]
+
+
+def pick(logits_BV: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """One token per row. Rows do not influence each other."""
     warm = [i for i, draw in enumerate(draws) if draw.temperature > 0]
     if len(warm) == len(draws):  # the usual case
-        return _draw(logits_BV, draws, weights_BV)
+        return _draw(logits_BV, draws)
     tokens_B = torch.argmax(logits_BV, dim=-1)  # of equal logits the lowest id
     if not warm:
         return tokens_B
@@ -109,12 +126,10 @@ def pick(logits_BV: Tensor, draws: Sequence[Draw], weights_BV: Tensor | None = N
     return tokens_B.index_copy(0, rows, drawn)
 
 
-def _draw(logits_BV: Tensor, draws: Sequence[Draw], weights_BV: Tensor | None = None) -> Tensor:
+def _draw(logits_BV: Tensor, draws: Sequence[Draw]) -> Tensor:
     """Invert the cumulative distribution, in the order of token ids."""
     device = logits_BV.device
     uniforms_B1 = torch.tensor([[d.uniform] for d in draws], dtype=torch.float64, device=device)
-    if weights_BV is not None and all(d.temperature == 1.0 and not d.filters for d in draws):
-        return _inverted(weights_BV, uniforms_B1)[:, 0]
     scaled_BV = scaled(logits_BV, [draw.temperature for draw in draws])
     filtered = [i for i, draw in enumerate(draws) if draw.filters]
     if filtered:
@@ -140,10 +155,7 @@ def invert(scaled_BV: Tensor, uniforms_BK: Tensor) -> Tensor:
 
 def _inverted(weights_BV: Tensor, uniforms_BK: Tensor) -> Tensor:
     if weights_BV.shape[1] <= _FEW_TOKENS and weights_BV.device.type == "cpu":
-        ends_BV = weights_BV.cumsum(-1, dtype=torch.float64)
-        totals_B1 = ends_BV[:, -1:]
-        targets_BK = _below(uniforms_BK.to(torch.float64) * totals_B1, totals_B1)
-        return torch.searchsorted(ends_BV, targets_BK, right=True)
+        return torch.from_numpy(_inverted_few(weights_BV, uniforms_BK.numpy()))  # pyright: ignore[reportUnknownMemberType] -- torch's own stub
     # Adding up a whole vocabulary one by one takes longer than all the rest: first the block
     # is found, then the token in it.
     if missing := -weights_BV.shape[1] % _BLOCK:
@@ -160,6 +172,18 @@ def _inverted(weights_BV: Tensor, uniforms_BK: Tensor) -> Tensor:
     within_BK1 = _below(within_BK1, ends_BKW[..., -1:])
     places_BK = torch.searchsorted(ends_BKW, within_BK1, right=True)[..., 0]
     return blocks_BK * _BLOCK + places_BK
+
+
+def _inverted_few(weights_BV: Tensor, uniforms_BK: NDArray[np.float64]) -> NDArray[np.int64]:
+    """The same for a small vocabulary; numpy's calls take less time than torch's."""
+    ends_BV = weights_BV.cumsum(-1, dtype=torch.float64).numpy()
+    totals_B1 = ends_BV[:, -1:]
+    targets_BK = np.minimum(uniforms_BK * totals_B1, np.nextafter(totals_B1, 0.0))  # see `_below`
+    found_BK = np.empty(uniforms_BK.shape, np.int64)
+    for row, ends_V in enumerate(ends_BV):
+        found_BK[row] = ends_V.searchsorted(targets_BK[row], "right")
+    # What is no number lies beyond the last token.
+    return np.minimum(found_BK, weights_BV.shape[1] - 1)
 
 
 def _below(targets: Tensor, totals: Tensor) -> Tensor:

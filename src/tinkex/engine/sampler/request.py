@@ -48,12 +48,16 @@ class SampleRun:
         self.seed = seed_of(op.params.seed, op.op_id)
         # Whether a token needs nothing but its temperature and random number.
         self.plain = not (self.draw(0.0).filters or op.topk_sample_logprobs)
+        # Whether it needs not even that: see `draw_plainly`.
+        self.usual = self.plain and op.params.temperature == 1.0
         self.scores = PromptScores(op, accepted.prompt, self.seed, vocab_size)
         self.sequences = [
             _sequence(accepted, version, number, sample) for sample in range(len(op.sequence_ids))
         ]
         # Only the first sample scores the prompt; the others may share all of it.
         self.sequences[0].reusable = self._reusable()
+        for sequence in self.sequences[1:]:
+            sequence.first = self.sequences[0]
         self._best: list[list[Best]] = [[] for _ in self.sequences]
         # Random numbers made ahead, with the position of the first, by sample.
         self._ahead: list[tuple[int, list[float]]] = [(0, [])] * len(self.sequences)
@@ -74,6 +78,12 @@ class SampleRun:
     def draws(self, sequence: TokenSequence) -> bool:
         """Whether the next row of `sequence` is to become a token."""
         return len(sequence.tokens) < sequence.max_length
+
+    def held_back_by(self, sequence: TokenSequence) -> list[TokenSequence]:
+        """The samples that begin with the same row as this one."""
+        if sequence is not self.sequences[0]:
+            return []
+        return [other for other in self.unfinished if not other.running and other.held_back]
 
     def draw(self, uniform: float) -> Draw:
         """How to draw a token, given its random number."""

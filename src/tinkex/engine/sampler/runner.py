@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from tinkex.engine.attention import Span, new_cache, paged_attention
-from tinkex.engine.lora import logits
-from tinkex.engine.models.base import base_projections
+from tinkex.engine.attention.invariant import round_up
+from tinkex.engine.models.linear import ROW_STEP
 from tinkex.engine.sampler.cpu_step import cpu_steps
 
 if TYPE_CHECKING:
@@ -48,20 +48,6 @@ class Adapters(Protocol):
     def logits(self, h_RD: Tensor, segments: Sequence[Segment]) -> Tensor:
         """The logits [R, V] of rows in these segments, each with its own unembedding."""
         ...
-
-
-class NoAdapters:
-    """The base model alone, whatever the version is called."""
-
-    def __init__(self, decoder: Decoder) -> None:
-        self._project = base_projections(decoder, packed=True)
-        self._head = decoder.head
-
-    def project(self, segments: Sequence[Segment]) -> Project:
-        return self._project
-
-    def logits(self, h_RD: Tensor, segments: Sequence[Segment]) -> Tensor:
-        return logits(h_RD, self._head)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +85,6 @@ class Runner:
         self.cache = new_cache(decoder.config, num_blocks * block_size, decoder.unembed_VD)
         self._steps = cpu_steps(decoder, adapters, self.cache, block_size=block_size)
 
-    @torch.no_grad()
     def run(self, pieces: Sequence[Piece]) -> Pass:
         """Compute the hidden rows of `pieces` and leave their keys and values in the cache."""
         # Rows of one version lie together: each further run of them costs products of its own.
@@ -116,21 +101,25 @@ class Runner:
             return Pass(ordered, starts, self._steps.hidden(tokens, laid, segments))
         positions = np.concatenate([np.arange(p.start, p.stop) for p in ordered])
         attend = paged_attention(self.cache, laid, block_size=self._block_size, strict=self._strict)
-        h_TD = self._decoder.hidden(
-            torch.tensor(tokens, device=self._device),
-            torch.from_numpy(positions).to(self._device),  # pyright: ignore[reportUnknownMemberType] -- torch's own stub
-            attend,
-            self._adapters.project(segments),
-        )
+        with torch.no_grad():
+            h_TD = self._decoder.hidden(
+                torch.tensor(tokens, device=self._device),
+                torch.from_numpy(positions).to(self._device),  # pyright: ignore[reportUnknownMemberType] -- torch's own stub
+                attend,
+                self._adapters.project(segments),
+            )
         return Pass(ordered, starts, h_TD)
 
-    @torch.inference_mode()
     def logits(self, h_TD: Tensor, rows: Sequence[int], versions: Sequence[str]) -> Tensor:
         """float32 logits [R, V] of some rows of a pass; the caller keeps R small."""
-        all_rows = len(rows) == len(h_TD) and list(rows) == list(range(len(rows)))
-        h_RD = h_TD if all_rows else h_TD[torch.tensor(rows, device=self._device)]
+        count = len(rows)
+        if list(rows) == list(range(count)):
+            # Steps on a CPU have filled their rows up, as the product would once more.
+            h_RD = h_TD[: count if self._steps is None else round_up(count, ROW_STEP)]
+        else:
+            h_RD = h_TD[torch.tensor(rows, device=self._device)]
         segments = _segments([(version, 1) for version in versions])
-        return self._adapters.logits(h_RD, segments).float()
+        return self._adapters.logits(h_RD, segments).float()[:count]
 
 
 def _segments(runs: Sequence[tuple[str, int]]) -> list[Segment]:

@@ -17,20 +17,20 @@ import torch
 
 from tinkex.clock import SystemClock
 from tinkex.engine.kernels import has_kernels
-from tinkex.engine.logprobs import normalizers, weighed
+from tinkex.engine.logprobs import normalizers
 from tinkex.engine.sampler.adapters import LoraAdapters
 from tinkex.engine.sampler.batcher import Batcher
 from tinkex.engine.sampler.blocks import BlockPool
 from tinkex.engine.sampler.checks import check
-from tinkex.engine.sampler.pick import best, pick
+from tinkex.engine.sampler.pick import best, draw_plainly, pick
 from tinkex.engine.sampler.request import SampleRun
-from tinkex.engine.sampler.runner import NoAdapters, Runner
+from tinkex.engine.sampler.runner import Runner
 from tinkex.engine.sampler.stops import stop_rule
 from tinkex.engine.threads import SAMPLING_ALONE, multiplications, threads_for
 from tinkex.errors import RequestFailedError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
     from torch import Tensor
@@ -160,7 +160,9 @@ class Sampler:
             began = self._clock.now()
             runs = [self._runs[piece.sequence] for piece in pieces]
             tokens = sum(len(piece) for piece in pieces)
-            with threads_for(tokens * self._multiplications, SAMPLING_ALONE):
+            alone = threads_for(tokens * self._multiplications, SAMPLING_ALONE)
+            # What is not finite fails where its token is drawn.
+            with alone, np.errstate(all="ignore"):
                 for finished in self._passes(self._decode_pieces(pieces)):
                     self._use(finished)
             spent_s = self._clock.now() - began
@@ -272,40 +274,32 @@ class Sampler:
 
     def _draw_tokens(self, finished: Pass) -> None:
         """Draw for every sequence whose last token was computed."""
-        ends = [
-            (start + len(piece) - 1, piece.sequence)
-            for piece, start in zip(finished.pieces, finished.starts, strict=True)
-            if piece.reaches_end
-        ]
-        ready = [
-            (row, sequence)
-            for row, sequence in ends
-            if sequence in self._runs and self._runs[sequence].draws(sequence)
-        ]
+        ready: list[tuple[int, TokenSequence]] = []
+        for piece, start in zip(finished.pieces, finished.starts, strict=True):
+            sequence = piece.sequence
+            run = self._runs.get(sequence)
+            if run is not None and piece.reaches_end and run.draws(sequence):
+                row = start + len(piece) - 1
+                ready += [(row, s) for s in (sequence, *run.held_back_by(sequence))]
         for chunk in _chunks(ready, self._logit_rows):
-            sequences = [sequence for _, sequence in chunk]
-            logits_BV = self._runner.logits(
-                finished.h_TD, [row for row, _ in chunk], [s.version for s in sequences]
-            )
-            self._draw_chunk(logits_BV, sequences)
+            rows, sequences = zip(*chunk, strict=True)
+            versions = [sequence.version for sequence in sequences]
+            self._draw_chunk(self._runner.logits(finished.h_TD, rows, versions), sequences)
 
-    def _draw_chunk(self, logits_BV: Tensor, sequences: list[TokenSequence]) -> None:
+    def _draw_chunk(self, logits_BV: Tensor, sequences: Sequence[TokenSequence]) -> None:
         runs = [self._runs[sequence] for sequence in sequences]
-        draws = [run.draw(run.uniform(s)) for run, s in zip(runs, sequences, strict=True)]
-        lse_B, weights_BV = weighed(logits_BV)
-        tokens_B = pick(logits_BV, draws, weights_BV)
-        logprobs_B = logits_BV.gather(1, tokens_B[:, None])[:, 0] - lse_B
-        bests = _bests(logits_BV, lse_B, [run.op.topk_sample_logprobs for run in runs])
-        rows = zip(
-            sequences,
-            runs,
-            _list(tokens_B),
-            _list(logprobs_B),
-            bests,
-            strict=True,
-        )
-        for sequence, run, token, logprob, found in rows:
-            self._grow(sequence, run, token, logprob, found)
+        numbers = [run.uniform(s) for run, s in zip(runs, sequences, strict=True)]
+        bests: list[Best | None] = [None] * len(runs)
+        if logits_BV.device.type == "cpu" and all(run.usual for run in runs):
+            tokens, logprobs = draw_plainly(logits_BV, numbers)
+        else:
+            tokens_B = pick(logits_BV, [r.draw(u) for r, u in zip(runs, numbers, strict=True)])
+            lse_B = normalizers(logits_BV)
+            tokens = _list(tokens_B)
+            logprobs = _list(logits_BV.gather(1, tokens_B[:, None])[:, 0] - lse_B)
+            bests = _bests(logits_BV, lse_B, [run.op.topk_sample_logprobs for run in runs])
+        for row in zip(sequences, runs, tokens, logprobs, bests, strict=True):
+            self._grow(*row)
 
     def _grow(
         self,
@@ -360,7 +354,7 @@ def _runner(
     decoder: Decoder, adapters: Adapters | None, settings: SamplerSettings, pool: BlockPool
 ) -> tuple[Runner, DecodeGraphs | None]:
     """The plain runner and, on a device that has kernels for it, captured decoding."""
-    adapters = adapters or NoAdapters(decoder)
+    adapters = adapters or LoraAdapters(decoder, _no_adapter)
     if not has_kernels(decoder.unembed_VD):
         return Runner(
             decoder, adapters, num_blocks=pool.num_blocks, block_size=pool.block_size

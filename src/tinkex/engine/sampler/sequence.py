@@ -40,6 +40,8 @@ class TokenSequence:
     waits_for: bytes | None = None
     """The block that another sequence is computing and this one will share."""
     stop_reason: StopReason | None = None
+    first: TokenSequence | None = None
+    """The first sample of the same request, if this is another."""
     _keys: list[bytes] = field(default_factory=list[bytes])
 
     @property
@@ -51,6 +53,16 @@ class TokenSequence:
     def generated(self) -> list[int]:
         """The tokens after the prompt."""
         return self.tokens[self.prompt_length :]
+
+    @property
+    def held_back(self) -> bool:
+        """Whether the first sample is about to compute the row that this one begins with, too."""
+        first = self.first
+        return (
+            first is not None
+            and first.running
+            and len(first.tokens) == len(self.tokens) == self.prompt_length
+        )
 
     @property
     def cache_length(self) -> int:

@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from tinkex.engine.base import SampleOp, Weights
+from tinkex.engine.lora import logits as head_logits
 from tinkex.engine.models.base import base_projections
 from tinkex.engine.models.tiny import tiny_decoder
 from tinkex.engine.models.tokenizer import byte_tokenizer
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
     from tinkex.engine.base import SampleResult
     from tinkex.engine.models.base import Decoder, Project
-    from tinkex.engine.sampler import SampleRun
+    from tinkex.engine.sampler import SampleRun, Segment
 
 EOS = 256
 
@@ -30,6 +31,20 @@ EOS = 256
 @cache
 def tiny() -> Decoder:
     return tiny_decoder()
+
+
+class BaseOnly:
+    """`Adapters` of a kind that the engine does not know: no version has an adapter."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._project = base_projections(decoder, packed=True)
+        self._head = decoder.head
+
+    def project(self, segments: Sequence[Segment]) -> Project:
+        return self._project
+
+    def logits(self, h_RD: Tensor, segments: Sequence[Segment]) -> Tensor:
+        return head_logits(h_RD, self._head)
 
 
 def text(length: int, start: int = 0) -> list[int]:

@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from tests.unit.engine.sampler.kit import (
+    BaseOnly,
     answer,
     drive,
     logits,
@@ -25,7 +26,6 @@ from tinkex.engine.lora import Segment as LoraSegment
 from tinkex.engine.lora import Targets, adapted_projections, initial, sweep
 from tinkex.engine.models.base import base_projections
 from tinkex.engine.sampler import LoraAdapters
-from tinkex.engine.sampler.runner import NoAdapters
 from tinkex.types import LoraConfig
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from tinkex.engine.lora import LoraWeights
     from tinkex.engine.models.base import Project
-    from tinkex.engine.sampler import Segment
+    from tinkex.engine.sampler import Adapters, Segment
 
 TOLERANCE = 1e-5
 
@@ -200,7 +200,7 @@ def test_a_version_that_cannot_be_used_fails_its_own_request_only(adapters: LowR
     )
 
 
-class Diverged(NoAdapters):
+class Diverged(BaseOnly):
     """Version "nan" produces NaN everywhere, keys and values included."""
 
     def project(self, segments: Sequence[Segment]) -> Project:
@@ -216,13 +216,25 @@ class Diverged(NoAdapters):
         return project
 
 
+def diverged(version: str) -> LoraWeights | None:
+    """The same as an adapter."""
+    if version != "nan":
+        return None
+    weights = lora(1, rank=4)
+    weights.flat_P.fill_(torch.nan)
+    return weights
+
+
+@pytest.mark.parametrize("adapters", [Diverged(tiny()), LoraAdapters(tiny(), diverged)])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("extra", [{}, {"prompt_logprobs": True}])
 def test_weights_that_are_not_finite_fail_their_request_and_leave_nothing_behind(
-    extra: dict[str, Any],
+    adapters: Adapters, temperature: float, extra: dict[str, Any]
 ) -> None:
-    target = sampler(adapters=Diverged(tiny()), cache_tokens=48)
+    target = sampler(adapters=adapters, cache_tokens=48)
     good = target.submit(op(text(9), op_id="good", max_tokens=20))
-    bad = target.submit(op(text(20, 2), op_id="bad", num_samples=2, extra=extra), version="nan")
+    wrong = op(text(20, 2), op_id="bad", num_samples=2, extra=extra, temperature=temperature)
+    bad = target.submit(wrong, version="nan")
     drive(target)
     assert bad.error is not None
     assert "not finite" in bad.error.message
@@ -253,7 +265,7 @@ def test_numbers_of_a_neighbour_that_still_runs_are_never_read() -> None:
         assert tokens(answer(run)) == tokens(alone)
 
 
-class OutOfMemory(NoAdapters):
+class OutOfMemory(BaseOnly):
     """Fails whenever a pass has more than a few tokens, as a full device would."""
 
     def project(self, segments: Sequence[Segment]) -> Project:
@@ -275,7 +287,7 @@ def test_a_pass_that_does_not_fit_is_split_and_only_what_never_fits_fails() -> N
     assert target.free_tokens == target.cache_tokens
 
 
-class HeadFails(NoAdapters):
+class HeadFails(BaseOnly):
     def logits(self, h_RD: Tensor, segments: Sequence[Segment]) -> Tensor:
         raise MemoryError("no room for logits")
 
@@ -288,7 +300,7 @@ def test_a_failing_head_ends_in_an_error_and_not_in_a_hang() -> None:
     assert "no room for logits" in run.error.message
 
 
-class Watched(NoAdapters):
+class Watched(BaseOnly):
     """Notes how many rows of logits were asked for at a time."""
 
     def __init__(self) -> None:

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import torch
 
+from tests.unit.engine.sampler.kit import BaseOnly
 from tests.unit.engine.training.kit import CONFIG, QWEN, QWEN2, decoder
 from tinkex.engine.attention import PagedAttention, Span, new_cache
 from tinkex.engine.lora import adapted_projections, initial
 from tinkex.engine.sampler import BASE, LoraAdapters
 from tinkex.engine.sampler.cpu_step import CpuSteps, cpu_steps
-from tinkex.engine.sampler.runner import NoAdapters, Segment
+from tinkex.engine.sampler.runner import Segment
 from tinkex.types import LoraConfig
 
 if TYPE_CHECKING:
@@ -51,14 +52,14 @@ class Bench:
     def step(self, tokens: list[int], spans: list[Span], segments: list[Segment]) -> Tensor:
         assert self.steps is not None
         assert self.steps.suits(spans)
-        return self.steps.hidden(tokens, spans, segments)
+        return self.steps.hidden(tokens, spans, segments)[: len(tokens)]
 
     @torch.no_grad()
     def expected(self, tokens: list[int], spans: list[Span], segments: list[Segment]) -> Tensor:
         found = self.adapters.segments(segments)
         return self.decoder.hidden(
             torch.tensor(tokens),
-            torch.tensor([span.start for span in spans]),
+            torch.tensor([place for span in spans for place in range(span.start, span.stop)]),
             PagedAttention(self.expected_cache, spans, block_size=BLOCK),
             adapted_projections(self.decoder, found, packed=True),
         )
@@ -129,17 +130,48 @@ def test_a_nan_that_another_sequence_left_in_a_fresh_block_is_wiped() -> None:
     assert bool(bench.step([1], [span], [Segment(BASE, 0, 1)]).isfinite().all())
 
 
-def test_long_contexts_and_prompts_are_left_to_the_usual_way() -> None:
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("version", [BASE, "r3"])
+def test_short_prompts_have_the_bits_of_the_plain_definition(name: str, version: str) -> None:
+    bench = Bench(FAMILIES[name])
+    spans = [Span(0, 9, [5, 6, 7]), Span(6, 7, [1, 2]), Span(3, 6, [8, 9]), Span(0, 1, [3])]
+    tokens = list(range(14))
+    segments = [Segment(version, 0, 10), Segment("r16", 10, 14)]
+    found = bench.step(tokens, spans, segments).clone()
+    assert torch.equal(found, bench.expected(tokens, spans, segments))
+    assert torch.equal(bench.cache, bench.expected_cache)
+
+
+def test_sequences_of_different_lengths_go_on_for_many_blocks() -> None:
+    bench = Bench(CONFIG)
+    free = [int(block) for block in np.random.default_rng(3).permutation(96)]
+    blocks: list[list[int]] = [[free.pop() for _ in range(count)] for count in (0, 2, 8)]
+    segments = [Segment(BASE, 0, 3)]
+    for number in range(90):
+        starts = [number, 6 + number, 29 + number]
+        for taken, start in zip(blocks, starts, strict=True):
+            if start == len(taken) * BLOCK:
+                taken.append(free.pop())
+        spans = [Span(s, s + 1, taken) for s, taken in zip(starts, blocks, strict=True)]
+        spans.sort(key=lambda span: span.shape)
+        found = bench.step([number, 1, 2], spans, segments)
+        assert torch.equal(found, bench.expected([number, 1, 2], spans, segments))
+    assert torch.equal(bench.cache, bench.expected_cache)
+
+
+def test_many_tokens_are_left_to_the_usual_way() -> None:
     bench = Bench(CONFIG)
     assert bench.steps is not None
-    assert bench.steps.suits([Span(3, 4, [0])])
-    assert not bench.steps.suits([Span(3, 5, [0, 1])])
-    assert not bench.steps.suits([Span(0, 1, list(range(2**20)))])
+    lone, prompt = Span(3, 4, [0]), Span(0, 40, list(range(10)))
+    assert bench.steps.suits([lone] * 100)
+    assert bench.steps.suits([prompt, lone])
+    assert not bench.steps.suits([prompt, prompt])
+    assert not bench.steps.suits([Span(0, 1, list(range(2**20)))] * 100)
 
 
 def test_other_adapters_and_precisions_are_left_to_the_usual_way() -> None:
     bench = Bench(CONFIG)
-    unknown = NoAdapters(bench.decoder)
+    unknown = BaseOnly(bench.decoder)
     assert cpu_steps(bench.decoder, unknown, bench.cache, block_size=BLOCK) is None
     double = bench.cache.double()
     assert cpu_steps(bench.decoder, bench.adapters, double, block_size=BLOCK) is None

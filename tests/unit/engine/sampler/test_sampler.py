@@ -301,6 +301,27 @@ def test_no_tokens_at_all_can_be_asked_for() -> None:
     assert target.idle
 
 
+@pytest.mark.parametrize("length", [3, 8, 11])
+def test_all_samples_of_a_prompt_draw_their_first_token_from_its_one_last_row(length: int) -> None:
+    seen: list[int] = []
+    target = sampler()
+    wide = op(text(length), temperature=1.0, num_samples=5, max_tokens=3, seed=4)
+    run = target.submit(wide, on_token=lambda sample, *_: seen.append(sample))
+    target.step()
+    assert seen == [0, 1, 2, 3, 4]
+    drive(target)
+    one_by_one = sample(sampler(max_sequences=1), wide)
+    assert tokens(answer(run)) == tokens(one_by_one)
+
+
+def test_samples_of_one_token_need_one_pass() -> None:
+    target = sampler()
+    run = target.submit(op(text(9), num_samples=4, max_tokens=1))
+    assert target.step() == [run]
+    assert target.idle
+    target.check()
+
+
 def test_tokens_are_streamed_as_they_come() -> None:
     seen: list[tuple[int, int, float]] = []
     target = sampler()
@@ -309,7 +330,7 @@ def test_tokens_are_streamed_as_they_come() -> None:
         on_token=lambda sample, token, logprob, _: seen.append((sample, token, logprob)),
     )
     target.step()
-    assert len(seen) == 1
+    assert len(seen) == 2
     drive(target)
     for sample_index, sequence in enumerate(answer(run).response.sequences):
         streamed = [(t, lp) for i, t, lp in seen if i == sample_index]

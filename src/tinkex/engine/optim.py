@@ -16,12 +16,14 @@ from tinkex.errors import InputError
 from tinkex.types import AdamParams
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from tinkex.types import OptimizerConfig, OptimParams
 
 
-_BLOCK: Final = 2**17
+_BLOCK: Final = 2**18
 """On a CPU so many parameters are updated at a time: what belongs to them stays in the cache."""
 
 
@@ -77,7 +79,7 @@ def adamw_step(
     The gradient is first scaled to a norm of at most `grad_clip_norm`. Weight decay acts on
     the parameters directly, not through the moments.
     """
-    norm = _norm(gradient_P)
+    norm = _joined(_norms(gradient_P))
     clipped = 0 < params.grad_clip_norm < norm
     clip = params.grad_clip_norm / norm if clipped else 1.0
     new_P, first_P, second_P = (empty_vector(flat_P) for _ in range(3))
@@ -86,11 +88,14 @@ def adamw_step(
     vectors = (*old, new_P, first_P, second_P)
     blocks = zip(*(torch.split(vector_P, size) for vector_P in vectors), strict=True)
     step = moments.step + 1
-    norms = [_update(*block, clip=clip, step=step, params=params) for block in blocks]
+    step_1 = torch.full((), float(step), device=flat_P.device)
+    changes: list[Tensor] = []
+    for block in blocks:
+        changes += _update(*block, clip=clip, step_1=step_1, params=params)
     metrics = {
         "grad_norm": norm,
         "grad_norm_clipped": params.grad_clip_norm if clipped else norm,
-        "update_norm": math.hypot(*norms),
+        "update_norm": _joined(changes),
         "learning_rate": params.learning_rate,
         "step": float(step),
     }
@@ -107,10 +112,10 @@ def _update(
     second_P: Tensor,
     *,
     clip: float,
-    step: int,
+    step_1: Tensor,
     params: AdamParams,
-) -> float:
-    """Write a block's new parameters and moments; return the norm of its change."""
+) -> Sequence[Tensor]:
+    """Write a block's new parameters and moments; return the norms of its change."""
     if clip != 1.0:
         gradient_P = gradient_P * clip
     new_P.copy_(flat_P)
@@ -123,7 +128,7 @@ def _update(
         [first_P],
         [second_P],
         list["Tensor"](),
-        [torch.full((), float(step), device=flat_P.device)],
+        [step_1],
         lr=params.learning_rate,
         beta1=params.beta1,
         beta2=params.beta2,
@@ -132,18 +137,21 @@ def _update(
         amsgrad=False,
         maximize=False,
     )
-    return _norm(new_P - flat_P)
+    return _norms(new_P - flat_P)
 
 
-def _norm(flat_P: Tensor) -> float:
+def _norms(flat_P: Tensor) -> Sequence[Tensor]:
     """Block by block: float32 loses digits over millions of terms."""
     if flat_P.is_cuda:  # one launch, summed in double precision
-        norm = torch.linalg.vector_norm(flat_P, dtype=torch.float64)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType] -- torch's own stub
-        return float(cast("Tensor", norm))
-    blocks = [_block_norm(part) for part in torch.split(flat_P, 2**16)]
-    return float(_block_norm(torch.stack(blocks).double()))
+        return [_norm(flat_P)]
+    return torch._foreach_norm(torch.split(flat_P, 2**16))  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage, reportUnknownVariableType, reportUnknownMemberType] -- one call for all
 
 
-def _block_norm(part: Tensor) -> Tensor:
-    norm = torch.linalg.vector_norm(part)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType] -- torch's own stub
+def _joined(norms: Sequence[Tensor]) -> float:
+    """The norm of all blocks together."""
+    return float(norms[0] if len(norms) == 1 else _norm(torch.stack(list(norms))))
+
+
+def _norm(flat_P: Tensor) -> Tensor:
+    norm = torch.linalg.vector_norm(flat_P, dtype=torch.float64)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType] -- torch's own stub
     return cast("Tensor", norm)

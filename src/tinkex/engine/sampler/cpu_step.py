@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 
     Floats = NDArray[np.float32]
 
-_FEW: Final = 2**26
-"""Up to so many keys and values are copied; beyond, their arithmetic takes longer than calls."""
+_FEW: Final = 2**21
+"""Up to so many numbers are read from a layer's keys; beyond, their arithmetic takes longer."""
 _FEW_ROWS: Final = 64
 """Up to so many tokens are computed here; beyond, sums that several threads share pay."""
 _AHEAD: Final = 64
@@ -62,7 +62,7 @@ class CpuSteps:
         self._adapters = adapters
         self._cache = cache
         self._block_size = block_size
-        self._most_blocks = _FEW // (cache.numel() // cache.shape[3] * block_size)
+        self._most_blocks = _FEW // (cache.shape[2] * cache.shape[4] * block_size)
         layer = decoder.stored.layers[0]
         self._row_step = max(linear.row_step for linear in layer.linears.values())
         # Mutable state: the last decoding step, whose memory may suit the next.
@@ -86,8 +86,10 @@ class CpuSteps:
         found = self._adapters.segments(segments)
         adapted = any(segment.weights is not None for segment in found)
         rows = self._rows(len(tokens), adapted=adapted)
-        found[-1] = replace(found[-1], stop=rows)
         step = self._step_for(spans, len(tokens), rows)
+        if not adapted:
+            return step.hidden(tokens, spans, None)
+        found[-1] = replace(found[-1], stop=rows)
         return step.hidden(tokens, spans, adapted_in_place(found))
 
     def _step_for(self, spans: Sequence[Span], count: int, rows: int) -> _Step:
@@ -301,19 +303,21 @@ class _Gate:
 
     def __init__(self, gate_up: Tensor, count: int) -> None:
         width = gate_up.shape[1] // 2
-        self._gate_BM, self._up_BM = gate_up[:count, :width], gate_up[:count, width:]
-        self._same = self._gate_BM.numpy(), self._up_BM.numpy()
+        self._own_BO = gate_up if len(gate_up) == count else gate_up[:count]
+        same = self._own_BO.numpy()
+        self._gate_BM, self._up_BM = same[:, :width], same[:, width:]
+        gate_BM = self._own_BO.narrow(1, 0, width)
         # A thread must take whole rows, and takes so many alone.
         step = max((SILU_ALONE - 1) // width, 1)
-        self._parts = [self._gate_BM]
+        self._parts = [gate_BM]
         if count > step:
-            self._parts = [self._gate_BM[row : row + step] for row in range(0, count, step)]
+            self._parts = [gate_BM[row : row + step] for row in range(0, count, step)]
         self._usual = width % SILU_STEP == 0
 
     def __call__(self, y_BM: Floats) -> None:
         if not self._usual:
-            np.copyto(y_BM, swiglu(self._gate_BM, self._up_BM).numpy())
+            np.copyto(y_BM, swiglu(*self._own_BO.chunk(2, dim=1)).numpy())
             return
         for gate in self._parts:
             F.silu(gate, inplace=True)
-        np.multiply(*self._same, y_BM)
+        np.multiply(self._gate_BM, self._up_BM, y_BM)

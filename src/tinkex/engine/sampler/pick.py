@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from tinkex.engine.logprobs import row_sums
+from tinkex.engine.logprobs import exponentials_, row_sums
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -101,13 +101,15 @@ def draw_plainly(logits_BV: Tensor, uniforms: Sequence[float]) -> tuple[list[int
     The bits of `pick` and `normalizers`, in fewer and shorter calls.
     """
     logits = logits_BV.numpy()
-    largest_B1 = logits.max(1, keepdims=True)
-    weights_BV = torch.from_numpy(logits - largest_B1).exp_()  # pyright: ignore[reportUnknownMemberType] -- torch's own stub
-    lse_B1 = largest_B1 + row_sums(weights_BV).log_().numpy()
     uniforms_B1 = np.array(uniforms)[:, None]
     if logits.shape[1] <= _FEW_TOKENS:
+        largest_B1 = logits.max(1, keepdims=True)
+        weights_BV = torch.from_numpy(logits - largest_B1).exp_()  # pyright: ignore[reportUnknownMemberType] -- torch's own stub
+        lse_B1 = largest_B1 + row_sums(weights_BV).log_().numpy()
         found_B1 = _inverted_few(weights_BV, uniforms_B1)
     else:
+        weights_BV = logits_BV.clone()
+        lse_B1 = exponentials_(weights_BV)[0].numpy()
         found_B1 = _inverted(weights_BV, torch.from_numpy(uniforms_B1)).numpy()  # pyright: ignore[reportUnknownMemberType] -- torch's own stub
     tokens: list[int] = found_B1[:, 0].tolist()
     return tokens, [float(logits[row, t] - lse_B1[row, 0]) for row, t in enumerate(tokens)]

@@ -42,6 +42,7 @@ SOUND: dict[str, Any] = {
     "data": [datum()],
     "ending_before": "2026-01-02T00:00:00Z",
     "fn": lambda logprobs: logprobs,
+    "folder": "no-such-folder",
     "input_ranks": {},
     "loss_fn": "cross_entropy",
     "model_path": "tinker://session-0:train:0/sampler_weights/nothing-there",

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from os import PathLike, fspath
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, cast, get_args
 
 from tinkex.clients.arguments import given_text, header_text, one_of, whole_number
 from tinkex.clients.operations import submitting
 from tinkex.clients.resource import ResourceClient, checkpoint_of, page
-from tinkex.errors import InputError, NotFoundError
+from tinkex.errors import InputError, InputTypeError, NotFoundError
 from tinkex.types import CopyWeightsRequest
 from tinkex.wire import bodies, routes
 from tinkex.wire.bodies import ImportedKind
 
 if TYPE_CHECKING:
-    from os import PathLike
-
     from tinkex.types import (
         CheckpointsListResponse,
         ExternalWeightsUrlsResponse,
@@ -168,9 +167,10 @@ class CheckpointCalls(ResourceClient):
         from tinkex.adapters.folder import read_adapter
 
         one_of(kind, get_args(ImportedKind), "kind")
-        if name is not None:
-            given_text(name, "name")
-        path = Path(folder)
+        for value, setting in ((name, "name"), (base_model, "base_model")):
+            if value is not None:
+                given_text(value, setting)
+        path = _folder(folder)
         adapter = await asyncio.to_thread(read_adapter, path)
         model = base_model or adapter.config.base_model_name_or_path
         try:
@@ -226,3 +226,9 @@ def _lifetime(ttl_seconds: int | None) -> int | None:
     if ttl_seconds <= 0:
         raise InputError(f"must be positive, or None for ever, not {ttl_seconds}", "ttl_seconds")
     return ttl_seconds
+
+
+def _folder(folder: object) -> Path:
+    if not isinstance(folder, str | PathLike):
+        raise InputTypeError(f"must be a path, not {type(folder).__name__}", "folder")
+    return Path(given_text(fspath(cast("str | PathLike[str]", folder)), "folder"))

@@ -15,6 +15,8 @@ from tests.unit.clients.world import MODEL, World
 from tinkex import (
     Config,
     CredentialError,
+    DataError,
+    DataProblem,
     InputError,
     ModelInput,
     SamplingClient,
@@ -71,6 +73,8 @@ def _example(kind: type[TinkerError]) -> TinkerError:
         return kind("tokenizers are needed", "tokenizers")
     if issubclass(kind, InputError):
         return kind("is wrong", "data[3]")
+    if issubclass(kind, DataError):
+        return kind("data.jsonl", [DataProblem(3, "is no JSON")])
     return kind("something")
 
 

@@ -187,9 +187,10 @@ def build_engine(spec: EngineSpec, say: Callable[[str], None]) -> LocalEngine:
                 raise
             # Perhaps nobody wants it, and those that are there can be used.
             left_out.append(error)
-            _log.warning("a base model is left out: %s", error)
     if left_out and not models:
         raise left_out[0]
+    for error in left_out:
+        _log.warning("a base model is left out: %s", error)
     say("preparing the engine")
     return LocalEngine(models, spec.folder, spec.settings, artifacts=spec.artifacts)
 

@@ -11,19 +11,16 @@ from typing import TYPE_CHECKING, Final, cast
 
 import torch
 
-from tinkex.engine.vectors import empty_vector
 from tinkex.errors import InputError
 from tinkex.types import AdamParams
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import Tensor
 
     from tinkex.types import OptimizerConfig, OptimParams
 
 
-_BLOCK: Final = 2**18
+_BLOCK: Final = 2**17
 """On a CPU so many parameters are updated at a time: what belongs to them stays in the cache."""
 
 
@@ -38,7 +35,7 @@ class Moments:
 
 def fresh_moments(flat_P: Tensor) -> Moments:
     """The state before the first step."""
-    return Moments(empty_vector(flat_P).zero_(), empty_vector(flat_P).zero_())
+    return Moments(torch.zeros_like(flat_P), torch.zeros_like(flat_P))
 
 
 def check_optimizer(config: OptimizerConfig) -> None:
@@ -79,23 +76,20 @@ def adamw_step(
     The gradient is first scaled to a norm of at most `grad_clip_norm`. Weight decay acts on
     the parameters directly, not through the moments.
     """
-    norm = _joined(_norms(gradient_P))
+    norm = _norm(gradient_P)
     clipped = 0 < params.grad_clip_norm < norm
     clip = params.grad_clip_norm / norm if clipped else 1.0
-    new_P, first_P, second_P = (empty_vector(flat_P) for _ in range(3))
+    new_P, first_P, second_P = (torch.empty_like(flat_P) for _ in range(3))
     old = (flat_P, gradient_P, moments.first_P, moments.second_P)
     size = _BLOCK if flat_P.device.type == "cpu" else max(flat_P.numel(), 1)
     vectors = (*old, new_P, first_P, second_P)
     blocks = zip(*(torch.split(vector_P, size) for vector_P in vectors), strict=True)
     step = moments.step + 1
-    step_1 = torch.full((), float(step), device=flat_P.device)
-    changes: list[Tensor] = []
-    for block in blocks:
-        changes += _update(*block, clip=clip, step_1=step_1, params=params)
+    norms = [_update(*block, clip=clip, step=step, params=params) for block in blocks]
     metrics = {
         "grad_norm": norm,
         "grad_norm_clipped": params.grad_clip_norm if clipped else norm,
-        "update_norm": _joined(changes),
+        "update_norm": math.hypot(*norms),
         "learning_rate": params.learning_rate,
         "step": float(step),
     }
@@ -112,10 +106,10 @@ def _update(
     second_P: Tensor,
     *,
     clip: float,
-    step_1: Tensor,
+    step: int,
     params: AdamParams,
-) -> Sequence[Tensor]:
-    """Write a block's new parameters and moments; return the norms of its change."""
+) -> float:
+    """Write a block's new parameters and moments; return the norm of its change."""
     if clip != 1.0:
         gradient_P = gradient_P * clip
     new_P.copy_(flat_P)
@@ -128,7 +122,7 @@ def _update(
         [first_P],
         [second_P],
         list["Tensor"](),
-        [step_1],
+        [torch.full((), float(step), device=flat_P.device)],
         lr=params.learning_rate,
         beta1=params.beta1,
         beta2=params.beta2,
@@ -137,21 +131,18 @@ def _update(
         amsgrad=False,
         maximize=False,
     )
-    return _norms(new_P - flat_P)
+    return _norm(new_P - flat_P)
 
 
-def _norms(flat_P: Tensor) -> Sequence[Tensor]:
+def _norm(flat_P: Tensor) -> float:
     """Block by block: float32 loses digits over millions of terms."""
     if flat_P.is_cuda:  # one launch, summed in double precision
-        return [_norm(flat_P)]
-    return torch._foreach_norm(torch.split(flat_P, 2**16))  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage, reportUnknownVariableType, reportUnknownMemberType] -- one call for all
+        norm = torch.linalg.vector_norm(flat_P, dtype=torch.float64)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType] -- torch's own stub
+        return float(cast("Tensor", norm))
+    blocks = [_block_norm(part) for part in torch.split(flat_P, 2**16)]
+    return float(_block_norm(torch.stack(blocks).double()))
 
 
-def _joined(norms: Sequence[Tensor]) -> float:
-    """The norm of all blocks together."""
-    return float(norms[0] if len(norms) == 1 else _norm(torch.stack(list(norms))))
-
-
-def _norm(flat_P: Tensor) -> Tensor:
-    norm = torch.linalg.vector_norm(flat_P, dtype=torch.float64)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType] -- torch's own stub
+def _block_norm(part: Tensor) -> Tensor:
+    norm = torch.linalg.vector_norm(part)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType] -- torch's own stub
     return cast("Tensor", norm)

@@ -22,7 +22,6 @@ from tinkex.engine.lora import Segment, Targets, adapted_projections, sweep, wra
 from tinkex.engine.models.base import plainly
 from tinkex.engine.packing import MIN_ROWS, positions
 from tinkex.engine.rows import FixedRows
-from tinkex.engine.vectors import empty_vector
 from tinkex.errors import InputError, RequestFailedError
 
 if TYPE_CHECKING:
@@ -121,7 +120,7 @@ def _part(work: Work, piece: Slice) -> _Part:
     weights = work.weights()
     gradient = None
     if work.job.op.backward:
-        gradient = wrap(weights.config, weights.lora, empty_vector(weights.flat_P))
+        gradient = wrap(weights.config, weights.lora, torch.empty_like(weights.flat_P))
     return _Part(work, piece.first, piece.last, weights, gradient, targets)
 
 

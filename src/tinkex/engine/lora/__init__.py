@@ -1,8 +1,7 @@
 """LoRA adapters: shapes, weights, and the layers that serve many at once."""
 
 from tinkex.engine.lora.head import LOGITS_BYTES, Swept, Targets, adapt_, logits, sweep
-from tinkex.engine.lora.layers import Adapt, adapted_in_place, adapted_projections
-from tinkex.engine.lora.pieces import Segment
+from tinkex.engine.lora.layers import Adapt, Segment, adapted_in_place, adapted_projections
 from tinkex.engine.lora.shapes import (
     ALPHA,
     MAX_RANK,

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from tinkex.engine.lora.pieces import Segment
+    from tinkex.engine.lora.layers import Segment
     from tinkex.engine.models.base import Decoder, Projection
     from tinkex.engine.models.linear import Linear
     from tinkex.engine.rows import FixedRows

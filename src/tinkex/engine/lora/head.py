@@ -20,7 +20,7 @@ import torch
 from torch.nn import functional as F
 
 from tinkex.engine.logprobs import exponentials_
-from tinkex.engine.lora.pieces import product_into
+from tinkex.engine.lora.layers import product_into
 from tinkex.engine.lora.rectangles import rectangles
 from tinkex.engine.lora.thin import expand_add_, shrink
 from tinkex.engine.packing import MIN_ROWS
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from tinkex.engine.lora.pieces import Segment
+    from tinkex.engine.lora.layers import Segment
     from tinkex.engine.lora.rectangles import Rectangle
     from tinkex.engine.lora.weights import LoraWeights
     from tinkex.engine.models.linear import Linear

@@ -1,36 +1,50 @@
 """Linear layers that serve many adapters at once.
 
 The tokens of a batch lie adapter by adapter. The base weight is multiplied with all of them
-in one go; then each segment adds its own low-rank product: see `pieces` and, for segments that
-are alike, `stacks`. `_Adapted` is the one place where the two meet, so a grouped kernel has one
-function to replace. Autograd only carries the slopes from layer to layer.
+in one go; then each segment adds its own low-rank product. `_Adapted` is the one place where
+the two meet, so a grouped kernel has one function to replace.
 
-Shapes: T tokens, I inputs, O outputs of one projection, Y outputs of those that share an input,
-side by side.
+A segment's own products only ever see that segment's rows, so its gradients do not depend
+on what else is in the batch. The backward pass writes them where the segment says, in the
+precision of the masters; autograd only carries the slopes from layer to layer.
+
+Shapes: T tokens, S tokens of a segment, R rank, Z ranks of projections that share an input,
+I inputs, O outputs of one projection, Y outputs of those that share an input, side by side.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from tinkex.engine.adjacent import side_by_side
-from tinkex.engine.lora.pieces import piece_of
-from tinkex.engine.lora.stacks import stack_of, stacked
+from tinkex.engine.lora.thin import expand_add_, shrink
 from tinkex.engine.lora.weights import in_dtype
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
 
-    from tinkex.engine.lora.pieces import Piece, Segment
-    from tinkex.engine.lora.stacks import Stack
+    from tinkex.engine.lora.weights import Group, LoraWeights
     from tinkex.engine.models.base import Decoder, Project, Projection
     from tinkex.engine.models.linear import Linear
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Consecutive tokens that share an adapter; None is the base model itself.
+
+    `gradient` is where the backward pass writes; without it the adapter gets no gradient.
+    """
+
+    start: int
+    stop: int
+    weights: LoraWeights | None
+    gradient: LoraWeights | None = None
 
 
 class RowProducts(Protocol):
@@ -59,11 +73,35 @@ class Adapt(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class _Piece:
+    """The low-rank products of one segment that share an input.
+
+    `factors` are in the activations' precision, `gradient` in that of the masters.
+    """
+
+    rows: slice
+    scale: float
+    factors: Group
+    gradient: Group | None
+
+    def parts(self, y_SY: Tensor, z_SZ: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """The outputs of each projection, and the inner activations that belong to them."""
+        bs_OR = self.factors.bs_OR
+        if len(bs_OR) == 1:
+            return iter(((y_SY, z_SZ),))
+        widths, rank = [b_OR.shape[0] for b_OR in bs_OR], bs_OR[0].shape[1]
+        ranks = [rank] * len(widths)
+        return zip(
+            y_SY.split_with_sizes(widths, dim=1), z_SZ.split_with_sizes(ranks, dim=1), strict=True
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class _Plan:
     """Everything `_Adapted` needs besides the tensors it differentiates."""
 
     linear: Linear
-    pieces: tuple[Piece | Stack, ...]
+    pieces: tuple[_Piece, ...]
     base: Callable[[Tensor], Tensor]
     add: Callable[[Tensor, Tensor], None] | None
 
@@ -83,17 +121,16 @@ def adapted_projections(
     multiplying with base weights on a CPU: see `models/linear.py`.
     """
     dtype = decoder.unembed_VD.dtype
-    runs = stacked(
-        [
-            replace(segment, weights=in_dtype(segment.weights, dtype))
-            for segment in segments
-            if segment.weights is not None
-        ]
-    )
+    cast = [
+        (segment, in_dtype(segment.weights, dtype))
+        for segment in segments
+        if segment.weights is not None
+    ]
 
     def project(layer: int, names: tuple[Projection, ...], x_TI: Tensor) -> tuple[Tensor, ...]:
         linear = decoder.linear(layer, names)
-        pieces = _pieces(runs, layer, names)
+        found = (_piece(segment, weights, layer, names) for segment, weights in cast)
+        pieces = tuple(piece for piece in found if piece is not None)
         if products is None:
             plan = _Plan(linear, pieces, partial(linear.multiply, packed=packed), None)
         else:
@@ -103,7 +140,7 @@ def adapted_projections(
                 partial(products.base, linear),
                 partial(products.add, layer, names),
             )
-        learns = any(piece.learns for piece in pieces)
+        learns = any(piece.gradient is not None for piece in pieces)
         return _apply(plan, x_TI, anchor if learns else None)
 
     return project
@@ -114,27 +151,27 @@ def adapted_in_place(segments: Sequence[Segment]) -> Adapt | None:
 
     The weights have the precision of the activations.
     """
-    adapted = [segment for segment in segments if segment.weights is not None]
+    adapted = [(s, s.weights) for s in segments if s.weights is not None]
     if not adapted:
         return None
 
     def adapt(layer: int, names: tuple[Projection, ...], x_TI: Tensor, y_TY: Tensor) -> None:
-        for segment in adapted:
-            piece = piece_of(segment, layer, names)
+        for segment, weights in adapted:
+            piece = _piece(segment, weights, layer, names)
             if piece is not None:
-                piece.add(x_TI, y_TY)
+                _add(piece, x_TI, y_TY)
 
     return adapt
 
 
-def _pieces(
-    runs: Sequence[Sequence[Segment]], layer: int, names: tuple[Projection, ...]
-) -> tuple[Piece | Stack, ...]:
-    found = (
-        piece_of(run[0], layer, names) if len(run) == 1 else stack_of(run, layer, names)
-        for run in runs
-    )
-    return tuple(piece for piece in found if piece is not None)
+def _piece(
+    segment: Segment, weights: LoraWeights, layer: int, names: tuple[Projection, ...]
+) -> _Piece | None:
+    factors = weights.group(layer, names)
+    if factors is None:
+        return None
+    gradient = None if segment.gradient is None else segment.gradient.group(layer, names)
+    return _Piece(slice(segment.start, segment.stop), weights.scale, factors, gradient)
 
 
 def _apply(plan: _Plan, x_TI: Tensor, anchor: Tensor | None) -> tuple[Tensor, ...]:
@@ -149,7 +186,16 @@ def _forward(plan: _Plan, x_TI: Tensor) -> tuple[Tensor, list[Tensor]]:
     if plan.add is not None:
         plan.add(x_TI, y_TY)
         return y_TY, []
-    return y_TY, [piece.add(x_TI, y_TY) for piece in plan.pieces]
+    return y_TY, [_add(piece, x_TI, y_TY) for piece in plan.pieces]
+
+
+def _add(piece: _Piece, x_TI: Tensor, y_TY: Tensor) -> Tensor:
+    """Add a piece's products to its rows; return its inner activations."""
+    z_SZ = shrink(x_TI[piece.rows], piece.factors.a_ZI)
+    parts = piece.parts(y_TY[piece.rows], z_SZ)
+    for (y_SO, z_SR), b_OR in zip(parts, piece.factors.bs_OR, strict=True):
+        expand_add_(y_SO, z_SR, b_OR, piece.scale)
+    return z_SZ
 
 
 class _Adapted(torch.autograd.Function):
@@ -169,8 +215,46 @@ class _Adapted(torch.autograd.Function):
         dy_TY = _joined(slopes)
         dx_TI = plan.linear.slope(dy_TY) if ctx.needs_input_grad[1] else None
         for number, piece in enumerate(plan.pieces):
-            piece.back(x_TI, dy_TY, inner[number] if inner else None, dx_TI)
+            x_SI, dy_SY = x_TI[piece.rows], dy_TY[piece.rows]
+            z_SZ = inner[number] if inner else torch.mm(x_SI, piece.factors.a_ZI.T)
+            dz_SZ = _inner_slope(piece, dy_SY, z_SZ)
+            if dx_TI is not None:
+                dx_TI[piece.rows].addmm_(dz_SZ, piece.factors.a_ZI)
+            if piece.gradient is not None:
+                into, scale = piece.gradient, piece.scale
+                product_into(into.a_ZI, dz_SZ.T, x_SI)
+                parts = piece.parts(dy_SY, z_SZ)
+                for (dy_SO, z_SR), b_OR in zip(parts, into.bs_OR, strict=True):
+                    product_into(b_OR, dy_SO.T, z_SR, scale=scale)
         return None, dx_TI, None
+
+
+def _inner_slope(piece: _Piece, dy_SY: Tensor, z_SZ: Tensor) -> Tensor:
+    """The slope by the inner activations, with the scale in it."""
+    dz_SZ = torch.empty_like(z_SZ)
+    parts = piece.parts(dy_SY, dz_SZ)
+    for (dy_SO, dz_SR), b_OR in zip(parts, piece.factors.bs_OR, strict=True):
+        torch.addmm(dz_SR, dy_SO, b_OR, beta=0, alpha=piece.scale, out=dz_SR)
+    return dz_SZ
+
+
+def product_into(
+    out: Tensor, left: Tensor, right: Tensor, *, scale: float = 1.0, add: bool = False
+) -> None:
+    """A product over tokens: many terms, so it comes in the precision of the masters.
+
+    With `add` it is added to what is there.
+    """
+    if left.is_cuda and left.dtype != out.dtype:
+        if add:
+            out.add_(torch.mm(left, right, out_dtype=out.dtype), alpha=scale)
+            return
+        torch.mm(left, right, out_dtype=out.dtype, out=out)
+        if scale != 1.0:
+            out.mul_(scale)
+    else:
+        left, right = left.to(out.dtype), right.to(out.dtype)
+        torch.addmm(out, left, right, beta=float(add), alpha=scale, out=out)
 
 
 def _joined(slopes: tuple[Tensor, ...]) -> Tensor:

@@ -3,8 +3,8 @@
 The flat vector makes optimizer steps, norms, copies and checkpoints one operation each. The A
 of matrices that share an input lie one below the other, so that they are one matrix, too.
 
-Shapes: P all parameters, G those of a group, R rank, I inputs and O outputs of one matrix, Z = R
-times the number of matrices in a group.
+Shapes: P all parameters, R rank, I inputs and O outputs of one matrix, Z = R times the number
+of matrices in a group.
 """
 
 from __future__ import annotations
@@ -43,14 +43,10 @@ class Pair(NamedTuple):
 
 
 class Group(NamedTuple):
-    """The factors of matrices that share an input; the first R rows of A are the first's.
-
-    `flat_G` is all of them, one after the other.
-    """
+    """The factors of matrices that share an input; the first R rows of A are the first's."""
 
     a_ZI: Tensor
     bs_OR: tuple[Tensor, ...]
-    flat_G: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,14 +100,14 @@ class _Place:
     outputs: tuple[int, ...]
 
     def of(self, flat_P: Tensor, rank: int) -> Group:
-        first = start = flat_P.storage_offset() + self.start
+        start = flat_P.storage_offset() + self.start
         a_ZI = flat_P.as_strided((len(self.outputs) * rank, self.inputs), (self.inputs, 1), start)
         start += len(self.outputs) * rank * self.inputs
         bs_OR: list[Tensor] = []
         for outputs in self.outputs:
             bs_OR.append(flat_P.as_strided((outputs, rank), (rank, 1), start))
             start += outputs * rank
-        return Group(a_ZI, tuple(bs_OR), flat_P.as_strided((start - first,), (1,), first))
+        return Group(a_ZI, tuple(bs_OR))
 
 
 @lru_cache(maxsize=64)

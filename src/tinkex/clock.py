@@ -45,6 +45,23 @@ class SystemClock:
         await anyio.sleep(max(seconds, 0.0))
 
 
+class StillDate:
+    """Another clock, but for the date, which stands still."""
+
+    def __init__(self, clock: Clock, wall: float) -> None:
+        self._clock = clock
+        self._wall = wall
+
+    def now(self) -> float:
+        return self._clock.now()
+
+    def wall(self) -> float:
+        return self._wall
+
+    async def sleep(self, seconds: float) -> None:
+        await self._clock.sleep(seconds)
+
+
 @asynccontextmanager
 async def time_limit(clock: Clock, seconds: float | None) -> AsyncGenerator[TimeLimit]:
     """Cancel the body after `seconds` of `clock`; `.expired` tells afterwards whether it did.

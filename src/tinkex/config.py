@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 
 DEFAULT_BASE_URL = "https://tinker.thinkingmachines.dev/services/tinker-prod"
 EMBEDDED = "embedded"
+DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+"""What is served, trained and talked to where no model is named."""
+DATA_DIR = Path("tinkex-data")
+"""Where a server keeps what it has, if nothing else is said."""
 
 _LEVELS = {
     "debug": logging.DEBUG,

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from tinkex.announcement import announced
-from tinkex.config import announce_to_children, announced_folder
+from tinkex.config import DEFAULT_MODEL, announce_to_children, announced_folder
 from tinkex.embedded_process import EmbeddedServer
 from tinkex.errors import MissingPackageError
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from tinkex.config import Config
 
-DEFAULT_MODELS = ("tinkex/tiny", "HuggingFaceTB/SmolLM2-135M-Instruct")
+DEFAULT_MODELS = ("tinkex/tiny", DEFAULT_MODEL)
 _NEEDED = ("starlette", "uvicorn", "torch")
 
 

@@ -14,7 +14,7 @@ from tinkex.chat.examples import ChatExample, CompletionExample
 from tinkex.chat.messages import is_trained, readable_messages
 from tinkex.chat.rendered import Rendered
 from tinkex.chat.turns import Turns, Written
-from tinkex.clock import SystemClock
+from tinkex.clock import StillDate, SystemClock
 from tinkex.errors import ChatTemplateError, InputError, MissingPackageError
 
 if TYPE_CHECKING:
@@ -60,7 +60,9 @@ class Renderer:
         template = _template_of(tokenizer)
         if template is None:
             return cls(tokenizer, None, train_on)
-        still = _Still(clock or SystemClock())
+        clock = clock or SystemClock()
+        # A template that writes the date must write the same one every time.
+        still = StillDate(clock, clock.wall())
         return cls(tokenizer, Turns(tokenizer, template, options, still), train_on)
 
     @property
@@ -157,23 +159,6 @@ class Renderer:
                 "prompt and completion"
             )
         return self._turns
-
-
-class _Still:
-    """A clock whose date stands still, so that a template that writes it always writes the same."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._wall = clock.wall()
-
-    def now(self) -> float:
-        return self._clock.now()
-
-    def wall(self) -> float:
-        return self._wall
-
-    async def sleep(self, seconds: float) -> None:
-        await self._clock.sleep(seconds)
 
 
 def _plain(messages: Sequence[Message]) -> list[dict[str, Any]]:

@@ -7,11 +7,10 @@ While it is written its lines stand in the order in which they came; each says w
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from tinkex.cli.failures import CommandError
+from tinkex.seeing.replacing import replacing
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -59,17 +58,8 @@ class AnswersFile:
         if self.path.exists() and self.path.read_text(encoding="utf-8", errors="replace") == text:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        handle, part = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.name}.")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            os.chmod(part, 0o644)
-            os.replace(part, self.path)
-        except BaseException:
-            os.unlink(part)
-            raise
+        with replacing(self.path) as file:
+            file.write(text.encode())
 
     def __enter__(self) -> Self:
         self._file = self.path.open("a", encoding="utf-8")

@@ -13,21 +13,19 @@ import logging
 import sys
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tinkex.clients.admin import AdminClient
 from tinkex.clients.rest import RestClient
 from tinkex.clients.service import ServiceClient
 from tinkex.clients.session import Session
-from tinkex.config import EMBEDDED, Config
+from tinkex.config import DATA_DIR, EMBEDDED, Config
 from tinkex.transport.auth import choose
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
 _PATIENCE_S = 30.0
-DATA_DIR = Path("tinkex-data")
 
 
 @contextmanager

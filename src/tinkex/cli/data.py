@@ -12,10 +12,10 @@ from tinkex.cli.connect import service_client
 from tinkex.cli.failures import report
 from tinkex.cli.output import print_json, show_one
 from tinkex.cli.trained_text import Page, pieces
+from tinkex.config import DEFAULT_MODEL
 from tinkex.data.jsonl import kind_of, read_examples
 from tinkex.data.rendering import render_all, render_pairs
 from tinkex.errors import DataError
-from tinkex.loops.settings import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     import argparse

@@ -18,7 +18,8 @@ from tinkex.cli.export import export_adapter
 from tinkex.cli.main import INTERRUPTED
 from tinkex.cli.output import print_json, say
 from tinkex.cli.talking.columns import wrap
-from tinkex.cli.target import SMALL_MODEL, Target
+from tinkex.cli.target import Target
+from tinkex.config import DEFAULT_MODEL
 from tinkex.demo import HELD_OUT, PROMPTS, TRAINING
 from tinkex.errors import MissingPackageError
 from tinkex.loops import SftJob, SftSettings, run
@@ -69,15 +70,19 @@ def _told(folder: Path, steps: int) -> dict[str, Any] | None:
 def _made(folder: Path, steps: int) -> dict[str, Any] | None:
     """Do it all; None when training was interrupted."""
     settings = SftSettings(
-        model=SMALL_MODEL, steps=steps, learning_rate=_LEARNING_RATE, rank=8, save_every=_SAVE_EVERY
+        model=DEFAULT_MODEL,
+        steps=steps,
+        learning_rate=_LEARNING_RATE,
+        rank=8,
+        save_every=_SAVE_EVERY,
     )
     data = _data(folder.parent)
     job = SftJob(settings, data, HELD_OUT)
-    say(f"{SMALL_MODEL} learns to talk like a pirate, on a server")
+    say(f"{DEFAULT_MODEL} learns to talk like a pirate, on a server")
     say(f"of its own on this machine, from the questions and answers in {data}.")
-    with service_client(SMALL_MODEL, embedded=True) as service:
+    with service_client(DEFAULT_MODEL, embedded=True) as service:
         say("Asking it some questions as it is …")
-        before = _answers(service, Target(base_model=SMALL_MODEL))
+        before = _answers(service, Target(base_model=DEFAULT_MODEL))
         outcome = run(service, job, folder, resume=RunFolder(folder).begun)
         if outcome.ending == "interrupted":
             return None
@@ -87,7 +92,7 @@ def _made(folder: Path, steps: int) -> dict[str, Any] | None:
     losses = [row["eval_loss"] for row in read_metrics(folder) if "eval_loss" in row]
     story: dict[str, Any] = {
         "steps": steps,
-        "model": SMALL_MODEL,
+        "model": DEFAULT_MODEL,
         "path": outcome.best.sampler_path,
         "data": str(data),
         "held_out_loss": {"before": losses[0], "after": losses[-1]},

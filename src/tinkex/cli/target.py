@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from tinkex.cli.connect import load_config, service_client
 from tinkex.cli.failures import CommandError, misuse
+from tinkex.config import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from tinkex.clients.sampling import SamplingClient
     from tinkex.clients.service import ServiceClient
 
-SMALL_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _SCHEME = "tinker://"
 _SHOWN_MODELS = 5
 
@@ -54,7 +54,7 @@ class Target:
 def connected(target: Target | None) -> Generator[tuple[ServiceClient, Target]]:
     """A client of a server that has the target; without one, of its only model."""
     if target is None and load_config().embedded:
-        target = Target(base_model=SMALL_MODEL)
+        target = Target(base_model=DEFAULT_MODEL)
     with service_client(None if target is None else target.source) as service:
         yield service, target or only_model(service)
 

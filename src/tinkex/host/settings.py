@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import msgspec
 
+from tinkex.config import DATA_DIR, DEFAULT_MODEL
 from tinkex.engine.process.spec import DtypeName
 from tinkex.errors import InputError
 from tinkex.server.settings import Settings
@@ -30,7 +31,6 @@ LogFormat = Literal["text", "json"]
 
 FILE: Final = "tinkex.toml"
 _NO_LIMIT: Final = "none"  # TOML and the environment have no null
-DEFAULT_MODEL: Final = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class HostSettings:
 
     host: str = "127.0.0.1"
     port: int = 8000
-    data_dir: Path = Path("tinkex-data")
+    data_dir: Path = DATA_DIR
     database: str | None = None
     """None is the SQLite file `tinkex.db` in `data_dir`."""
     artifacts: str | None = None

@@ -15,20 +15,17 @@ import numpy as np
 
 from tinkex.chat.renderer import Renderer
 from tinkex.chat.tokenizers import tokenizer_for
-from tinkex.data.jsonl import read_examples
 from tinkex.data.rendering import render_pairs
-from tinkex.errors import InputError
 from tinkex.loops.batches import (
     fingerprint,
-    split,
     tokens_of,
-    total_steps,
     trained_logprobs,
     weighted,
 )
 from tinkex.loops.loop import Pending
 from tinkex.loops.reference import reference
 from tinkex.loops.schedule import batch
+from tinkex.loops.source import Source
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -53,26 +50,14 @@ class DpoJob:
     """Pairs to train on; made, it has read its files. Raises DataError for bad ones."""
 
     def __init__(self, settings: DpoSettings, data: Path, eval_data: Path | None = None) -> None:
-        if eval_data is not None and settings.eval_fraction is not None:
-            raise InputError("give either a file or a fraction, not both", "eval_fraction")
         self.settings = settings
-        self.files = {"data": data} | ({} if eval_data is None else {"eval": eval_data})
-        examples = read_examples(data, "preference")
-        self._train, self._eval = split(examples, settings.eval_fraction, settings.seed)
-        if eval_data is not None:
-            self._eval = read_examples(eval_data, "preference")
-        self.steps = total_steps(settings, settings.epochs or _EPOCHS, len(self._train))
+        self._source = Source(settings, "preference", render_pairs, data, eval_data, epochs=_EPOCHS)
+        self.files, self.steps = self._source.files, self._source.steps
 
     def prepare(self, service: ServiceClient, clock: Clock) -> PreparedDpo:
         """Render everything; raises DataError with every line that cannot be."""
         renderer = Renderer.of(tokenizer_for(service, self.settings.base_model), clock=clock)
-        most, files = self.settings.max_tokens, self.files
-        held_out = str(files.get("eval", files["data"]))
-        return PreparedDpo(
-            self.settings,
-            render_pairs(renderer, self._train, max_tokens=most, source=str(files["data"])),
-            render_pairs(renderer, self._eval, max_tokens=most, source=held_out),
-        )
+        return PreparedDpo(self.settings, *self._source.rendered(renderer))
 
 
 @dataclass(frozen=True, slots=True)

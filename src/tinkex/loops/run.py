@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from tinkex._version import __version__
-from tinkex.clock import SystemClock
+from tinkex.clock import StillDate, SystemClock
+from tinkex.config import DATA_DIR
 from tinkex.errors import InputError, NotFoundError, TinkerError
 from tinkex.loops.diary import Writer
 from tinkex.loops.early_stop import Patience
@@ -95,7 +96,8 @@ def run(
     if done is not None:
         return done
     began = clock.wall() if record is None else record.began
-    prepared = job.prepare(service, _Dated(clock, began))
+    # A template that writes the date always writes the one on which the run began.
+    prepared = job.prepare(service, StillDate(clock, began))
     if record is not None:
         refuse_other_tokens(record, prepared.rendered)
     plan = _plan(job.settings, job.steps, prepared.judged_by)
@@ -204,7 +206,7 @@ def _model(service: ServiceClient, settings: Settings, start: Checkpoint | None)
         raise InputError(
             f"this server does not have {start.state_path}, from which the run would go on. Use "
             "the server and the key that it was begun with; an embedded server keeps its "
-            "checkpoints in tinkex-data of the folder it was started in.",
+            f"checkpoints in {DATA_DIR} of the folder it was started in.",
         ) from error
 
 
@@ -240,20 +242,3 @@ def _new_record(job: Job, prepared: Prepared, began: float) -> Record:
 
 def _title(settings: Settings) -> str:
     return f"{settings.kind} {settings.base_model}"
-
-
-class _Dated:
-    """A clock on which it is always the day that a run began."""
-
-    def __init__(self, clock: Clock, wall: float) -> None:
-        self._clock = clock
-        self._wall = wall
-
-    def now(self) -> float:
-        return self._clock.now()
-
-    def wall(self) -> float:
-        return self._wall
-
-    async def sleep(self, seconds: float) -> None:
-        await self._clock.sleep(seconds)

@@ -11,19 +11,19 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import tempfile
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from tinkex.errors import InputError, StorageError
 from tinkex.seeing.history import METRICS, keep_until, read_metrics
+from tinkex.seeing.replacing import replacing
+from tinkex.seeing.run_info import RUN
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable
     from pathlib import Path
 
-RUN = "run.json"
 CHECKPOINTS = "checkpoints.jsonl"
 
 Status = Literal["running", "interrupted", "failed", "finished"]
@@ -153,17 +153,8 @@ class RunFolder:
 
     def _replace(self, file: Path, text: str) -> None:
         try:
-            handle, part = tempfile.mkstemp(dir=self.path, prefix=f".{file.name}.")
-            try:
-                with os.fdopen(handle, "w", encoding="utf-8") as out:
-                    out.write(text)
-                    out.flush()
-                    os.fsync(out.fileno())
-                os.chmod(part, 0o644)
-                os.replace(part, file)
-            except BaseException:
-                os.unlink(part)
-                raise
+            with replacing(file) as out:
+                out.write(text.encode())
         except OSError as error:
             raise _unwritable(file, error) from error
 

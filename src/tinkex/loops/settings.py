@@ -10,12 +10,12 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
+from tinkex.chat.renderer import TrainOn
+from tinkex.clients.arguments import one_of
+from tinkex.config import DEFAULT_MODEL
 from tinkex.errors import InputError
 
-DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
-
 Schedule = Literal["constant", "linear", "cosine"]
-TrainOn = Literal["all", "last"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ class Settings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _OnData(Settings):
+class OnData(Settings):
     """What a run over a file of examples has besides."""
 
     epochs: int | None = None
@@ -76,19 +76,19 @@ class _OnData(Settings):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SftSettings(_OnData):
+class SftSettings(OnData):
     """Supervised fine-tuning."""
 
     kind = "sft"
     train_on: TrainOn = "all"
 
     def __post_init__(self) -> None:
-        _OnData.__post_init__(self)
+        OnData.__post_init__(self)
         one_of(self.train_on, get_args(TrainOn), "train_on")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DpoSettings(_OnData):
+class DpoSettings(OnData):
     """Direct preference optimization; `beta` is how dear it is to leave the base model."""
 
     kind = "dpo"
@@ -96,7 +96,7 @@ class DpoSettings(_OnData):
     beta: float = 0.1
 
     def __post_init__(self) -> None:
-        _OnData.__post_init__(self)
+        OnData.__post_init__(self)
         more_than_zero(self.beta, "beta")
 
 
@@ -127,9 +127,3 @@ def more_than_zero(number: float, name: str) -> None:
     """Refuse what is no finite number above zero."""
     if not (math.isfinite(number) and number > 0):
         raise InputError(f"must be a finite number above 0, not {number}", name)
-
-
-def one_of(value: str, choices: tuple[str, ...], name: str) -> None:
-    """Refuse what is none of the choices."""
-    if value not in choices:
-        raise InputError(f"must be one of {', '.join(choices)}, not {value!r}", name)

@@ -7,20 +7,17 @@ from typing import TYPE_CHECKING
 
 from tinkex.chat.renderer import Renderer
 from tinkex.chat.tokenizers import tokenizer_for
-from tinkex.data.jsonl import read_examples
 from tinkex.data.rendering import render_all
-from tinkex.errors import InputError
 from tinkex.loops.batches import (
     fingerprint,
     loss_of,
-    split,
     tokens_of,
-    total_steps,
     trained_weight,
     weighted,
 )
 from tinkex.loops.loop import Pending
 from tinkex.loops.schedule import batch
+from tinkex.loops.source import Source
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,27 +37,15 @@ class SftJob:
     """Examples to train on; made, it has read its files. Raises DataError for bad ones."""
 
     def __init__(self, settings: SftSettings, data: Path, eval_data: Path | None = None) -> None:
-        if eval_data is not None and settings.eval_fraction is not None:
-            raise InputError("give either a file or a fraction, not both", "eval_fraction")
         self.settings = settings
-        self.files = {"data": data} | ({} if eval_data is None else {"eval": eval_data})
-        examples = read_examples(data, "sft")
-        self._train, self._eval = split(examples, settings.eval_fraction, settings.seed)
-        if eval_data is not None:
-            self._eval = read_examples(eval_data, "sft")
-        self.steps = total_steps(settings, settings.epochs or _EPOCHS, len(self._train))
+        self._source = Source(settings, "sft", render_all, data, eval_data, epochs=_EPOCHS)
+        self.files, self.steps = self._source.files, self._source.steps
 
     def prepare(self, service: ServiceClient, clock: Clock) -> PreparedSft:
         """Render everything; raises DataError with every line that cannot be."""
         tokenizer = tokenizer_for(service, self.settings.base_model)
         renderer = Renderer.of(tokenizer, train_on=self.settings.train_on, clock=clock)
-        most, files = self.settings.max_tokens, self.files
-        held_out = str(files.get("eval", files["data"]))
-        return PreparedSft(
-            self.settings,
-            render_all(renderer, self._train, max_tokens=most, source=str(files["data"])),
-            render_all(renderer, self._eval, max_tokens=most, source=held_out),
-        )
+        return PreparedSft(self.settings, *self._source.rendered(renderer))
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,11 +14,16 @@ if TYPE_CHECKING:
 
 @contextmanager
 def replacing(path: Path) -> Generator[BinaryIO]:
-    """A file to write, which takes the place of `path` when the body ends without an error."""
+    """A file to write, which takes the place of `path` when the body ends without an error.
+
+    It is on the disk before it does so.
+    """
     handle, part = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
             yield file
+            file.flush()
+            os.fsync(file.fileno())
         os.chmod(part, 0o666 & ~_umask())
         os.replace(part, path)
     except BaseException:

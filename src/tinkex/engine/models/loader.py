@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tinkex.config import DEFAULT_MODEL
 from tinkex.engine.models.families import family
 from tinkex.engine.models.gguf import GgufTensors
 from tinkex.engine.models.gguf import read_config as read_gguf_config
 from tinkex.engine.models.gguf_file import GgufFile
 from tinkex.engine.models.hf_config import read_config
-from tinkex.engine.models.hub import DEFAULT_MODEL, hub_folder, packaged_file
+from tinkex.engine.models.hub import hub_folder, packaged_file
 from tinkex.engine.models.safetensors_files import SafetensorsFolder
 from tinkex.engine.models.tiny import TINY, tiny_decoder
 from tinkex.engine.models.tokenizer import (

@@ -16,6 +16,7 @@ import torch
 
 from tinkex.engine.kernels import paged_attention as kernels
 from tinkex.engine.kernels.attention_backward import packed_attention_backward
+from tinkex.engine.kernels.keep import keep
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -83,8 +84,7 @@ class Pages:
     ) -> Tensor:
         """Write the new keys and values, then read them all; an `Attend` for one cache."""
         keys_SGd, values_SGd = cache[0, layer], cache[1, layer]
-        keys_SGd.index_copy_(0, self.slots_T, k_TGd)
-        values_SGd.index_copy_(0, self.slots_T, v_TGd)
+        keep(k_TGd, v_TGd, self.slots_T, keys_SGd, values_SGd)
         o_THd = kernels.paged_attention(
             q_THd,
             keys_SGd,

@@ -15,7 +15,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from tinkex.engine.sampler.blocks import BlockPool
     from tinkex.engine.sampler.sequence import TokenSequence
@@ -90,6 +90,19 @@ class Batcher:
                 budget -= stop - start
         self._admit(pieces, budget)
         return list(pieces.values())
+
+    def ahead(self, sequences: Sequence[TokenSequence]) -> list[Piece] | None:
+        """The pieces that follow when each of these has drawn its next token; all have been `done`.
+
+        Gives them the blocks that they need; None where there are too few.
+        """
+        size = self.pool.block_size
+        full = [s for s in sequences if s.computed == len(s.blocks) * size]
+        if len(full) > self.pool.available:
+            return None
+        for sequence in full:
+            sequence.blocks += self.pool.take(1)
+        return [Piece(s, s.computed, s.computed + 1) for s in sequences]
 
     def done(self, piece: Piece) -> None:
         """Note that a piece's keys and values are in the cache; full blocks become shareable."""

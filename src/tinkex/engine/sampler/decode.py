@@ -3,7 +3,8 @@
 Launching each kernel of a decoding step would take longer than running it. A graph is
 captured the first time its batch size occurs; smaller batches are filled up with rows that
 write to a block of their own, which no sequence uses. Everything a step needs from here lies
-in two buffers and a table that keep their place on the device.
+in two buffers and a table that keep their place on the device. A step may follow one whose
+tokens nobody has read yet: it takes them where they were drawn.
 
 Shapes: B rows, W blocks per row, V vocabulary.
 """
@@ -27,12 +28,11 @@ from tinkex.engine.rows import BLOCK_ROWS
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from numpy.typing import NDArray
     from torch import Tensor
 
     from tinkex.engine.models.base import Decoder
-    from tinkex.engine.sampler.batcher import Piece
     from tinkex.engine.sampler.cuda_adapters import CudaAdapters
+    from tinkex.engine.sampler.flights import Row
 
 _TOKENS, _POSITIONS, _SLOTS, _CONTEXTS = range(4)
 _TEMPERATURES, _UNIFORMS = range(2)
@@ -43,14 +43,19 @@ _SIZES: Final = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """A step that the device is busy with; its results stay there until the next one."""
+    """A step that the device is busy with; `logits_BV` stay until the next one."""
 
-    drawn_2B: Tensor
     logits_BV: Tensor
+    tokens_B: Tensor
+    """The tokens drawn, on the device; within range even where logits are not finite."""
+    drawn_2B: Tensor
+    """The tokens drawn and their log-probabilities, here, when they have arrived."""
+    arrived: torch.cuda.Event
 
     def wait(self) -> tuple[list[int], list[float]]:
         """The tokens drawn and their log-probabilities, row by row."""
-        tokens, logprobs = self.drawn_2B.cpu().numpy()
+        self.arrived.synchronize()
+        tokens, logprobs = self.drawn_2B.numpy()
         return tokens.astype(np.int64).tolist(), logprobs.tolist()
 
 
@@ -58,7 +63,53 @@ class Decoding:
 class _Captured:
     graph: torch.cuda.CUDAGraph
     logits_BV: Tensor
+    tokens_B: Tensor
     drawn_2B: Tensor
+
+
+class _Host:
+    """Memory here that the device copies a step's inputs from, and its results to."""
+
+    def __init__(self, most: int, max_blocks: int, spare: int) -> None:
+        self.ints = torch.zeros((4, most), dtype=torch.int64, pin_memory=True)
+        self.floats = torch.zeros((2, most), dtype=torch.float64, pin_memory=True)
+        self.tables = torch.full((most, max_blocks), spare, dtype=torch.int32, pin_memory=True)
+        self.drawn = torch.zeros(2 * most, dtype=torch.float64, pin_memory=True)
+        self.arrived = torch.cuda.Event()
+        self._spare = spare
+        # Whose blocks each row of the table has, and how many of them.
+        self._known: list[tuple[list[int], int] | None] = [None] * most
+
+    def fill(self, rows: Sequence[Row], size: int, block_size: int) -> None:
+        """Write the inputs of a step; the device has read those of the last one."""
+        count = len(rows)
+        ints, floats = self.ints.numpy(), self.floats.numpy()
+        self._fill_tables(rows)
+        starts = np.fromiter((row.piece.start if row.piece else 0 for row in rows), np.int64, count)
+        ints[_TOKENS, :count] = [row.piece.sequence.tokens[-1] if row.piece else 0 for row in rows]
+        ints[_POSITIONS, :count] = starts
+        ints[_CONTEXTS, :count] = starts + 1
+        blocks = self.tables.numpy()[np.arange(count), starts // block_size]
+        ints[_SLOTS, :count] = blocks.astype(np.int64) * block_size + starts % block_size
+        ints[:, count:size] = np.array([[0], [0], [self._spare * block_size], [1]])
+        floats[_TEMPERATURES, :count] = [row.temperature for row in rows]
+        floats[_UNIFORMS, :count] = [row.uniform for row in rows]
+        floats[:, count:size] = 0.0
+
+    def _fill_tables(self, rows: Sequence[Row]) -> None:
+        """Write the rows that changed since the last step, and those that became nobody's."""
+        tables = self.tables.numpy()
+        for number, known in enumerate(self._known):
+            piece = rows[number].piece if number < len(rows) else None
+            if piece is not None:
+                # A sequence that starts over has a new list, one that grows a longer one.
+                blocks = piece.sequence.blocks
+                if known is None or known[0] is not blocks or known[1] != len(blocks):
+                    tables[number, : len(blocks)] = blocks
+                    self._known[number] = (blocks, len(blocks))
+            elif known is not None:
+                tables[number, 0] = self._spare
+                self._known[number] = None
 
 
 class DecodeGraphs:
@@ -85,86 +136,53 @@ class DecodeGraphs:
         self._strict = strict
         self._sizes = _sizes(max_sequences, strict=strict)
         most = self._sizes[-1]
-        # Inputs on the device that graphs read; then the same on the host, where a step writes
-        # them. All mutable state, with the graphs by (size, tiles, rank, unembed).
+        # Inputs on the device that graphs read; then the same on the host, twice: one step's are
+        # written while the device may still copy another's. All mutable state, with the graphs
+        # by (size, tiles, rank, unembed).
         self._ints = torch.zeros((4, most), dtype=torch.int64, device=device)
         self._floats = torch.zeros((2, most), dtype=torch.float64, device=device)
         self._tables = torch.zeros((most, max_blocks), dtype=torch.int32, device=device)
         self._tiles = torch.zeros((3, most), dtype=torch.int32, device=device)
         self._first_rows = torch.arange(most + 1, dtype=torch.int32, device=device)
-        self._host_ints = torch.zeros((4, most), dtype=torch.int64, pin_memory=True)
-        self._host_floats = torch.zeros((2, most), dtype=torch.float64, pin_memory=True)
-        self._host_tables = torch.full(
-            (most, max_blocks), spare_block, dtype=torch.int32, pin_memory=True
-        )
-        self._rows: list[tuple[list[int], int] | None] = [None] * most
+        self._hosts = [_Host(most, max_blocks, spare_block) for _ in range(2)]
         self._graphs: dict[tuple[int, int, int, bool], _Captured] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
-    def start(
-        self, pieces: Sequence[Piece], temperatures: Sequence[float], uniforms: NDArray[np.float64]
-    ) -> Decoding:
+    def size(self, count: int) -> int:
+        """How many rows the device computes for so many."""
+        return next(size for size in self._sizes if size >= count)
+
+    def start(self, rows: Sequence[Row], after: Decoding | None = None) -> Decoding:
         """Have the device compute the pieces' last tokens and draw the next ones.
 
-        Rows lie in the order of `pieces`, which the caller sorts by version.
+        Rows lie in the order of their versions. With `after`, the last tokens are those that an
+        unfinished step draws, row by row. At most two steps may be under way.
         """
-        size = next(size for size in self._sizes if size >= len(pieces))
-        self._fill(pieces, temperatures, uniforms, size)
-        tiles = self._lay_tiles(pieces, size)
+        size = self.size(len(rows))
+        host = self._hosts[0]
+        self._hosts.reverse()
+        host.arrived.synchronize()  # done long ago, unless nobody waited for the step
+        host.fill(rows, size, self._block_size)
+        self._ints.copy_(host.ints, non_blocking=True)
+        self._floats.copy_(host.floats, non_blocking=True)
+        self._tables.copy_(host.tables, non_blocking=True)
+        if after is not None:
+            self._ints[_TOKENS, : len(rows)].copy_(after.tokens_B[: len(rows)])
+        tiles = self._lay_tiles([row.version for row in rows], size)
         key = (size, tiles.rows.slots_K.shape[0], tiles.rank, tiles.unembed)
         captured = self._graphs.get(key)
         if captured is None:
             captured = self._graphs[key] = self._capture(size, tiles)
         captured.graph.replay()
-        return Decoding(captured.drawn_2B[:, : len(pieces)], captured.logits_BV)
+        drawn_2B = host.drawn[: 2 * size].view(2, size)
+        drawn_2B.copy_(captured.drawn_2B, non_blocking=True)
+        host.arrived.record()
+        return Decoding(
+            captured.logits_BV, captured.tokens_B, drawn_2B[:, : len(rows)], host.arrived
+        )
 
-    def _fill(
-        self,
-        pieces: Sequence[Piece],
-        temperatures: Sequence[float],
-        uniforms: NDArray[np.float64],
-        size: int,
-    ) -> None:
-        count = len(pieces)
-        ints, floats = self._host_ints.numpy(), self._host_floats.numpy()
-        starts = np.fromiter((piece.start for piece in pieces), np.int64, count)
-        ints[_TOKENS, :count] = [piece.sequence.tokens[-1] for piece in pieces]
-        ints[_POSITIONS, :count] = starts
-        ints[_CONTEXTS, :count] = starts + 1
-        self._fill_tables(pieces)
-        blocks = self._host_tables.numpy()[np.arange(count), starts // self._block_size]
-        ints[_SLOTS, :count] = blocks.astype(np.int64) * self._block_size
-        ints[_SLOTS, :count] += starts % self._block_size
-        ints[:, count:size] = np.array([[0], [0], [self._spare * self._block_size], [1]])
-        floats[_TEMPERATURES, :count] = temperatures
-        floats[_UNIFORMS, :count] = uniforms
-        floats[:, count:size] = 0.0
-        self._ints.copy_(self._host_ints, non_blocking=True)
-        self._floats.copy_(self._host_floats, non_blocking=True)
-
-    def _fill_tables(self, pieces: Sequence[Piece]) -> None:
-        """Write the rows that changed since the last step, and the rows that became unused."""
-        tables = self._host_tables.numpy()
-        changed = False
-        for row, known in enumerate(self._rows):
-            if row < len(pieces):
-                # A sequence that starts over has a new list, one that grows a longer one.
-                blocks = pieces[row].sequence.blocks
-                if known is not None and known[0] is blocks and known[1] == len(blocks):
-                    continue
-                tables[row, : len(blocks)] = blocks
-                self._rows[row] = (blocks, len(blocks))
-            elif known is not None:
-                tables[row, 0] = self._spare
-                self._rows[row] = None
-            else:
-                break  # rows are used from the first on
-            changed = True
-        if changed:
-            self._tables.copy_(self._host_tables, non_blocking=True)
-
-    def _lay_tiles(self, pieces: Sequence[Piece], size: int) -> Tiles:
-        runs, rank, unembed = self._adapters.runs([piece.sequence.version for piece in pieces])
+    def _lay_tiles(self, versions: Sequence[str], size: int) -> Tiles:
+        runs, rank, unembed = self._adapters.runs(versions)
         if not rank:
             return Tiles(RowTiles(*self._tiles[:, :0]), 0, False)
         found = tile_table(runs)
@@ -184,11 +202,12 @@ class DecodeGraphs:
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            logits_BV, drawn_2B = self._step(size, tiles)
-        return _Captured(graph, logits_BV, drawn_2B)
+            found = self._step(size, tiles)
+        return _Captured(graph, *found)
 
     @torch.no_grad()
-    def _step(self, size: int, tiles: Tiles) -> tuple[Tensor, Tensor]:
+    def _step(self, size: int, tiles: Tiles) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits, tokens, and tokens with their log-probabilities."""
         ints, floats = self._ints[:, :size], self._floats[:, :size]
         pages = Pages(
             slots_T=ints[_SLOTS],
@@ -210,7 +229,8 @@ class DecodeGraphs:
         tokens_B = pick(logits_BV, floats[_TEMPERATURES].float(), floats[_UNIFORMS])[0]
         # The same function as in training and for prompts, so that all agree to the bit.
         logprobs_B1, _ = logprobs(logits_BV, tokens_B[:, None])
-        return logits_BV, torch.stack((tokens_B.double(), logprobs_B1[:, 0].double()))
+        drawn_2B = torch.stack((tokens_B.double(), logprobs_B1[:, 0].double()))
+        return logits_BV, tokens_B, drawn_2B
 
     def _split_keys(self, size: int) -> int | None:
         """Few long contexts leave the device idle unless each is cut; strict cuts none."""

@@ -13,6 +13,8 @@ from tinkex.engine.sampler.sequence import TokenSequence
 from tinkex.types import SampledSequence, SampleResponse, TopkLogprobs
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from tinkex.engine.base import OnToken, SampleOp
     from tinkex.engine.sampler.checks import Accepted
     from tinkex.engine.sampler.stops import Stops
@@ -90,22 +92,14 @@ class SampleRun:
         params = self.op.params
         return Draw(params.temperature, params.top_k, params.top_p, uniform)
 
-    def uniform(self, sequence: TokenSequence) -> float:
-        """The random number of a sequence's next token."""
+    def known_uniform(self, sequence: TokenSequence, place: int) -> float | None:
+        """The random number of the token at a place, if it was made already."""
         start, numbers = self._ahead[sequence.sample]
-        place = len(sequence.tokens) - start
-        if not 0 <= place < len(numbers):
-            self._look_ahead(len(sequence.tokens))
-            return self._ahead[sequence.sample][1][0]
-        return numbers[place]
+        return numbers[place - start] if 0 <= place - start < len(numbers) else None
 
-    def _look_ahead(self, start: int) -> None:
-        # Samples are drawn side by side, and making one number takes as long as making many.
-        abreast = [s.sample for s in self.sequences if len(s.tokens) == start]
-        positions = np.arange(start, start + _AHEAD)
-        made = uniforms(self.seed, np.array(abreast)[:, None], positions).tolist()
-        for sample, numbers in zip(abreast, made, strict=True):
-            self._ahead[sample] = start, numbers
+    def keep_uniforms(self, sequence: TokenSequence, start: int, numbers: list[float]) -> None:
+        """Keep the random numbers of the tokens from a place on."""
+        self._ahead[sequence.sample] = start, numbers
 
     def scored(self) -> None:
         """Note progress of the prompt scores: what is scored may come from the cache next time."""
@@ -173,6 +167,33 @@ class SampleRun:
             logprobs_np=np.array(sequence.logprobs, np.float32),
             topk_logprobs_np=topk,
         )
+
+
+def next_uniforms(
+    runs: Sequence[SampleRun], sequences: Sequence[TokenSequence], *, ahead: int = 0
+) -> list[float]:
+    """The random number of each sequence's next token, or of one after it."""
+    found: list[float] = []
+    missing: list[tuple[int, SampleRun, TokenSequence, int]] = []
+    for number, (run, sequence) in enumerate(zip(runs, sequences, strict=True)):
+        place = len(sequence.tokens) + ahead
+        known = run.known_uniform(sequence, place)
+        if known is None:
+            missing.append((number, run, sequence, place))
+        found.append(known or 0.0)
+    if missing:
+        # Making one number takes as long as making many.
+        _, makers, whose, starts = zip(*missing, strict=True)
+        made = uniforms(
+            np.array([run.seed for run in makers], np.uint64)[:, None],
+            np.array([sequence.sample for sequence in whose])[:, None],
+            np.array(starts)[:, None] + np.arange(_AHEAD),
+        )
+        rows: list[list[float]] = made.tolist()
+        for (number, run, sequence, start), numbers in zip(missing, rows, strict=True):
+            run.keep_uniforms(sequence, start, numbers)
+            found[number] = numbers[0]
+    return found
 
 
 def _sequence(accepted: Accepted, version: str, number: int, sample: int) -> TokenSequence:

@@ -2,7 +2,8 @@
 
 `Sampler` owns the requests that run. It is synchronous and belongs to one thread; whoever
 drives it calls `step` until `idle`. A step plans a pass, runs it, scores prompts, draws
-tokens, and returns the requests that ended with it.
+tokens, and returns the requests that ended with it. On a device with kernels for it, decoding
+is one step ahead of what is read: see `flights`.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from tinkex.engine.sampler.adapters import LoraAdapters
 from tinkex.engine.sampler.batcher import Batcher
 from tinkex.engine.sampler.blocks import BlockPool
 from tinkex.engine.sampler.checks import check
+from tinkex.engine.sampler.flights import Flights
 from tinkex.engine.sampler.pick import best, draw_plainly, pick
-from tinkex.engine.sampler.request import SampleRun
+from tinkex.engine.sampler.request import SampleRun, next_uniforms
 from tinkex.engine.sampler.runner import Runner
 from tinkex.engine.sampler.stops import stop_rule
 from tinkex.engine.threads import SAMPLING_ALONE, multiplications, threads_for
@@ -32,14 +34,13 @@ from tinkex.errors import RequestFailedError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from numpy.typing import NDArray
     from torch import Tensor
 
     from tinkex.clock import Clock
     from tinkex.engine.base import OnToken, SampleOp
     from tinkex.engine.models.base import Decoder
     from tinkex.engine.sampler.batcher import Piece
-    from tinkex.engine.sampler.decode import DecodeGraphs, Decoding
+    from tinkex.engine.sampler.flights import Flight, Steps
     from tinkex.engine.sampler.request import Best
     from tinkex.engine.sampler.runner import Adapters, Pass
     from tinkex.engine.sampler.sequence import TokenSequence
@@ -88,7 +89,7 @@ class Sampler:
         self._logit_rows = settings.logit_rows
         self._multiplications = multiplications(decoder.config)
         pool = BlockPool(settings.cache_tokens // settings.block_size, settings.block_size)
-        self._runner, self._graphs = _runner(decoder, adapters, settings, pool)
+        self._runner, steps = _runner(decoder, adapters, settings, pool)
         # All mutable state, besides the cache that the runner owns.
         self._batcher = Batcher(
             pool, max_tokens=settings.pass_tokens, max_sequences=settings.max_sequences
@@ -96,6 +97,9 @@ class Sampler:
         self._runs: dict[TokenSequence, SampleRun] = {}
         self._ended: list[SampleRun] = []
         self._submitted = 0
+        self._flights = None if steps is None else Flights(steps, self._batcher, self._runs)
+        self._flight: Flight | None = None
+        """A decoding step that was begun ahead."""
 
     @property
     def idle(self) -> bool:
@@ -155,7 +159,10 @@ class Sampler:
 
     def step(self) -> list[SampleRun]:
         """Run one pass; return the requests that ended, in result or in error."""
-        pieces = self._batcher.plan()
+        flight, self._flight = self._flight, None
+        pieces = [] if flight is None or self._flights is None else self._flights.living(flight)
+        if not pieces:
+            flight, pieces = None, self._batcher.plan()
         if pieces:
             began = self._clock.now()
             runs = [self._runs[piece.sequence] for piece in pieces]
@@ -163,7 +170,7 @@ class Sampler:
             alone = threads_for(tokens * self._multiplications, SAMPLING_ALONE)
             # What is not finite fails where its token is drawn.
             with alone, np.errstate(all="ignore"):
-                for finished in self._passes(self._decode_pieces(pieces)):
+                for finished in self._passes(self._decode_pieces(flight, pieces)):
                     self._use(finished)
             spent_s = self._clock.now() - began
             for run, piece in zip(runs, pieces, strict=True):
@@ -178,55 +185,49 @@ class Sampler:
         self._batcher.check()
         assert set(self._batcher) == set(self._runs)
 
-    def _decode_pieces(self, pieces: list[Piece]) -> list[Piece]:
-        """Draw for all pieces that a captured graph can; return the others."""
-        if self._graphs is None:
+    def _decode_pieces(self, flight: Flight | None, pieces: list[Piece]) -> list[Piece]:
+        """Draw for all pieces that are under way or that a device can; return the others."""
+        if self._flights is None:
             return pieces
-        decoding = [piece for piece in pieces if len(piece) == 1 and self._only_draws(piece)]
-        if not decoding:
+        flight = flight or self._flights.begin(pieces)
+        if flight is None:
             return pieces
-        decoding.sort(key=lambda piece: piece.sequence.version)
-        sequences = [piece.sequence for piece in decoding]
-        runs = [self._runs[sequence] for sequence in sequences]
-        temperatures = [run.op.params.temperature if run.plain else 0.0 for run in runs]
-        try:
-            step = self._graphs.start(decoding, temperatures, _uniforms(sequences, runs))
-        except Exception as error:  # noqa: BLE001 - the plain path finds whose fault it is
-            _log.warning("a captured step failed and is repeated plainly: %s", error)
-            return pieces
+        decoding = self._flights.living(flight)
         for piece in decoding:  # while the device is busy
             self._batcher.done(piece)
+        if len(decoding) == len(self._batcher):  # nobody else wants a turn
+            self._flight = self._flights.follow(flight)
         try:
-            self._take_decoded(step, sequences, runs)
+            self._take_decoded(flight)
         except Exception as error:  # noqa: BLE001 - whatever it is ends in the requests' errors
-            for run in dict.fromkeys(runs):
-                self._fail(run, f"sampling failed: {error}", error)
-        taken = set(sequences)
+            self._flight = None
+            for piece in decoding:
+                if run := self._runs.get(piece.sequence):
+                    self._fail(run, f"sampling failed: {error}", error)
+        taken = {piece.sequence for piece in decoding}
         return [piece for piece in pieces if piece.sequence not in taken]
 
-    def _only_draws(self, piece: Piece) -> bool:
-        """Whether all that is wanted of a piece is the next token."""
-        sequence = piece.sequence
-        run = self._runs[sequence]
-        scored = sequence.sample != 0 or run.scores.complete
-        return piece.reaches_end and scored and run.draws(sequence)
-
     @torch.no_grad()
-    def _take_decoded(
-        self,
-        step: Decoding,
-        sequences: list[TokenSequence],
-        runs: list[SampleRun],
-    ) -> None:
-        """Append what a captured graph drew; rows that filter or ask for more are drawn here."""
-        tokens, logprobs = step.wait()
-        special = [row for row, run in enumerate(runs) if not run.plain]
-        for chunk in _chunks(special, self._logit_rows):
-            logits_BV = step.logits_BV[torch.tensor(chunk, device=step.logits_BV.device)]
-            self._draw_chunk(logits_BV, [sequences[row] for row in chunk])
-        for sequence, run, token, logprob in zip(sequences, runs, tokens, logprobs, strict=True):
+    def _take_decoded(self, flight: Flight) -> None:
+        """Append what a device drew; rows that filter or ask for more are drawn here."""
+        tokens, logprobs = flight.step.wait()
+        drawn: list[tuple[TokenSequence, SampleRun, int, float]] = []
+        special: list[tuple[int, TokenSequence]] = []
+        for number, row in enumerate(flight.rows):
+            sequence = None if row.piece is None else row.piece.sequence
+            run = None if sequence is None else self._runs.get(sequence)
+            if sequence is None or run is None:
+                continue
             if run.plain:
-                self._grow(sequence, run, token, logprob, None)
+                drawn.append((sequence, run, tokens[number], logprobs[number]))
+            else:
+                special.append((number, sequence))
+        for chunk in _chunks(special, self._logit_rows):
+            rows, sequences = zip(*chunk, strict=True)
+            logits_BV = flight.step.logits_BV
+            self._draw_chunk(logits_BV[torch.tensor(rows, device=logits_BV.device)], sequences)
+        for found in drawn:
+            self._grow(*found, None)
 
     def _passes(self, pieces: list[Piece]) -> list[Pass]:
         """One pass over all pieces; when it fails, one per request, so that only culprits do."""
@@ -288,7 +289,7 @@ class Sampler:
 
     def _draw_chunk(self, logits_BV: Tensor, sequences: Sequence[TokenSequence]) -> None:
         runs = [self._runs[sequence] for sequence in sequences]
-        numbers = [run.uniform(s) for run, s in zip(runs, sequences, strict=True)]
+        numbers = next_uniforms(runs, sequences)
         bests: list[Best | None] = [None] * len(runs)
         if logits_BV.device.type == "cpu" and all(run.usual for run in runs):
             tokens, logprobs = draw_plainly(logits_BV, numbers)
@@ -352,7 +353,7 @@ class Sampler:
 
 def _runner(
     decoder: Decoder, adapters: Adapters | None, settings: SamplerSettings, pool: BlockPool
-) -> tuple[Runner, DecodeGraphs | None]:
+) -> tuple[Runner, Steps[Any] | None]:
     """The plain runner and, on a device that has kernels for it, captured decoding."""
     adapters = adapters or LoraAdapters(decoder, _no_adapter)
     if not has_kernels(decoder.unembed_VD):
@@ -383,11 +384,6 @@ def _runner(
         strict=settings.strict,
     )
     return runner, graphs
-
-
-def _uniforms(sequences: list[TokenSequence], runs: list[SampleRun]) -> NDArray[np.float64]:
-    """The random number of each sequence's next token."""
-    return np.array([run.uniform(s) for run, s in zip(runs, sequences, strict=True)])
 
 
 def _no_adapter(version: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.unit.engine.sampler.kit import op, sampler, text
 from tinkex.engine.sampler.pick import uniforms
+from tinkex.engine.sampler.request import next_uniforms
 
 
 def test_numbers_made_ahead_are_those_of_their_own_position() -> None:
@@ -12,4 +13,16 @@ def test_numbers_made_ahead_are_those_of_their_own_position() -> None:
     for sample, more in places:  # samples drift apart, and one that starts over may go back
         sequence = run.sequences[sample]
         sequence.tokens[5:] = [1] * more
-        assert run.uniform(sequence) == float(uniforms(11, sample, 5 + more))
+        assert next_uniforms([run], [sequence]) == [float(uniforms(11, sample, 5 + more))]
+        found = next_uniforms([run], [sequence], ahead=1)
+        assert found == [float(uniforms(11, sample, 6 + more))]
+
+
+def test_numbers_of_many_requests_are_each_their_own() -> None:
+    target = sampler()
+    ops = [
+        op(text(length), op_id=f"{length}", max_tokens=9, seed=2**63 + length) for length in (3, 7)
+    ]
+    runs = [target.submit(one) for one in ops]
+    found = next_uniforms(runs, [run.sequences[0] for run in runs])
+    assert found == [float(uniforms(2**63 + length, 0, length)) for length in (3, 7)]

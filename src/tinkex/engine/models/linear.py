@@ -8,7 +8,8 @@ On a CPU in float32 there are two ways to multiply:
   Two to three times as fast for the few rows of decoding, and rows have the same bits
   whatever their number. It adds in another order, so it differs from plain by rounding.
   Calling it takes longer than multiplying with a small weight; those are multiplied plainly,
-  in whole steps of four rows, which give a row the same bits whatever their number, too.
+  in whole steps of four rows, which give a row the same bits whatever their number, too; few
+  rows by numpy, if that gives the same bits on this machine: see `few_rows`.
 
 Slopes by the input always take a packed copy of the transposed weight. Both copies are made
 when they are first needed. Everywhere else both ways are the library's product.
@@ -18,10 +19,13 @@ Shapes: T rows, I inputs, O outputs of all the projections that the weight joins
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 from torch.nn import functional as F
+
+from tinkex.engine.models.few_rows import FewRows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -68,16 +72,32 @@ class Linear:
             return (y_TO,)
         return y_TO.split_with_sizes(self.widths, dim=1)
 
+    @cached_property
+    def few_rows(self) -> FewRows | None:
+        """Packed products of few rows in whole steps, where there is a quicker way to them."""
+        plain = self.bias_O is None and self._steps
+        return FewRows.of(self.weight_OI) if plain else None
+
     def multiply(self, x_TI: Tensor, *, packed: bool = False) -> Tensor:
         """Return y_TO in fresh memory, outside autograd."""
-        if packed and self._steps and (missing := -x_TI.shape[0] % ROW_STEP):
-            y_TO = F.linear(_filled_up(x_TI, missing), self.weight_OI, self.bias_O)
-            return y_TO[: x_TI.shape[0]]
+        if packed and self._steps:
+            return self._in_steps(x_TI)
         if self._steps or not (packed and self._packs):
             return F.linear(x_TI, self.weight_OI, self.bias_O)
         if self._packed is None:
             self._packed = _pack(self.weight_OI)
         return _packed_product(x_TI, self._packed, self.bias_O)
+
+    def _in_steps(self, x_TI: Tensor) -> Tensor:
+        rows = x_TI.shape[0]
+        if missing := -rows % ROW_STEP:
+            x_TI = _filled_up(x_TI, missing)
+        few = self.few_rows
+        if few is not None and few.suits(x_TI.shape[0]):
+            y_TO = torch.from_numpy(few(x_TI.numpy()))  # pyright: ignore[reportUnknownMemberType] -- torch's own stub
+        else:
+            y_TO = F.linear(x_TI, self.weight_OI, self.bias_O)
+        return y_TO[:rows] if missing else y_TO
 
     def into(self, x_TI: Tensor, room_TO: Tensor) -> Tensor:
         """The packed product of rows in whole steps, outside autograd; in `room_TO` if it can."""

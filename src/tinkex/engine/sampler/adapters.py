@@ -43,6 +43,8 @@ class LoraAdapters:
         """The head, with the unembedding's low-rank product where an adapter has one."""
         logits_RV = logits(h_RD, self._decoder.head)
         for segment in segments:
-            rows = slice(segment.start, segment.stop)
-            adapt_(logits_RV[rows], h_RD[rows], self.find(segment.version))
+            weights = self.find(segment.version)
+            if weights is not None:
+                rows = slice(segment.start, segment.stop)
+                adapt_(logits_RV[rows], h_RD[rows], weights)
         return logits_RV

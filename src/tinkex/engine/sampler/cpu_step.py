@@ -30,7 +30,7 @@ from tinkex.engine.models.weights import StoredDecoder
 from tinkex.engine.sampler.adapters import LoraAdapters
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
     from torch import Tensor
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from tinkex.engine.sampler.runner import Adapters, Segment
 
     Floats = NDArray[np.float32]
+    Product = Callable[[], object]
 
 _FEW: Final = 2**21
 """Up to so many numbers are read from a layer's keys; beyond, their arithmetic takes longer."""
@@ -78,11 +79,13 @@ class CpuSteps:
             and sum(len(span.blocks) for span in spans) <= self._most_blocks
         )
 
-    @torch.inference_mode()
     def hidden(
         self, tokens: list[int], spans: Sequence[Span], segments: Sequence[Segment]
     ) -> Tensor:
-        """h_RD after the final norm, until the next step; rows after the tokens' are nobody's."""
+        """h_RD after the final norm, until the next step; rows after the tokens' are nobody's.
+
+        Within `torch.inference_mode`, as everything here.
+        """
         found = self._adapters.segments(segments)
         adapted = any(segment.weights is not None for segment in found)
         rows = self._rows(len(tokens), adapted=adapted)
@@ -175,6 +178,22 @@ class _Step:
         self._gate = _Gate(self._gate_up, count)
         self._y_RM = torch.zeros(rows, config.intermediate_size)
         self._y_BM = self._y_RM.numpy()[:count]
+        self._products = [self._quick(layer, rows) for layer in model.layers]
+
+    def _quick(self, layer: _Layer, rows: int) -> list[Product | None]:
+        """The products of a layer that numpy computes, in this step's memory."""
+        rooms = (
+            (layer.qkv, self._x_RD, self._qkv_RY),
+            (layer.o, self._attend.o_RX, self._delta_RD),
+            (layer.gate_up, self._x_RD, self._gate_up),
+            (layer.down, self._y_RM, self._delta_RD),
+        )
+        found: list[Product | None] = []
+        for (_, linear), x, room in rooms:
+            few = linear.few_rows
+            quick = few is not None and few.suits(rows)
+            found.append(few.bound(x.numpy(), room.numpy()) if few is not None and quick else None)
+        return found
 
     def hidden(self, tokens: list[int], spans: Sequence[Span], adapt: Adapt | None) -> Tensor:
         """h_RD after the final norm."""
@@ -189,28 +208,36 @@ class _Step:
 
     def _block(self, number: int, layer: _Layer, h: Floats, adapt: Adapt | None) -> None:
         def project(
-            which: tuple[tuple[Projection, ...], Linear], x_RI: Tensor, room_RO: Tensor
+            quick: Product | None,
+            which: tuple[tuple[Projection, ...], Linear],
+            x_RI: Tensor,
+            room_RO: Tensor,
         ) -> Tensor:
             names, linear = which
-            y_RO = linear.into(x_RI, room_RO)
+            y_RO = room_RO
+            if quick is None:
+                y_RO = linear.into(x_RI, room_RO)
+            else:
+                quick()
             if adapt is not None:
                 adapt(number, names, x_RI, y_RO)
             return y_RO
 
+        to_qkv, to_o, to_gate_up, to_down = self._products[number]
         self._norm(h, layer.input_norm_D)
-        qkv_RY = project(layer.qkv, self._x_RD, self._qkv_RY)
+        qkv_RY = project(to_qkv, layer.qkv, self._x_RD, self._qkv_RY)
         if qkv_RY is not self._qkv_RY:
             self._qkv_RY.copy_(qkv_RY)
         if layer.head_norms_Nd is not None:
             self._head_norm(self._turn.qk_BNd, layer.head_norms_Nd)
         self._turn()
         self._attend(number)
-        self._add(h, project(layer.o, self._attend.o_RX, self._delta_RD))
+        self._add(h, project(to_o, layer.o, self._attend.o_RX, self._delta_RD))
         self._norm(h, layer.post_attention_norm_D)
-        gate_up = project(layer.gate_up, self._x_RD, self._gate_up)
+        gate_up = project(to_gate_up, layer.gate_up, self._x_RD, self._gate_up)
         gate = self._gate if gate_up is self._gate_up else _Gate(gate_up, self.shape[0])
         gate(self._y_BM)
-        self._add(h, project(layer.down, self._y_RM, self._delta_RD))
+        self._add(h, project(to_down, layer.down, self._y_RM, self._delta_RD))
 
     def _add(self, h: Floats, delta_RD: Tensor) -> None:
         kept = delta_RD is self._delta_RD

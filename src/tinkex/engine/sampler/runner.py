@@ -86,7 +86,10 @@ class Runner:
         self._steps = cpu_steps(decoder, adapters, self.cache, block_size=block_size)
 
     def run(self, pieces: Sequence[Piece]) -> Pass:
-        """Compute the hidden rows of `pieces` and leave their keys and values in the cache."""
+        """Compute the hidden rows of `pieces` and leave their keys and values in the cache.
+
+        The caller sees to it that nothing is kept for gradients.
+        """
         # Rows of one version lie together: each further run of them costs products of its own.
         # Within a version, spans that are attended together do.
         spans = {p: Span(p.start, p.stop, p.sequence.blocks) for p in pieces}
@@ -101,13 +104,12 @@ class Runner:
             return Pass(ordered, starts, self._steps.hidden(tokens, laid, segments))
         positions = np.concatenate([np.arange(p.start, p.stop) for p in ordered])
         attend = paged_attention(self.cache, laid, block_size=self._block_size, strict=self._strict)
-        with torch.no_grad():
-            h_TD = self._decoder.hidden(
-                torch.tensor(tokens, device=self._device),
-                torch.from_numpy(positions).to(self._device),  # pyright: ignore[reportUnknownMemberType] -- torch's own stub
-                attend,
-                self._adapters.project(segments),
-            )
+        h_TD = self._decoder.hidden(
+            torch.tensor(tokens, device=self._device),
+            torch.from_numpy(positions).to(self._device),  # pyright: ignore[reportUnknownMemberType] -- torch's own stub
+            attend,
+            self._adapters.project(segments),
+        )
         return Pass(ordered, starts, h_TD)
 
     def logits(self, h_TD: Tensor, rows: Sequence[int], versions: Sequence[str]) -> Tensor:
@@ -115,15 +117,21 @@ class Runner:
         count = len(rows)
         if list(rows) == list(range(count)):
             # Steps on a CPU have filled their rows up, as the product would once more.
-            h_RD = h_TD[: count if self._steps is None else round_up(count, ROW_STEP)]
+            filled = count if self._steps is None else round_up(count, ROW_STEP)
+            h_RD = h_TD if len(h_TD) == filled else h_TD[:filled]
         else:
             h_RD = h_TD[torch.tensor(rows, device=self._device)]
         segments = _segments([(version, 1) for version in versions])
-        return self._adapters.logits(h_RD, segments).float()[:count]
+        logits_RV = self._adapters.logits(h_RD, segments)
+        if logits_RV.dtype != torch.float32:
+            logits_RV = logits_RV.float()
+        return logits_RV[:count]
 
 
 def _segments(runs: Sequence[tuple[str, int]]) -> list[Segment]:
     """Neighbouring rows of one version, joined."""
+    if len(runs) == 1:
+        return [Segment(runs[0][0], 0, runs[0][1])]
     segments: list[Segment] = []
     start = 0
     for version, run in groupby(runs, key=lambda pair: pair[0]):

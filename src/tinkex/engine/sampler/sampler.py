@@ -98,6 +98,8 @@ class Sampler:
         self._ended: list[SampleRun] = []
         self._submitted = 0
         self._flights = None if steps is None else Flights(steps, self._batcher, self._runs)
+        # Inference mode is quicker, but what is made in it may not be changed outside of it.
+        self._without_gradients = torch.inference_mode if steps is None else torch.no_grad
         self._flight: Flight | None = None
         """A decoding step that was begun ahead."""
 
@@ -169,7 +171,7 @@ class Sampler:
             tokens = sum(len(piece) for piece in pieces)
             alone = threads_for(tokens * self._multiplications, SAMPLING_ALONE)
             # What is not finite fails where its token is drawn.
-            with alone, np.errstate(all="ignore"):
+            with alone, np.errstate(all="ignore"), self._without_gradients():
                 for finished in self._passes(self._decode_pieces(flight, pieces)):
                     self._use(finished)
             spent_s = self._clock.now() - began
@@ -207,7 +209,6 @@ class Sampler:
         taken = {piece.sequence for piece in decoding}
         return [piece for piece in pieces if piece.sequence not in taken]
 
-    @torch.no_grad()
     def _take_decoded(self, flight: Flight) -> None:
         """Append what a device drew; rows that filter or ask for more are drawn here."""
         tokens, logprobs = flight.step.wait()
@@ -245,7 +246,6 @@ class Sampler:
             _log.warning("a pass over %d requests failed and is split: %s", len(own), error)
             return [finished for parts in own.values() for finished in self._passes(parts)]
 
-    @torch.inference_mode()
     def _use(self, finished: Pass) -> None:
         """Score prompts and draw tokens from a pass."""
         for piece in finished.pieces:

@@ -27,7 +27,7 @@ demo: $(TRIABLE)
 	@$(BIN)/tinkex demo
 
 test: $(READY) $(PEERS)
-	$(PYTEST) -n 2 --dist worksteal tests
+	$(PYTEST) -n 2 --dist worksteal --durations 20 tests
 
 unit: $(READY)
 	$(PYTEST) -n 2 --dist worksteal tests/unit tests/contracts tests/property

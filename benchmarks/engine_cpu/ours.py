@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from benchmarks.engine_cpu.workload import LEARNING_RATE, RANK
+from tinkex.config import DEFAULT_MODEL
 from tinkex.engine.base import AdapterSpec, OptimOp, SampleOp, TrainOp, Weights
-from tinkex.engine.models.hub import DEFAULT_MODEL
 from tinkex.engine.sampler import Sampler, SamplerSettings
 from tinkex.engine.trainer import Trainer
 from tinkex.types import (

@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from benchmarks.engine_cpu.workload import LEARNING_RATE, RANK
-from tinkex.engine.models.hub import DEFAULT_MODEL, packaged_file
+from tinkex.config import DEFAULT_MODEL
+from tinkex.engine.models.hub import packaged_file
 
 if TYPE_CHECKING:
     from benchmarks.engine_cpu.workload import Sequence

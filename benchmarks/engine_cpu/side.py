@@ -40,8 +40,8 @@ class Ours:
     """The engine, in a process set up as its own is."""
 
     def __init__(self, *, strict: bool) -> None:
+        from tinkex.config import DEFAULT_MODEL
         from tinkex.engine.heap import keep_freed_memory
-        from tinkex.engine.models.hub import DEFAULT_MODEL
         from tinkex.engine.models.loader import load_model
 
         keep_freed_memory()

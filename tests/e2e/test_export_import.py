@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from tests.docs.blocks import blocks_of, page_named
 from tests.e2e.serving import KEY, environment, started
 from tinkex import AdamParams, Datum, ModelInput, RestClient, ServiceClient
-from tinkex.engine.models.hub import DEFAULT_MODEL
+from tinkex.config import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator

@@ -9,8 +9,8 @@ import openai
 import pytest
 
 from tinkex import AdamParams, Datum, ModelInput, ServiceClient
+from tinkex.config import DEFAULT_MODEL
 from tinkex.engine.local import LocalEngine
-from tinkex.engine.models.hub import DEFAULT_MODEL
 from tinkex.engine.models.loader import load_model
 from tinkex.server.openai.texts import Text
 from tinkex.testing import API_KEY, FakeServer

@@ -10,8 +10,9 @@ import transformers
 
 from tinkex.chat import ChatExample, CompletionExample, Renderer
 from tinkex.clients.tokenizers import FastTokenizer
+from tinkex.config import DEFAULT_MODEL
 from tinkex.engine.models.gguf_file import GgufFile
-from tinkex.engine.models.hub import DEFAULT_MODEL, packaged_file
+from tinkex.engine.models.hub import packaged_file
 from tinkex.engine.models.tokenizer import gguf_tokenizer
 from tinkex.errors import ChatTemplateError
 

@@ -50,8 +50,8 @@ class _Packed(torch.autograd.Function):
         ctx: Any, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, cu: Tensor, longest: int
     ) -> Tensor:
         # Strict tiles are also the fastest for whole sequences.
-        chosen = tiles(q_THd, k_TGd, longest, strict=True)
-        o_THd, lse_HT = kernels.packed_attention(q_THd, k_TGd, v_TGd, cu, longest, tiles=chosen)
+        tiles = strict_tiles(q_THd, k_TGd)
+        o_THd, lse_HT = kernels.packed_attention(q_THd, k_TGd, v_TGd, cu, longest, tiles=tiles)
         ctx.longest = longest
         ctx.save_for_backward(q_THd, k_TGd, v_TGd, cu, o_THd, lse_HT)
         return o_THd
@@ -94,7 +94,7 @@ class Pages:
             block_tables=self.tables,
             block_size=self.block_size,
             max_q=self.longest,
-            tiles=tiles(q_THd, keys_SGd, self.longest, strict=self.strict),
+            tiles=strict_tiles(q_THd, keys_SGd) if self.strict else None,
             split_keys=self.split_keys,
         )
         return o_THd.flatten(1)
@@ -116,12 +116,9 @@ def pages(spans: Sequence[Span], *, block_size: int, strict: bool, device: torch
     )
 
 
-def tiles(q_THd: Tensor, k_SGd: Tensor, longest: int, *, strict: bool) -> kernels.Tiles:
-    """How to cut the work: always alike when strict, otherwise as is fastest."""
-    group = q_THd.shape[1] // k_SGd.shape[1]
-    if strict:
-        return kernels.strict_tiles(q_THd.dtype, group)
-    return kernels.default_tiles(q_THd.dtype, group, longest)
+def strict_tiles(q_THd: Tensor, k_SGd: Tensor) -> kernels.Tiles:
+    """How to cut the work where it is always cut alike."""
+    return kernels.strict_tiles(q_THd.dtype, q_THd.shape[1] // k_SGd.shape[1])
 
 
 def _tensor(array: NDArray[Any], device: torch.device) -> Tensor:

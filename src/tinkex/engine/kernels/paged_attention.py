@@ -47,7 +47,10 @@ class Tiles:
 
 
 STRICT: Final = Tiles(block_m=64, block_n=64, num_warps=4, num_stages=3)
-DECODE: Final = Tiles(block_m=16, block_n=64, num_warps=2, num_stages=3)
+# Decoding is bound by memory: many sequences fill the device with small programs, few need each
+# to have much under way.
+DECODE_FEW: Final = Tiles(block_m=16, block_n=64, num_warps=4, num_stages=2)
+DECODE_MANY: Final = Tiles(block_m=16, block_n=32, num_warps=1, num_stages=2)
 PREFILL: Final = Tiles(block_m=128, block_n=64, num_warps=8, num_stages=3)
 # Without tensor cores the products live in registers: larger tiles would spill.
 FLOAT32: Final = Tiles(block_m=16, block_n=64, num_warps=8, num_stages=2)
@@ -56,6 +59,7 @@ _LOG2_E: Final = 1.4426950408889634
 # A program may hold 227 KiB of shared memory on Hopper; queries and staging need some of it.
 _KEY_BYTES: Final = 160 * 1024
 _JOIN_PARTS: Final = 16
+_MANY_PROGRAMS: Final = 512
 
 
 def strict_tiles(dtype: torch.dtype, group: int) -> Tiles:
@@ -63,11 +67,16 @@ def strict_tiles(dtype: torch.dtype, group: int) -> Tiles:
     return _holding(group, FLOAT32 if dtype == torch.float32 else STRICT)
 
 
-def default_tiles(dtype: torch.dtype, group: int, max_q: int) -> Tiles:
-    """Tiles for passes with at most `max_q` queries per sequence; M = `group`."""
+def default_tiles(dtype: torch.dtype, group: int, max_q: int, programs: int = 0) -> Tiles:
+    """Tiles for passes with at most `max_q` queries per sequence; M = `group`.
+
+    `programs` counts key/value heads of all sequences.
+    """
     if dtype == torch.float32:
         return _holding(group, FLOAT32)
-    return _holding(group, DECODE if max_q == 1 or max_q * group <= DECODE.block_m else PREFILL)
+    if max_q > 1 and max_q * group > DECODE_FEW.block_m:
+        return _holding(group, PREFILL)
+    return _holding(group, DECODE_MANY if programs >= _MANY_PROGRAMS else DECODE_FEW)
 
 
 def paged_attention(
@@ -97,7 +106,8 @@ def paged_attention(
     output, P = ceil(W * block_size / split_keys). A table wider than needed changes no bits.
     """
     group = _group(q_THd, keys_SGd, values_SGd)
-    tiles = tiles or default_tiles(q_THd.dtype, group, max_q)
+    programs = context_lens.shape[0] * keys_SGd.shape[1]
+    tiles = tiles or default_tiles(q_THd.dtype, group, max_q, programs)
     _check(tiles, group, block_size, split_keys)
     out_THd = torch.empty_like(q_THd) if out is None else out
     parts = -(-block_tables.shape[1] * block_size // split_keys) if split_keys else 1

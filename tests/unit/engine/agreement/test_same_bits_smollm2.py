@@ -7,7 +7,8 @@ import pytest
 
 from tests.unit.engine.agreement.pair import Asked, Pair, sampled
 from tests.unit.engine.sampler.kit import answer, drive, op
-from tinkex.engine.models.hub import DEFAULT_MODEL, packaged_file
+from tinkex.config import DEFAULT_MODEL
+from tinkex.engine.models.hub import packaged_file
 from tinkex.engine.models.loader import load_model
 
 pytestmark = [pytest.mark.smollm2, pytest.mark.timeout(180)]

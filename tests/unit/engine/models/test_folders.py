@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.unit.engine.models.reference import random_model
-from tinkex.engine.models.hub import DEFAULT_MODEL, hub_folder
+from tinkex.config import DEFAULT_MODEL
+from tinkex.engine.models.hub import hub_folder
 from tinkex.engine.models.loader import load_model
 from tinkex.errors import InputError, ModelError
 

@@ -10,7 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.unit.engine.models.reference import logits, reference_logits
-from tinkex.engine.models.hub import DEFAULT_MODEL, packaged_file
+from tinkex.config import DEFAULT_MODEL
+from tinkex.engine.models.hub import packaged_file
 from tinkex.engine.models.loader import BaseModel, load_model
 from tinkex.errors import ModelError
 

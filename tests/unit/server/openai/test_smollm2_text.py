@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from transformers import AutoTokenizer
 
+from tinkex.config import DEFAULT_MODEL
 from tinkex.engine.base import ModelText
 from tinkex.engine.models.gguf_file import GgufFile
-from tinkex.engine.models.hub import DEFAULT_MODEL, packaged_file
+from tinkex.engine.models.hub import packaged_file
 from tinkex.engine.models.tokenizer import gguf_tokenizer
 from tinkex.server.openai.choice import Choice
 from tinkex.server.openai.texts import Text

@@ -135,11 +135,13 @@ def _pack(weight_OI: Tensor) -> Tensor:
 
 def _packed_product(x_TI: Tensor, packed: Tensor, bias_O: Tensor | None) -> Tensor:
     rows = x_TI.shape[0]
+    # Naming the overload saves looking for it in every layer.
+    product = torch.ops.mkldnn._linear_pointwise.default
+    if rows >= ROW_STEP:
+        return product(x_TI, packed, bias_O, "none", [], "")
     # A lone row would take a kernel that adds in another order, and four take less time than
     # two or three.
-    x_TI = _filled_up(x_TI, max(ROW_STEP - rows, 0))
-    y_TO = torch.ops.mkldnn._linear_pointwise(x_TI, packed, bias_O, "none", [], "")
-    return y_TO[:rows]
+    return product(_filled_up(x_TI, ROW_STEP - rows), packed, bias_O, "none", [], "")[:rows]
 
 
 def _filled_up(x_TI: Tensor, more: int) -> Tensor:

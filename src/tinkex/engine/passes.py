@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType] -- torch's own stub
 
+from tinkex.engine.abreast import compute_abreast
 from tinkex.engine.attention import packed_attention
 from tinkex.engine.kernels import has_kernels
 from tinkex.engine.lora import Segment, Targets, adapted_projections, sweep, wrap
@@ -54,12 +55,13 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class Part:
     """One slice while its pass runs."""
 
     work: Work
     first: int
     last: int
+    tokens: int
     weights: LoraWeights
     gradient: LoraWeights | None
     """Filled in by the backward pass; None when the operation has none."""
@@ -91,6 +93,22 @@ def run_pass(
     one more forward pass, and the same bits. When it raises, nothing has been added.
     """
     parts = [_part(works[piece.op], piece) for piece in slices]
+    computed = compute_abreast(parts, partial(_compute, room, recompute=recompute))
+    for part, found in zip(parts, computed, strict=True):
+        _record(part.work, found, None if part.gradient is None else part.gradient.flat_P)
+
+
+def _part(work: Work, piece: Slice) -> Part:
+    targets = sum(example.targets.size for example in work.job.examples[piece.first : piece.last])
+    weights = work.weights()
+    gradient = None
+    if work.job.op.backward:
+        gradient = wrap(weights.config, weights.lora, torch.empty_like(weights.flat_P))
+    return Part(work, piece.first, piece.last, piece.tokens, weights, gradient, targets)
+
+
+def _compute(room: Room, parts: Sequence[Part], *, recompute: bool) -> list[Tensor]:
+    """The log-probabilities of each part; its gradient is filled in."""
     backward = any(part.backward for part in parts)
     anchor = torch.zeros((), device=room.device, requires_grad=True) if backward else None
     # Sent to the device before it has work: later, this would wait for all of that.
@@ -111,21 +129,11 @@ def run_pass(
     if anchor is not None:
         _fill_gradients(h_TD, swept, anchor)
     # Read last: on a device everything above is only queued until here.
-    for part, found in zip(parts, found_M.cpu().split_with_sizes(counts), strict=True):
-        _record(part.work, found, None if part.gradient is None else part.gradient.flat_P)
-
-
-def _part(work: Work, piece: Slice) -> _Part:
-    targets = sum(example.targets.size for example in work.job.examples[piece.first : piece.last])
-    weights = work.weights()
-    gradient = None
-    if work.job.op.backward:
-        gradient = wrap(weights.config, weights.lora, torch.empty_like(weights.flat_P))
-    return _Part(work, piece.first, piece.last, weights, gradient, targets)
+    return list(found_M.cpu().split_with_sizes(counts))
 
 
 def _hidden(
-    room: Room, parts: list[_Part], anchor: Tensor | None, *, recompute: bool
+    room: Room, parts: Sequence[Part], anchor: Tensor | None, *, recompute: bool
 ) -> tuple[Tensor, list[Segment], CudaProducts | None]:
     """Hidden states of all tokens, one segment per part, and how products are computed."""
     sequences: list[Ints] = []
@@ -163,7 +171,7 @@ def _again(block: Callable[[Tensor], Tensor], h_TD: Tensor) -> Tensor:
     return again(block, h_TD, use_reentrant=False, preserve_rng_state=False)
 
 
-def _targets(parts: list[_Part], device: torch.device) -> Targets:
+def _targets(parts: Sequence[Part], device: torch.device) -> Targets:
     examples = [
         example for part in parts for example in part.work.job.examples[part.first : part.last]
     ]
@@ -191,7 +199,7 @@ def _slope_dtype(room: Room) -> torch.dtype:
     return torch.float64 if exact else torch.float32
 
 
-def _known_slopes(parts: list[_Part]) -> Tensor | None:
+def _known_slopes(parts: Sequence[Part]) -> Tensor | None:
     """The slopes, when every part's are known before its log-probabilities."""
     slopes: list[Tensor] = []
     for part in parts:
@@ -205,7 +213,7 @@ def _known_slopes(parts: list[_Part]) -> Tensor | None:
     return torch.cat(slopes)
 
 
-def _slopes(parts: list[_Part], logprobs: Sequence[Tensor]) -> Tensor:
+def _slopes(parts: Sequence[Part], logprobs: Sequence[Tensor]) -> Tensor:
     """The derivative of each part's loss by its log-probabilities.
 
     An operation whose loss cannot be computed fails here, and goes on with zeros.
@@ -223,7 +231,7 @@ def _slopes(parts: list[_Part], logprobs: Sequence[Tensor]) -> Tensor:
     return torch.cat(slopes)
 
 
-def _slope(part: _Part, found: Tensor) -> Tensor:
+def _slope(part: Part, found: Tensor) -> Tensor:
     job = part.work.job
     slope_M = (
         _custom_slope(part, found)
@@ -247,7 +255,7 @@ def _builtin_slope(job: Job, first: int, last: int, found: Tensor) -> Tensor:
     return torch.autograd.grad(total, p)[0]
 
 
-def _custom_slope(part: _Part, found: Tensor) -> Tensor:
+def _custom_slope(part: Part, found: Tensor) -> Tensor:
     job = part.work.job
     assert job.custom is not None
     examples = job.examples[part.first : part.last]

@@ -40,10 +40,15 @@ class _Group:
     length: int
     tokens: Tensor
     pads: Tensor
+    together: slice | None
+    """Where the tokens lie, if nothing lies between them and there are no pads."""
 
     def take(self, x: Tensor) -> Tensor:
         """Rows by token to x_NL...; pads are zero, and so are their slopes."""
-        rows = x.index_select(0, self.tokens).index_fill_(0, self.pads, 0.0)
+        if self.together is not None:
+            rows = x[self.together]
+        else:
+            rows = x.index_select(0, self.tokens).index_fill_(0, self.pads, 0.0)
         return rows.view(-1, self.length, *x.shape[1:])
 
 
@@ -55,6 +60,7 @@ class PackedAttention:
 
     def __init__(self, lengths: Sequence[int], device: torch.device | str = "cpu") -> None:
         self._groups, self._back_T = _groups(lengths, torch.device(device))
+        self._in_order = len(self._groups) == 1 and self._groups[0].together is not None
         self.mask_QQ = torch.full((_QUERIES, _QUERIES), -torch.inf, device=device).triu_(1)
         """Minus infinity where a key comes after the query."""
 
@@ -68,6 +74,8 @@ class PackedAttention:
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """Put the groups' parts of one tensor back in the order of tokens, without pads."""
+        if self._in_order:
+            return parts[0].flatten(0, 1)
         return torch.cat([part.flatten(0, 1) for part in parts]).index_select(0, self._back_T)
 
 
@@ -86,7 +94,9 @@ def _groups(lengths: Sequence[int], device: torch.device) -> tuple[list[_Group],
         before += tokens_NL.size
         pads = np.flatnonzero(~is_token_NL)
         tokens = np.where(is_token_NL, tokens_NL, 0).ravel()
-        groups.append(_Group(length, _tensor(tokens, device), _tensor(pads, device)))
+        first, last = int(tokens[0]), int(tokens[-1]) + 1
+        together = slice(first, last) if last - first == tokens.size and not pads.size else None
+        groups.append(_Group(length, _tensor(tokens, device), _tensor(pads, device), together))
     return groups, _tensor(back_T, device)
 
 

@@ -165,7 +165,8 @@ class DecodeGraphs:
         host.fill(rows, size, self._block_size)
         self._ints.copy_(host.ints, non_blocking=True)
         self._floats.copy_(host.floats, non_blocking=True)
-        self._tables.copy_(host.tables, non_blocking=True)
+        # Whole rows, because only those lie in one piece; of a long context they are large.
+        self._tables[:size].copy_(host.tables[:size], non_blocking=True)
         if after is not None:
             self._ints[_TOKENS, : len(rows)].copy_(after.tokens_B[: len(rows)])
         tiles = self._lay_tiles([row.version for row in rows], size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Protocol
@@ -104,7 +105,7 @@ def run(
     place.make()
     with place.claimed():
         record = record or _new_record(job, prepared, began)
-        place.write(replace(record, status="running", pid=os.getpid()))
+        place.write(replace(record, status="running", pid=os.getpid(), host=platform.node()))
         return _Run(service, job, prepared, plan, place, clock).kept(report)
 
 

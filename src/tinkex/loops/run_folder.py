@@ -56,6 +56,8 @@ class Record:
     """When, in seconds since the epoch; a template that writes the date writes this one."""
     status: Status = "running"
     pid: int = 0
+    host: str = ""
+    """The machine whose process that is."""
     model_ids: list[str] = field(default_factory=list[str])
     """The training runs on the server: one for the beginning, one for each time it was resumed."""
     adapter_path: str | None = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, cast
 
@@ -18,7 +19,7 @@ RUN = "run.json"
 _RUNNING = "running"
 
 Ending = Literal["finished", "interrupted", "failed", "gone"]
-"""How a run ended; "gone": its process is not on this machine, though it never said goodbye."""
+"""How a run ended; "gone": its process is no more, though it never said goodbye."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +30,14 @@ class RunInfo:
     steps: int | None = None
     status: str | None = None
     pid: int | None = None
+    host: str | None = None
 
     def ended(self, last_step: int | None) -> Ending | None:
         """Why no more lines will come, as far as can be told from here; None: they may."""
         if self.status == _RUNNING and self.pid is not None:
-            return None if _is_alive(self.pid) else "gone"
+            # Nothing is known of the processes of another machine.
+            elsewhere = self.host is not None and self.host != platform.node()
+            return None if elsewhere or _is_alive(self.pid) else "gone"
         if self.status in ("interrupted", "failed"):
             return "interrupted" if self.status == "interrupted" else "failed"
         if self.status not in (None, _RUNNING):
@@ -52,8 +56,9 @@ def read_run(folder: Path) -> RunInfo:
     return RunInfo(
         title=_title(values) or folder.resolve().name,
         steps=_count(values.get("steps")),
-        status=status if isinstance(status := values.get("status"), str) else None,
+        status=_word(values.get("status")),
         pid=_count(values.get("pid")),
+        host=_word(values.get("host")),
     )
 
 
@@ -62,6 +67,10 @@ def _title(values: dict[str, object]) -> str:
         [values.get("title")] if values.get("title") else [values.get("kind"), values.get("model")]
     )
     return " ".join(word for word in words if isinstance(word, str))
+
+
+def _word(value: object) -> str | None:
+    return value if isinstance(value, str) and value else None
 
 
 def _count(value: object) -> int | None:

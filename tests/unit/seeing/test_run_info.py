@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import subprocess
 import sys
 from typing import TYPE_CHECKING
@@ -62,3 +63,7 @@ def test_a_run_whose_process_was_killed_is_gone():
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
     assert RunInfo("t", status="running", pid=process.pid).ended(1) == "gone"
+    here = RunInfo("t", status="running", pid=process.pid, host=platform.node())
+    assert here.ended(1) == "gone"
+    elsewhere = RunInfo("t", status="running", pid=process.pid, host=f"not-{platform.node()}")
+    assert elsewhere.ended(1) is None

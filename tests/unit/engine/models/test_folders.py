@@ -232,7 +232,11 @@ def test_an_id_the_hub_does_not_give_is_refused_with_the_cause():
 @pytest.mark.parametrize(
     "name", ["", "a/b/c", "../x", "no such thing", "a/b\n", "a\0b", "x" * 5000 + "/"]
 )
-def test_a_name_that_can_be_nothing_is_refused(name: str):
+def test_a_name_that_can_be_nothing_is_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")  # where none of these is there
     with pytest.raises(InputError, match="base_model") as caught:
         load_model(name, fetch=unreachable)
     assert caught.value.path == "base_model"

@@ -55,6 +55,28 @@ def test_the_same_call_gives_the_same_tokens() -> None:
     assert len({tuple(tokens) for tokens in first}) == 4
 
 
+def test_requests_of_any_kind_and_length_answer_as_if_alone() -> None:
+    made = kit.decoder(kit.QWEN)
+    ops = [
+        kit.sample_op(
+            kit.tokens(5 + 3 * number, number),
+            seed=number,
+            max_tokens=1 + 5 * number % 23,
+            **({"top_k": 5} if number % 3 == 0 else {}),
+            **({"stop": list(range(0, 5000, 7))} if number % 4 == 1 else {}),
+        )
+        for number in range(20)
+    ]
+    together = kit.drive(
+        kit.sampler(made, {"base": None}, strict=True), [("base", op) for op in ops]
+    )
+    for op, found in zip(ops, together, strict=True):
+        (alone,) = kit.drive(kit.sampler(made, {"base": None}, strict=True), [("base", op)])
+        (mine,), (theirs,) = found.response.sequences, alone.response.sequences
+        assert (mine.tokens, mine.stop_reason) == (theirs.tokens, theirs.stop_reason)
+        assert mine.logprobs == theirs.logprobs
+
+
 def test_greedy_filtered_and_topk_rows_share_a_batch() -> None:
     made = kit.decoder(kit.QWEN)
     prompt = kit.tokens(20, 1)

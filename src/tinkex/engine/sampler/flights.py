@@ -96,12 +96,13 @@ class Flights:
         for row in flight.rows:
             sequence = None if row.piece is None else row.piece.sequence
             run = None if sequence is None else self._runs.get(sequence)
-            if sequence is None or run is None or len(sequence.tokens) + 1 >= sequence.max_length:
+            if sequence is None or run is None:
                 going.append(None)
                 continue
             if not run.plain:
-                return None
-            going.append(sequence)
+                return None  # its token is drawn from logits that the next step overwrites
+            goes_on = len(sequence.tokens) + 1 < sequence.max_length
+            going.append(sequence if goes_on else None)
         staying = [sequence for sequence in going if sequence is not None]
         # Rows that are nobody's are not worth computing where fewer would do.
         if not staying or self._steps.size(len(staying)) < self._steps.size(len(going)):

@@ -156,10 +156,12 @@ class Relay:
             )
             if moment is not None and not moment.first_passed_on:
                 await asyncio.to_thread(self._mortal.kill, moment)
-            writer.write(data)
-            await writer.drain()
-            if moment is not None and moment.first_passed_on:
-                await asyncio.to_thread(self._mortal.kill, moment)
+            try:
+                writer.write(data)
+                await writer.drain()
+            finally:  # also when this connection still led to the server that was killed before
+                if moment is not None and moment.first_passed_on:
+                    await asyncio.to_thread(self._mortal.kill, moment)
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -8,14 +8,15 @@ of one on two, so it does not show in results. With other numbers of threads it 
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 import torch
 
+from tinkex.engine.threads import one_thread
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Sequence
+    from collections.abc import Callable, Sequence
 
 _MOST_OF_ALL: Final = 0.55
 """A thread that had more of the tokens than this would keep the other waiting for too long."""
@@ -44,7 +45,7 @@ def compute_abreast(parts: Sequence[P], compute: Callable[[Sequence[P]], list[F]
     if halves is None or parts[0].weights.flat_P.is_cuda or torch.get_num_threads() != 2:
         return compute(parts)
     own, others = ([parts[place] for place in places] for places in halves)
-    with _one_thread():
+    with one_thread():
         later = _other.submit(compute, others)
         try:
             found = compute(own)
@@ -66,15 +67,6 @@ def _halves(tokens: Sequence[int]) -> tuple[list[int], list[int]] | None:
         halves[lighter].append(place)
         sums[lighter] += tokens[place]
     return halves if max(sums) <= _MOST_OF_ALL * sum(sums) else None
-
-
-@contextmanager
-def _one_thread() -> Generator[None]:
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(2)
 
 
 _other = ThreadPoolExecutor(1, "tinkex-half-pass", initializer=partial(torch.set_num_threads, 1))

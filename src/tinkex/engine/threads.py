@@ -37,8 +37,16 @@ def threads_for(count: int, few: int) -> Generator[None]:
     if count > few or torch.get_num_threads() != 2:
         yield
         return
+    with one_thread():
+        yield
+
+
+@contextmanager
+def one_thread() -> Generator[None]:
+    """Compute on this thread alone."""
+    usual = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         yield
     finally:
-        torch.set_num_threads(2)
+        torch.set_num_threads(usual)

@@ -191,8 +191,10 @@ class _Step:
         found: list[Product | None] = []
         for (_, linear), x, room in rooms:
             few = linear.few_rows
-            quick = few is not None and few.suits(rows)
-            found.append(few.bound(x.numpy(), room.numpy()) if few is not None and quick else None)
+            if few is None or not few.suits(rows):
+                found.append(None)
+            else:
+                found.append(few.bound(x.numpy(), room.numpy()))
         return found
 
     def hidden(self, tokens: list[int], spans: Sequence[Span], adapt: Adapt | None) -> Tensor:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from tinkex.engine.sampler import Sampler
     from tinkex.engine.sampler.flights import Row
+    from tinkex.engine.sampler.request import SampleRun
     from tinkex.engine.sampler.runner import Runner
 
 SIZES = (1, 2, 4, 8, 16)
@@ -156,11 +157,17 @@ def test_results_are_those_of_plain_passes(
             assert mine.logprobs == other.logprobs
 
 
-def test_a_cancelled_request_takes_nobody_with_it(steps: list[CpuSteps]) -> None:
-    target = kit.sampler()
-    lost, kept = (target.submit(kit.op(kit.text(5, n), max_tokens=20)) for n in range(2))
+def _begun(target: Sampler, count: int) -> list[SampleRun]:
+    """Requests for twenty tokens, a few steps on their way."""
+    runs = [target.submit(kit.op(kit.text(5, n), max_tokens=20)) for n in range(count)]
     for _ in range(4):
         target.step()
+    return runs
+
+
+def test_a_cancelled_request_takes_nobody_with_it(steps: list[CpuSteps]) -> None:
+    target = kit.sampler()
+    lost, kept = _begun(target, 2)
     target.cancel(lost)
     target.check()
     kit.drive(target)
@@ -172,9 +179,7 @@ def test_a_cancelled_request_takes_nobody_with_it(steps: list[CpuSteps]) -> None
 
 def test_a_step_that_was_begun_for_nobody_is_forgotten(steps: list[CpuSteps]) -> None:
     target = kit.sampler()
-    run = target.submit(kit.op(kit.text(5), max_tokens=20))
-    for _ in range(4):
-        target.step()
+    (run,) = _begun(target, 1)
     target.cancel(run)
     assert target.idle
     target.check()
@@ -185,9 +190,7 @@ def test_a_step_that_was_begun_for_nobody_is_forgotten(steps: list[CpuSteps]) ->
 
 def test_a_step_that_fails_fails_its_requests_alone(steps: list[CpuSteps]) -> None:
     target = kit.sampler()
-    lost = target.submit(kit.op(kit.text(5), max_tokens=20))
-    for _ in range(4):
-        target.step()
+    (lost,) = _begun(target, 1)
     steps[0].error = RuntimeError("the device is gone")
     kit.drive(target)
     assert "the device is gone" in str(lost.error)

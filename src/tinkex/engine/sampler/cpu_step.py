@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from tinkex.engine.attention.paged import PagedTokens
 from tinkex.engine.lora import adapted_in_place
 from tinkex.engine.lora.thin import STEP
 from tinkex.engine.models.layers import SILU_ALONE, SILU_STEP, rotation, swiglu
-from tinkex.engine.models.linear import ROW_STEP
+from tinkex.engine.models.packed import ROW_STEP
 from tinkex.engine.models.weights import StoredDecoder
 from tinkex.engine.sampler.adapters import LoraAdapters
 
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from tinkex.engine.attention.paged import Span
     from tinkex.engine.lora import Adapt
     from tinkex.engine.models.base import Decoder, DecoderConfig, Projection
-    from tinkex.engine.models.linear import Linear
     from tinkex.engine.models.weights import LayerWeights
     from tinkex.engine.sampler.runner import Adapters, Segment
 
@@ -152,6 +151,15 @@ class _Layer:
             self.head_norms_Nd = weights.head_norms_2d.numpy().repeat(heads, axis=0)
 
 
+class _Room(NamedTuple):
+    """What a product of a block reads, and where it is written."""
+
+    names: tuple[Projection, ...]
+    x_RI: Tensor
+    y_RO: Tensor
+    product: Product
+
+
 class _Step:
     """Passes of `count` tokens; `attend` reads and writes in the rows of `qkv_RY`."""
 
@@ -178,24 +186,20 @@ class _Step:
         self._gate = _Gate(self._gate_up, count)
         self._y_RM = torch.zeros(rows, config.intermediate_size)
         self._y_BM = self._y_RM.numpy()[:count]
-        self._products = [self._quick(layer, rows) for layer in model.layers]
+        self._products = [self._rooms(layer) for layer in model.layers]
 
-    def _quick(self, layer: _Layer, rows: int) -> list[Product | None]:
-        """The products of a layer that numpy computes, in this step's memory."""
-        rooms = (
+    def _rooms(self, layer: _Layer) -> list[_Room]:
+        """The products of a layer, from where to where."""
+        found = (
             (layer.qkv, self._x_RD, self._qkv_RY),
             (layer.o, self._attend.o_RX, self._delta_RD),
             (layer.gate_up, self._x_RD, self._gate_up),
             (layer.down, self._y_RM, self._delta_RD),
         )
-        found: list[Product | None] = []
-        for (_, linear), x, room in rooms:
-            few = linear.few_rows
-            if few is None or not few.suits(rows):
-                found.append(None)
-            else:
-                found.append(few.bound(x.numpy(), room.numpy()))
-        return found
+        return [
+            _Room(names, x_RI, y_RO, linear.into(x_RI, y_RO))
+            for (names, linear), x_RI, y_RO in found
+        ]
 
     def hidden(self, tokens: list[int], spans: Sequence[Span], adapt: Adapt | None) -> Tensor:
         """h_RD after the final norm."""
@@ -209,41 +213,25 @@ class _Step:
         return self._x_RD
 
     def _block(self, number: int, layer: _Layer, h: Floats, adapt: Adapt | None) -> None:
-        def project(
-            quick: Product | None,
-            which: tuple[tuple[Projection, ...], Linear],
-            x_RI: Tensor,
-            room_RO: Tensor,
-        ) -> Tensor:
-            names, linear = which
-            y_RO = room_RO
-            if quick is None:
-                y_RO = linear.into(x_RI, room_RO)
-            else:
-                quick()
+        def project(room: _Room) -> None:
+            room.product()
             if adapt is not None:
-                adapt(number, names, x_RI, y_RO)
-            return y_RO
+                adapt(number, room.names, room.x_RI, room.y_RO)
 
         to_qkv, to_o, to_gate_up, to_down = self._products[number]
         self._norm(h, layer.input_norm_D)
-        qkv_RY = project(to_qkv, layer.qkv, self._x_RD, self._qkv_RY)
-        if qkv_RY is not self._qkv_RY:
-            self._qkv_RY.copy_(qkv_RY)
+        project(to_qkv)
         if layer.head_norms_Nd is not None:
             self._head_norm(self._turn.qk_BNd, layer.head_norms_Nd)
         self._turn()
         self._attend(number)
-        self._add(h, project(to_o, layer.o, self._attend.o_RX, self._delta_RD))
+        project(to_o)
+        np.add(h, self._delta, h)
         self._norm(h, layer.post_attention_norm_D)
-        gate_up = project(to_gate_up, layer.gate_up, self._x_RD, self._gate_up)
-        gate = self._gate if gate_up is self._gate_up else _Gate(gate_up, self.shape[0])
-        gate(self._y_BM)
-        self._add(h, project(to_down, layer.down, self._y_RM, self._delta_RD))
-
-    def _add(self, h: Floats, delta_RD: Tensor) -> None:
-        kept = delta_RD is self._delta_RD
-        np.add(h, self._delta if kept else delta_RD.numpy()[self._own], h)
+        project(to_gate_up)
+        self._gate(self._y_BM)
+        project(to_down)
+        np.add(h, self._delta, h)
 
 
 class _Norm:

@@ -17,7 +17,7 @@ import torch
 
 from tinkex.engine.attention import Span, new_cache, paged_attention
 from tinkex.engine.attention.invariant import round_up
-from tinkex.engine.models.linear import ROW_STEP
+from tinkex.engine.models.packed import ROW_STEP
 from tinkex.engine.sampler.cpu_step import cpu_steps
 
 if TYPE_CHECKING:

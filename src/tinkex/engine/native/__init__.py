@@ -1,0 +1,5 @@
+"""Machine code for this CPU, made while the program runs: there is no compiler to install."""
+
+from tinkex.engine.native.product import NativeProduct
+
+__all__ = ["NativeProduct"]

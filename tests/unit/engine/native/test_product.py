@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tinkex.engine.models.packed import OneDnnProduct, SteppedProduct, packed_product
-from tinkex.engine.native import NativeProduct, product
+from tinkex.engine.native import NativeProduct, library, product
 
 SHAPES = [(16, 16), (960, 576), (576, 1536), (64, 4128)]
 ROWS = (1, 2, 3, 4, 5, 12, 13, 16, 17, 100, 128, 129, 260)
@@ -103,14 +103,14 @@ def test_other_sizes_are_left_to_the_library(shape: tuple[int, int]) -> None:
 
 
 def test_machines_without_it_have_the_librarys_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(product, "_compiled", lambda: None)
+    monkeypatch.setattr(product, "library", lambda: None)
     assert isinstance(packed_product(_random(576, 576)), OneDnnProduct)
     assert isinstance(packed_product(_random(64, 64)), SteppedProduct)
 
 
 def test_without_the_library_that_makes_code_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(product, "find_spec", lambda name: None)
-    assert product._compiled.__wrapped__() is None
+    monkeypatch.setattr(library, "find_spec", lambda name: None)
+    assert library.library.__wrapped__() is None
 
 
 @pytest.mark.parametrize("kind", [OneDnnProduct, SteppedProduct])

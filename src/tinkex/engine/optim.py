@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final, cast
 
 import torch
 
+from tinkex.engine.native import adamw
 from tinkex.errors import InputError
 from tinkex.types import AdamParams
 
@@ -52,8 +53,8 @@ def check_params(params: OptimParams) -> AdamParams:
         ("learning_rate", params.learning_rate, 0 <= params.learning_rate < math.inf),
         ("beta1", params.beta1, 0 <= params.beta1 < 1),
         ("beta2", params.beta2, 0 <= params.beta2 < 1),
-        # Parameters that never had a gradient would be 0/0 without it.
-        ("eps", params.eps, 0 < params.eps < math.inf),
+        # Parameters that never had a gradient would be 0/0 without it, in their precision.
+        ("eps", params.eps, torch.finfo(torch.float32).tiny <= params.eps < math.inf),
         ("weight_decay", params.weight_decay, 0 <= params.weight_decay < math.inf),
         ("grad_clip_norm", params.grad_clip_norm, not math.isnan(params.grad_clip_norm)),
     ):
@@ -81,15 +82,20 @@ def adamw_step(
     clip = params.grad_clip_norm / norm if clipped else 1.0
     new_P, first_P, second_P = (torch.empty_like(flat_P) for _ in range(3))
     old = (flat_P, gradient_P, moments.first_P, moments.second_P)
-    size = _BLOCK if flat_P.device.type == "cpu" else max(flat_P.numel(), 1)
-    vectors = (*old, new_P, first_P, second_P)
-    blocks = zip(*(torch.split(vector_P, size) for vector_P in vectors), strict=True)
+    new = (new_P, first_P, second_P)
     step = moments.step + 1
-    norms = [_update(*block, clip=clip, step=step, params=params) for block in blocks]
+    done, squares = adamw(old, new, clip=clip, step=step, params=params)
+    size = _BLOCK if flat_P.device.type == "cpu" else max(flat_P.numel(), 1)
+    rest = (torch.split(vector_P[done:], size) for vector_P in (*old, *new))
+    norms = [
+        _update(*block, clip=clip, step=step, params=params)
+        for block in zip(*rest, strict=True)
+        if block[0].numel()
+    ]
     metrics = {
         "grad_norm": norm,
         "grad_norm_clipped": params.grad_clip_norm if clipped else norm,
-        "update_norm": math.hypot(*norms),
+        "update_norm": math.hypot(math.sqrt(squares), *norms),
         "learning_rate": params.learning_rate,
         "step": float(step),
     }

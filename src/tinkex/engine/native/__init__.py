@@ -1,5 +1,6 @@
 """Machine code for this CPU, made while the program runs: there is no compiler to install."""
 
+from tinkex.engine.native.optimizer import adamw
 from tinkex.engine.native.product import NativeProduct
 
-__all__ = ["NativeProduct"]
+__all__ = ["NativeProduct", "adamw"]

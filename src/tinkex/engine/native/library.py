@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from tinkex.engine.native import product_code
+from tinkex.engine.native import optimizer_code, product_code
 from tinkex.engine.native.kernels import DECLARED, kernels
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def library() -> Library | None:
     machine = llvm.Target.from_default_triple().create_target_machine(
         cpu=llvm.get_host_cpu_name(), features=features.flatten(), opt=3
     )
-    text = "\n".join((DECLARED, kernels(), product_code.code()))
+    text = "\n".join((DECLARED, kernels(), product_code.code(), optimizer_code.code()))
     module = llvm.parse_assembly(text)
     passes = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options())
     passes.getModulePassManager().run(module, passes)

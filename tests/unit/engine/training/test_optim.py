@@ -106,6 +106,7 @@ def test_training_lowers_the_loss():
         (AdamParams(learning_rate=-1.0), "optim_params.learning_rate: -1.0 is out of range"),
         (AdamParams(beta2=1.0), "optim_params.beta2"),
         (AdamParams(eps=0.0), "optim_params.eps"),
+        (AdamParams(eps=1e-60), "optim_params.eps"),
         (AdamParams(weight_decay=-0.1), "optim_params.weight_decay"),
         (AdamParams(learning_rate=1e300), "not finite"),
         (DimuonParams(learning_rate=0.1), "has not published the whole update rule"),

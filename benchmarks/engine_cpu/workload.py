@@ -25,8 +25,9 @@ class Workload:
     new_tokens: int = 32
     alone_prompts: int = 4
     """Of the prompts, how many are also sampled one by one; the time is scaled up."""
-    warm_up: int = 1
-    """Rounds that do not count: memory and caches settle in them."""
+    warm_up: int = 2
+    """Rounds that do not count: memory and caches settle in them. The optimizers' states, which
+    are two thirds of an adapter, are first written in one and first replaced in the other."""
     rounds: int = 5
 
 

@@ -21,15 +21,17 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from tinkex.engine.adjacent import side_by_side
+from tinkex.engine.lora.pieces import Piece
 from tinkex.engine.lora.thin import expand_add_, shrink
+from tinkex.engine.lora.together import add_products, can_go_together, write_slopes
 from tinkex.engine.lora.weights import in_dtype
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
-    from tinkex.engine.lora.weights import Group, LoraWeights
+    from tinkex.engine.lora.weights import LoraWeights
     from tinkex.engine.models.base import Decoder, Project, Projection
     from tinkex.engine.models.linear import Linear
 
@@ -73,35 +75,11 @@ class Adapt(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
-    """The low-rank products of one segment that share an input.
-
-    `factors` are in the activations' precision, `gradient` in that of the masters.
-    """
-
-    rows: slice
-    scale: float
-    factors: Group
-    gradient: Group | None
-
-    def parts(self, y_SY: Tensor, z_SZ: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """The outputs of each projection, and the inner activations that belong to them."""
-        bs_OR = self.factors.bs_OR
-        if len(bs_OR) == 1:
-            return iter(((y_SY, z_SZ),))
-        widths, rank = [b_OR.shape[0] for b_OR in bs_OR], bs_OR[0].shape[1]
-        ranks = [rank] * len(widths)
-        return zip(
-            y_SY.split_with_sizes(widths, dim=1), z_SZ.split_with_sizes(ranks, dim=1), strict=True
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class _Plan:
     """Everything `_Adapted` needs besides the tensors it differentiates."""
 
     linear: Linear
-    pieces: tuple[_Piece, ...]
+    pieces: tuple[Piece, ...]
     base: Callable[[Tensor], Tensor]
     add: Callable[[Tensor, Tensor], None] | None
 
@@ -166,12 +144,12 @@ def adapted_in_place(segments: Sequence[Segment]) -> Adapt | None:
 
 def _piece(
     segment: Segment, weights: LoraWeights, layer: int, names: tuple[Projection, ...]
-) -> _Piece | None:
+) -> Piece | None:
     factors = weights.group(layer, names)
     if factors is None:
         return None
     gradient = None if segment.gradient is None else segment.gradient.group(layer, names)
-    return _Piece(slice(segment.start, segment.stop), weights.scale, factors, gradient)
+    return Piece(slice(segment.start, segment.stop), weights.scale, factors, gradient)
 
 
 def _apply(plan: _Plan, x_TI: Tensor, anchor: Tensor | None) -> tuple[Tensor, ...]:
@@ -186,10 +164,12 @@ def _forward(plan: _Plan, x_TI: Tensor) -> tuple[Tensor, list[Tensor]]:
     if plan.add is not None:
         plan.add(x_TI, y_TY)
         return y_TY, []
+    if can_go_together(plan.pieces):
+        return y_TY, add_products(plan.pieces, x_TI.contiguous(), y_TY)
     return y_TY, [_add(piece, x_TI, y_TY) for piece in plan.pieces]
 
 
-def _add(piece: _Piece, x_TI: Tensor, y_TY: Tensor) -> Tensor:
+def _add(piece: Piece, x_TI: Tensor, y_TY: Tensor) -> Tensor:
     """Add a piece's products to its rows; return its inner activations."""
     z_SZ = shrink(x_TI[piece.rows], piece.factors.a_ZI)
     parts = piece.parts(y_TY[piece.rows], z_SZ)
@@ -214,6 +194,9 @@ class _Adapted(torch.autograd.Function):
         x_TI, *inner = ctx.saved_tensors
         dy_TY = _joined(slopes)
         dx_TI = plan.linear.slope(dy_TY) if ctx.needs_input_grad[1] else None
+        if inner and can_go_together(plan.pieces):
+            write_slopes(plan.pieces, x_TI.contiguous(), inner, dy_TY, dx_TI)
+            return None, dx_TI, None
         for number, piece in enumerate(plan.pieces):
             x_SI, dy_SY = x_TI[piece.rows], dy_TY[piece.rows]
             z_SZ = inner[number] if inner else torch.mm(x_SI, piece.factors.a_ZI.T)
@@ -229,7 +212,7 @@ class _Adapted(torch.autograd.Function):
         return None, dx_TI, None
 
 
-def _inner_slope(piece: _Piece, dy_SY: Tensor, z_SZ: Tensor) -> Tensor:
+def _inner_slope(piece: Piece, dy_SY: Tensor, z_SZ: Tensor) -> Tensor:
     """The slope by the inner activations, with the scale in it."""
     dz_SZ = torch.empty_like(z_SZ)
     parts = piece.parts(dy_SY, dz_SZ)

@@ -1,8 +1,9 @@
 """The two products of a LoRA adapter, with the same bits for a row in any company.
 
-On a CPU the library picks its kernel by the number of rows that each thread gets, and kernels
-add up in different orders. Whole steps of `STEP` rows always take the same one, so rows
-beyond the last whole step are filled up to one. Everywhere else these are plain products.
+On a CPU they run in machine code of our own, if their sizes suit it. Otherwise the library picks
+its kernel by the number of rows that each thread gets, and kernels add up in different orders.
+Whole steps of `STEP` rows always take the same one, so rows beyond the last whole step are filled
+up to one. Everywhere else these are plain products.
 
 Shapes: S rows, Z inner activations, I inputs, O outputs.
 """
@@ -14,6 +15,8 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch.nn import functional as F
 
+from tinkex.engine.native import Passing, place, suits
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -23,6 +26,12 @@ STEP: Final = 16
 
 def shrink(x_SI: Tensor, a_ZI: Tensor) -> Tensor:
     """z_SZ = x @ A.T"""
+    if suits(a_ZI):
+        x_SI = x_SI.contiguous()
+        z_SZ, products = x_SI.new_empty(x_SI.shape[0], a_ZI.shape[0]), Passing()
+        products.shrink(place(z_SZ), place(x_SI), a_ZI, x_SI.shape[0])
+        products.run()
+        return z_SZ
     if a_ZI.device.type != "cpu":
         return F.linear(x_SI, a_ZI)
     rank = a_ZI.shape[0]
@@ -41,6 +50,11 @@ def shrink(x_SI: Tensor, a_ZI: Tensor) -> Tensor:
 
 def expand_add_(y_SO: Tensor, z_SZ: Tensor, b_OZ: Tensor, scale: float) -> None:
     """y += scale * z @ B.T"""
+    if suits(b_OZ):
+        products = Passing()
+        products.expand_add(place(y_SO), place(z_SZ), b_OZ, y_SO.shape[0], scale)
+        products.run()
+        return
     rows, whole = y_SO.shape[0], _whole(y_SO)
     if whole == rows:
         y_SO.addmm_(z_SZ, b_OZ.T, alpha=scale)

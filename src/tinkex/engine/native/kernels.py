@@ -33,7 +33,9 @@ def kernels() -> str:
 
 def _multiply() -> str:
     """`left` rows, or 16; their number is filled up to a multiple of 4."""
-    given = "ptr %panel, ptr %block, ptr %y, i64 %terms, i64 %width, i64 %last, i1 %add"
+    given = (
+        "ptr %panel, ptr %block, ptr %y, i64 %terms, i64 %width, i64 %last, i1 %add, float %scale"
+    )
     cases = "\n".join(f"    i64 {count}, label %with_{count}" for count in _ROWS[1:])
     calls = "\n".join(
         f"""
@@ -59,9 +61,11 @@ def _multiply_rows(count: int) -> str:
     rows = range(count)
     return f"""
 define internal void @multiply_{count}(
-    ptr %panel, ptr %block, ptr %y, i64 %terms, i64 %width, i64 %last, i1 %add
+    ptr %panel, ptr %block, ptr %y, i64 %terms, i64 %width, i64 %last, i1 %add, float %scale
 ) noinline {{
 start:
+  %scale.one = insertelement <16 x float> poison, float %scale, i64 0
+  %scales = shufflevector <16 x float> %scale.one, <16 x float> poison, <16 x i32> zeroinitializer
   br label %term
 term:
   %i = phi i64 [0, %start], [%next, %term]
@@ -96,28 +100,53 @@ _SUM: Final = """
   %offset# = mul i64 %width, %row#
   %to# = getelementptr float, ptr %y, i64 %offset#
   %old# = load <16 x float>, ptr %to#, align 4
-  %both# = fadd <16 x float> %old#, %more#
-  %new# = select i1 %add, <16 x float> %both#, <16 x float> %more#"""
+  %scaled# = fmul <16 x float> %more#, %scales
+  %both# = fadd <16 x float> %old#, %scaled#
+  %new# = select i1 %add, <16 x float> %both#, <16 x float> %scaled#"""
 
 
 def _bring() -> str:
-    """Fill a panel from rows that lie `width` apart; those after the last are that once more."""
-    rows = range(LANES)
+    """Bring numbers together: 16 lanes, term by term. Lanes, or else terms, lie side by side.
+
+    Terms that lie side by side are a multiple of 16; lanes after the last are that once more.
+    """
+    lanes = range(LANES)
+    copy = loop(
+        "c",
+        "0",
+        "%terms",
+        1,
+        f"""
+  %c.offset = mul i64 %c, %term_step
+  %c.from = getelementptr float, ptr %x, i64 %c.offset
+  %c.lanes = load <16 x float>, ptr %c.from, align 4
+  %c.before = mul i64 %c, {LANES}
+  %c.to = getelementptr float, ptr %panel, i64 %c.before
+  store <16 x float> %c.lanes, ptr %c.to, align 64""",
+    )
     turn = loop(
         "i",
         "0",
         "%terms",
         LANES,
         f"""
-{each(rows, _READ)}
+{each(lanes, _READ)}
 {_turned()}
   %i.before = mul i64 %i, {LANES}
   %i.to = getelementptr float, ptr %panel, i64 %i.before
-{each(rows, _KEEP)}""",
+{each(lanes, _KEEP)}""",
     )
     return f"""
-define internal void @bring(ptr %x, ptr %panel, i64 %width, i64 %terms, i64 %last) noinline {{
-{each(rows, _ROW)}
+define internal void @bring(
+    ptr %x, ptr %panel, i64 %lane_step, i64 %term_step, i64 %terms, i64 %last
+) noinline {{
+  %lanes_lie = icmp eq i64 %lane_step, 1
+  br i1 %lanes_lie, label %copy, label %turn
+copy:
+{copy}
+  ret void
+turn:
+{each(lanes, _ROW)}
 {turn}
   ret void
 }}"""
@@ -125,7 +154,7 @@ define internal void @bring(ptr %x, ptr %panel, i64 %width, i64 %terms, i64 %las
 
 _ROW: Final = """
   %row# = call i64 @llvm.smin.i64(i64 #, i64 %last)
-  %offset# = mul i64 %row#, %width
+  %offset# = mul i64 %row#, %lane_step
   %x# = getelementptr float, ptr %x, i64 %offset#"""
 _READ: Final = """
   %i.from# = getelementptr float, ptr %x#, i64 %i

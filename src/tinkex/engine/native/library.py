@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from tinkex.engine.native import optimizer_code, product_code
+from tinkex.engine.native import optimizer_code, passing_code, product_code
 from tinkex.engine.native.kernels import DECLARED, kernels
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _NEEDED: Final = "avx512f"
 _OPENMP: Final = ("libgomp", "libiomp5", "libomp")
-_CALLED: Final = ("omp_get_thread_num", "omp_get_num_threads")
+_CALLED: Final = ("omp_get_thread_num", "omp_get_num_threads", "GOMP_barrier")
 _STARTS: Final = "GOMP_parallel"
 
 
@@ -57,7 +57,9 @@ def library() -> Library | None:
     machine = llvm.Target.from_default_triple().create_target_machine(
         cpu=llvm.get_host_cpu_name(), features=features.flatten(), opt=3
     )
-    text = "\n".join((DECLARED, kernels(), product_code.code(), optimizer_code.code()))
+    text = "\n".join(
+        (DECLARED, kernels(), product_code.code(), passing_code.code(), optimizer_code.code())
+    )
     module = llvm.parse_assembly(text)
     passes = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options())
     passes.getModulePassManager().run(module, passes)

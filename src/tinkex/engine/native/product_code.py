@@ -92,13 +92,13 @@ _BRING: Final = """
   %g.last = sub i64 %g.left, 1
   %g.rows = mul i64 %g, %inputs
   %g.x = getelementptr float, ptr %slab.x, i64 %g.rows
-  call void @bring(ptr %g.x, ptr %g.panel, i64 %inputs, i64 %size, i64 %g.last)"""
+  call void @bring(ptr %g.x, ptr %g.panel, i64 %inputs, i64 1, i64 %size, i64 %g.last)"""
 _MULTIPLY: Final = """
   %h.rows = mul i64 %h, %outputs
   %h.place = add i64 %h.rows, %o.first
   %h.y = getelementptr float, ptr %y, i64 %h.place
   call void @multiply(ptr %h.panel, ptr %o.w, ptr %h.y,
-    i64 %size, i64 %outputs, i64 %h.left, i1 %begun)"""
+    i64 %size, i64 %outputs, i64 %h.left, i1 %begun, float 1.0)"""
 
 
 def _block() -> str:

@@ -83,6 +83,8 @@ class Passing:
         """
         rows, columns, terms = shape
         assert out.column == 1
+        assert 1 in left[1:]
+        assert 1 in right[1:]
         assert columns % LANES == 0
         assert (rows if left.row == 1 else terms) % LANES == 0
         assert right.column == 1 or terms % LANES == 0

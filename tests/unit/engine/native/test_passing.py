@@ -110,3 +110,6 @@ def test_sizes_that_would_be_read_beyond_their_end_are_refused() -> None:
         Passing().shrink(place(torch.empty(5, 16)), place(x), a, 5)
     with pytest.raises(AssertionError):
         Passing().multiply(place(torch.empty(5, 24)), place(x), place(a.T), (5, 24, 16))
+    apart = _random(5, 64)[:, ::2]
+    with pytest.raises(AssertionError):
+        Passing().shrink(place(torch.empty(5, 16)), place(apart), _random(16, 32), 5)

@@ -23,7 +23,7 @@ import torch
 from tinkex.engine.adjacent import side_by_side
 from tinkex.engine.lora.pieces import Piece
 from tinkex.engine.lora.thin import expand_add_, shrink
-from tinkex.engine.lora.together import add_products, can_go_together, write_slopes
+from tinkex.engine.lora.together import add_products, goes_together, write_slopes
 from tinkex.engine.lora.weights import in_dtype
 
 if TYPE_CHECKING:
@@ -164,9 +164,13 @@ def _forward(plan: _Plan, x_TI: Tensor) -> tuple[Tensor, list[Tensor]]:
     if plan.add is not None:
         plan.add(x_TI, y_TY)
         return y_TY, []
-    if can_go_together(plan.pieces):
-        return y_TY, add_products(plan.pieces, x_TI.contiguous(), y_TY)
-    return y_TY, [_add(piece, x_TI, y_TY) for piece in plan.pieces]
+    native = [goes_together(piece) for piece in plan.pieces]
+    together = [piece for piece, goes in zip(plan.pieces, native, strict=True) if goes]
+    found = iter(add_products(together, x_TI.contiguous(), y_TY) if together else ())
+    return y_TY, [
+        next(found) if goes else _add(piece, x_TI, y_TY)
+        for piece, goes in zip(plan.pieces, native, strict=True)
+    ]
 
 
 def _add(piece: Piece, x_TI: Tensor, y_TY: Tensor) -> Tensor:
@@ -194,10 +198,13 @@ class _Adapted(torch.autograd.Function):
         x_TI, *inner = ctx.saved_tensors
         dy_TY = _joined(slopes)
         dx_TI = plan.linear.slope(dy_TY) if ctx.needs_input_grad[1] else None
-        if inner and can_go_together(plan.pieces):
-            write_slopes(plan.pieces, x_TI.contiguous(), inner, dy_TY, dx_TI)
-            return None, dx_TI, None
+        together = [n for n, piece in enumerate(plan.pieces) if inner and goes_together(piece)]
+        if together:
+            pieces, own = [plan.pieces[n] for n in together], [inner[n] for n in together]
+            write_slopes(pieces, x_TI.contiguous(), own, dy_TY, dx_TI)
         for number, piece in enumerate(plan.pieces):
+            if number in together:
+                continue
             x_SI, dy_SY = x_TI[piece.rows], dy_TY[piece.rows]
             z_SZ = inner[number] if inner else torch.mm(x_SI, piece.factors.a_ZI.T)
             dz_SZ = _inner_slope(piece, dy_SY, z_SZ)

@@ -22,10 +22,9 @@ if TYPE_CHECKING:
     from tinkex.engine.native import Place
 
 
-def can_go_together(pieces: Sequence[Piece]) -> bool:
-    """Whether there is code for all of their products."""
-    factors = [f for piece in pieces for f in (piece.factors.a_ZI, *piece.factors.bs_OR)]
-    return bool(factors) and all(map(suits, factors))
+def goes_together(piece: Piece) -> bool:
+    """Whether there is code for all of its products: whatever other pieces there are."""
+    return all(map(suits, (piece.factors.a_ZI, *piece.factors.bs_OR)))
 
 
 def add_products(pieces: Sequence[Piece], x_TI: Tensor, y_TY: Tensor) -> list[Tensor]:

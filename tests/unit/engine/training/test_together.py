@@ -55,7 +55,7 @@ def test_together_is_what_torch_computes_one_by_one(
 ) -> None:
     x = _random(ROWS, decoder().weight(0, names[0]).shape[1], seed=9)
     outputs, dx, gradients = _slopes(names, x)
-    monkeypatch.setattr(layers, "can_go_together", lambda pieces: False)
+    monkeypatch.setattr(layers, "goes_together", lambda piece: False)
     monkeypatch.setattr(thin, "suits", lambda factor: False)
     others, other_dx, other_gradients = _slopes(names, x)
     for found, expected in zip((*outputs, dx), (*others, other_dx), strict=True):

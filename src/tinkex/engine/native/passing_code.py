@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from typing import Final
 
-from tinkex.engine.native.text import LANES, arguments, loop, share
+from tinkex.engine.native.text import LANES, LARGEST_SLAB, arguments, loop, share
 
 NAME: Final = "passing"
 _ROWS: Final = 128
 _COLUMNS: Final = 256
-_LARGEST_SLAB: Final = 2048
 
 _PRODUCT: Final = (
     ("left", "ptr"),
@@ -38,7 +37,7 @@ _ARGUMENTS: Final = (("products", "ptr"), ("rooms", "ptr"), ("room_size", "i64")
 def room_size(rows: int, columns: int, terms: int) -> int:
     """How many numbers the panels and blocks of one thread have."""
     lanes = min(_up(rows), _ROWS) + min(_up(columns), _COLUMNS)
-    return lanes * min(terms, _LARGEST_SLAB)
+    return lanes * min(terms, LARGEST_SLAB)
 
 
 def _up(count: int) -> int:
@@ -80,7 +79,7 @@ define internal void @pass(ptr %arguments, ptr %room) {{
   %first_column = select i1 %skip_rows, i64 0, i64 %mine
   %end_column = select i1 %skip_rows, i64 %columns, i64 %others
   %adds = icmp ne i64 %add, 0
-{loop("slab", "0", "%terms", _LARGEST_SLAB, _slab())}
+{loop("slab", "0", "%terms", LARGEST_SLAB, _slab())}
   ret void
 }}"""
 
@@ -88,7 +87,7 @@ define internal void @pass(ptr %arguments, ptr %room) {{
 def _slab() -> str:
     return f"""
   %rest = sub i64 %terms, %slab
-  %size = call i64 @llvm.smin.i64(i64 %rest, i64 {_LARGEST_SLAB})
+  %size = call i64 @llvm.smin.i64(i64 %rest, i64 {LARGEST_SLAB})
   %later = icmp sgt i64 %slab, 0
   %begun = or i1 %adds, %later
   %slab.left_offset = mul i64 %slab, %left_term
@@ -99,10 +98,12 @@ def _slab() -> str:
 
 
 def _columns() -> str:
+    bring_rows = _bring("g", "rows", "left", "left_row", "left_term")
+    bring_columns = _bring("b", "columns", "right", "right_column", "right_term")
     rows = f"""
   %top.far = add i64 %top, {_ROWS}
   %bottom = call i64 @llvm.smin.i64(i64 %top.far, i64 %end_row)
-{_groups("g", "top", "bottom", "panels", _BRING_ROWS)}
+{_groups("g", "top", "bottom", "panels", bring_rows)}
 {_groups("c", "side", "right_side", "room", _groups("h", "top", "bottom", "panels", _MULTIPLY))}"""
     return f"""
   %side.far = add i64 %side, {_COLUMNS}
@@ -110,7 +111,7 @@ def _columns() -> str:
   %side.count = sub i64 %right_side, %side
   %blocks.size = mul i64 %side.count, %size
   %panels = getelementptr float, ptr %room, i64 %blocks.size
-{_groups("b", "side", "right_side", "room", _BRING_COLUMNS)}
+{_groups("b", "side", "right_side", "room", bring_columns)}
 {loop("top", "%first_row", "%end_row", _ROWS, rows)}"""
 
 
@@ -130,18 +131,16 @@ def _groups(name: str, first: str, end: str, room: str, body: str) -> str:
     )
 
 
-_BRING_ROWS: Final = """
-  %g.last = sub i64 %g.left, 1
-  %g.rows = mul i64 %g, %left_row
-  %g.from = getelementptr float, ptr %slab.left, i64 %g.rows
-  call void @bring(ptr %g.from, ptr %g.lanes,
-    i64 %left_row, i64 %left_term, i64 %size, i64 %g.last)"""
-_BRING_COLUMNS: Final = """
-  %b.last = sub i64 %b.left, 1
-  %b.columns = mul i64 %b, %right_column
-  %b.from = getelementptr float, ptr %slab.right, i64 %b.columns
-  call void @bring(ptr %b.from, ptr %b.lanes,
-    i64 %right_column, i64 %right_term, i64 %size, i64 %b.last)"""
+def _bring(name: str, lanes: str, factor: str, lane_step: str, term_step: str) -> str:
+    """Sixteen rows of the left factor into a panel, or columns of the right one into a block."""
+    return f"""
+  %{name}.last = sub i64 %{name}.left, 1
+  %{name}.{lanes} = mul i64 %{name}, %{lane_step}
+  %{name}.from = getelementptr float, ptr %slab.{factor}, i64 %{name}.{lanes}
+  call void @bring(ptr %{name}.from, ptr %{name}.lanes,
+    i64 %{lane_step}, i64 %{term_step}, i64 %size, i64 %{name}.last)"""
+
+
 _MULTIPLY: Final = """
   %h.rows = mul i64 %h, %width
   %h.place = add i64 %h.rows, %c

@@ -11,12 +11,11 @@ from __future__ import annotations
 
 from typing import Final
 
-from tinkex.engine.native.text import LANES, arguments, loop, share
+from tinkex.engine.native.text import LANES, LARGEST_SLAB, arguments, loop, share
 
 NAME: Final = "product"
 _TOGETHER: Final = 128
 """Rows that are brought into panels before anything is multiplied; they shall fit the L2 cache."""
-_LARGEST_SLAB: Final = 2048
 
 _ARGUMENTS: Final = (
     ("x", "ptr"),
@@ -33,7 +32,7 @@ _ARGUMENTS: Final = (
 
 def slab_size(inputs: int) -> int:
     """How many inputs a slab has."""
-    slabs = -(-inputs // _LARGEST_SLAB)
+    slabs = -(-inputs // LARGEST_SLAB)
     return -(-inputs // slabs // LANES) * LANES
 
 

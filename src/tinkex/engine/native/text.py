@@ -9,6 +9,8 @@ if TYPE_CHECKING:
 
 LANES: Final = 16
 """What a vector of AVX-512 holds."""
+LARGEST_SLAB: Final = 2048
+"""Terms that are summed one after the other before their sum is added to those before."""
 
 
 def each(numbers: Iterable[int], line: str) -> str:

@@ -1,13 +1,20 @@
-"""Where there is no NVIDIA device, triton runs its kernels in its interpreter.
+"""What every test process sets up before it imports a test module.
 
-Triton decides when it is first imported, and transformers imports it, so the choice is made
-before any test module is. The device's own file is asked: torch would cost every run a second.
+- Where there is no NVIDIA device, triton runs its kernels in its interpreter. Triton decides when
+  it is first imported, and transformers imports it, so the choice is made here. The device's own
+  file is looked for: importing torch would cost every run a second.
+- A shell starts background jobs with SIGINT ignored, and so do many CI runners. An ignored signal
+  is inherited by every child, which then never sees the Ctrl-C that a test sends it.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)

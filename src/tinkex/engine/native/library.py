@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from tinkex.config import cpu_isa
 from tinkex.engine.native import optimizer_code, passing_code, product_code
 from tinkex.engine.native.kernels import DECLARED, kernels
 
@@ -42,7 +43,9 @@ class Library:
 
 @cache
 def library() -> Library | None:
-    """None where something is missing: llvmlite, the processor's vectors, or OpenMP."""
+    """None where something is missing: llvmlite, OpenMP, or a processor with AVX-512."""
+    if cpu_isa() != "avx512":
+        return None
     openmp = _openmp()
     if openmp is None or find_spec("llvmlite") is None:
         return None

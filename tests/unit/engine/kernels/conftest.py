@@ -34,6 +34,25 @@ def poisoned() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _fixed_products() -> None:
+    """Interpret `tl.dot` as sums over the terms, one after the other.
+
+    The interpreter calls numpy's product, whose bits depend on the processor and on the shape. On a
+    device they depend on neither, and kernels are tested for the order in which they use them.
+    """
+    from triton.runtime import interpreter
+
+    def create_dot(_builder: Any, a: Any, b: Any, d: Any, *_precision: Any) -> Any:
+        left, right = (factor.data.astype(d.data.dtype) for factor in (a, b))
+        total = d.data
+        for term in range(left.shape[-1]):
+            total = total + left[..., :, term, None] * right[..., None, term, :]
+        return interpreter.TensorHandle(total, d.dtype.scalar)
+
+    interpreter.InterpreterBuilder.create_dot = create_dot
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _loop_bounds() -> None:
     """Let kernels loop up to a number they loaded, with numpy >= 2.4.
 

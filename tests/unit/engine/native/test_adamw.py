@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.unit.engine.native.processor import needs_machine_code
 from tinkex.engine.native import adamw
 from tinkex.types import AdamParams
 
@@ -32,6 +33,7 @@ def _by_the_rule(old: list[torch.Tensor], clip: float, step: int) -> list[torch.
     return [p * (1 - PARAMS.learning_rate * PARAMS.weight_decay) - change, first, second]
 
 
+@needs_machine_code
 @pytest.mark.parametrize(("clip", "step"), [(1.0, 1), (0.25, 7)])
 def test_it_follows_the_rule_and_leaves_what_is_not_a_whole_vector(clip: float, step: int) -> None:
     old, new = _old(), _new()
@@ -48,6 +50,7 @@ def test_it_follows_the_rule_and_leaves_what_is_not_a_whole_vector(clip: float, 
         assert torch.equal(vector, before)
 
 
+@needs_machine_code
 def test_bits_do_not_depend_on_threads() -> None:
     old, usual = _old(), torch.get_num_threads()
     answers = []
@@ -65,6 +68,7 @@ def test_bits_do_not_depend_on_threads() -> None:
         assert all(map(torch.equal, vectors, first[1]))
 
 
+@needs_machine_code
 @pytest.mark.parametrize("kind", ["too few", "double", "apart", "not aligned"])
 def test_what_it_has_no_code_for_is_left_alone(kind: str) -> None:
     size = 15 if kind == "too few" else 64

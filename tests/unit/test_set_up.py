@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import os
+import re
 import stat
 import subprocess
 import sys
+import threading
 import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -91,6 +94,53 @@ def test_a_misspelt_purpose_is_a_misuse():
     )
     assert done.returncode == 2
     assert "usage" in done.stderr
+
+
+# -- how far it is ---------------------------------------------------------------------------------
+
+
+def test_progress_names_what_is_fetched_and_counts_what_is_installed(
+    tool: ModuleType, tmp_path: Path
+):
+    packages = tmp_path / "lib" / "python3.11" / "site-packages"
+    (packages / "pip-23.dist-info").mkdir(parents=True)
+    progress = tool.Progress("1/3 torch", tmp_path, shown=False)
+    progress.take("Collecting torch (from -c constraints.txt (line 1))\n")
+    assert progress.text() == "looking for torch"
+    progress.take("  Downloading torch-2.13.0-cp311.whl (110.0 MB)\n")
+    assert progress.text() == "fetching torch-2.13.0-cp311.whl (110.0 MB)"
+    progress.take("Installing collected packages: mpmath, sympy, torch\n")
+    assert progress.text() == "installing package 0 of 3"
+    (packages / "mpmath-1.dist-info").mkdir()
+    assert progress.text() == "installing package 1 of 3"
+    assert progress.summary().startswith("3 packages installed in ")
+
+
+def test_without_a_terminal_there_is_a_line_now_and_then(
+    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    told = TextWithEvent("fetching torch")
+    monkeypatch.setattr(tool.sys, "stderr", told)
+    monkeypatch.setattr(tool.Progress, "EVERY_S", 0.001)
+    with tool.Progress("1/3 torch", tmp_path, shown=False) as progress:
+        progress.take("Downloading torch (110.0 MB)")
+        assert told.seen.wait(30)
+    assert re.search(r"  1/3 torch \(\d+ s\): fetching torch \(110\.0 MB\)\n", told.getvalue())
+    assert "\033" not in told.getvalue()
+
+
+class TextWithEvent(io.StringIO):
+    """Says when a text was written to it."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.text, self.seen = text, threading.Event()
+
+    def write(self, text: str) -> int:
+        count = super().write(text)
+        if self.text in text:
+            self.seen.set()
+        return count
 
 
 # -- with a pip that does what a test wants --------------------------------------------------------

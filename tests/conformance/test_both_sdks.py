@@ -14,6 +14,7 @@ import pytest
 from recorder import describe
 from scenarios import SCENARIOS
 
+from tests.patience import PATIENCE_S
 from tinkex.server.settings import Settings
 from tinkex.testing import FakeServer
 from tinkex.types import ClientConfigResponse, ClientDynamicConfigResponse
@@ -25,11 +26,10 @@ if TYPE_CHECKING:
     from interpreters import Interpreters
     from story import Scenario
 
-pytestmark = [pytest.mark.official, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.official]
 
 RUNNER = str(Path(__file__).with_name("run_scenarios.py"))
 STORIES = [pytest.param(story, id=story.name) for story in SCENARIOS if story.fake]
-PATIENCE_S = 40
 TIME = re.compile(r"\d{4}-\d\d-\d\dT[\d:.]+(Z|[+-]\d\d:\d\d)")
 
 
@@ -64,7 +64,7 @@ def tellers(
     }
     yield {sdk: Teller(program) for sdk, program in programs.items()}
     for program in programs.values():
-        program.communicate(timeout=20)
+        program.communicate(timeout=PATIENCE_S)
 
 
 def new_server(story: Scenario) -> FakeServer:

@@ -10,11 +10,13 @@ from xml.etree import ElementTree
 import pytest
 from interpreters import REPOSITORY, Interpreters, finish
 
+from tests.patience import PATIENCE_S
+
 if TYPE_CHECKING:
     from pathlib import Path
     from subprocess import Popen
 
-pytestmark = [pytest.mark.official, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.official]
 
 IMPORTER = str(REPOSITORY / "tests" / "conformance" / "import_cookbook.py")
 SDK_IN_A_TEST = re.compile(r"^\s*(import tinker\b(?!_)|from tinker(\.\w+)* import)", re.MULTILINE)
@@ -47,7 +49,7 @@ def test_unit_tests_that_pass_officially_pass_on_tinkex(
     official = start_tests(interpreters, tmp_path, "official")
     ours = start_tests(interpreters, tmp_path, "tinkex")
     for program in (official, ours):
-        program.communicate(timeout=240)
+        program.communicate(timeout=PATIENCE_S)
     expected = passed(tmp_path / "official.xml")
     assert len(expected) > 1000
     assert sorted(expected - passed(tmp_path / "tinkex.xml")) == []

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from tinkex import dropin
 from tinkex.testing import API_KEY, FakeServer
 
@@ -80,6 +81,6 @@ def test_script_trains_samples_and_hands_its_sampler_to_a_pool(tmp_path: Path) -
             capture_output=True,
             text=True,
             env=environment,
-            timeout=50,
+            timeout=PATIENCE_S,
         )
     assert (done.returncode, done.stdout) == (0, "refused 404\n"), done.stderr[-3000:]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from interpreters import Interpreters
 
-pytestmark = [pytest.mark.official, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.official]
 
 PROGRAM = str(Path(__file__).with_name("matrix_program.py"))
 NEWEST = OFFICIAL.partition("==")[2]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.docs.blocks import PAGES, ROOT
+from tests.patience import PATIENCE_S
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,8 +31,6 @@ PUBLIC = [
     "tinkex.types",
 ]
 # Building is not counted: it is done once, for all of them.
-pytestmark = pytest.mark.timeout(60, func_only=True)
-
 # Read at the top of the package; `auth` and `types` are packages of the list above.
 NOT_OBJECTS = {"__title__", "__version__", "auth", "types", "faults"}
 
@@ -46,7 +45,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr

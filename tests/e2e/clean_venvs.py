@@ -14,8 +14,10 @@ import venv
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.patience import PATIENCE_S
+
 ROOT = Path(__file__).parents[2]
-LIMIT_S = 55.0
+LIMIT_S = PATIENCE_S
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tests.patience import PATIENCE_S
+
 if TYPE_CHECKING:
     from collections.abc import Generator
 
 ROOT = Path(__file__).parents[2]
 MODEL = "tinkex/tiny"
 KEY = "tml-of-a-test"
-START_S = 50.0
+START_S = PATIENCE_S
 _OURS = ("TINKER_", "TINKEX_", "CLOUDFLARE_")
 
 

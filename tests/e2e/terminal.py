@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from tests.e2e.serving import environment
+from tests.patience import PATIENCE_S
 from tinkex.clock import SystemClock
 
 if TYPE_CHECKING:
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 ROWS, COLUMNS = 24, 80
-WAIT_S = 40.0
-PRESSES = 8
+PRESS_AGAIN_S = 5.0
+PRESSES = 40
 CTRL_C, CTRL_D, UP = "\x03", "\x04", "\x1b[A"
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\r")
 
@@ -48,13 +49,13 @@ class Terminal:
         """
         for _ in range(PRESSES):
             self.type(CTRL_C)
-            if self._comes(text, WAIT_S / PRESSES):
+            if self._comes(text, PRESS_AGAIN_S):
                 break
         self.until(text)
 
     def until(self, text: str) -> str:
         """What is shown up to this text, which must come; without what steers a terminal."""
-        assert self._comes(text, WAIT_S), f"{text!r} did not come; shown: {self._unread!r}"
+        assert self._comes(text, PATIENCE_S), f"{text!r} did not come; shown: {self._unread!r}"
         seen, _, self._unread = self._unread.partition(text)
         return seen + text
 
@@ -78,7 +79,7 @@ class Terminal:
         self._unread += _CONTROL.sub("", data)
 
     def wait(self) -> int:
-        return self.popen.wait(WAIT_S)
+        return self.popen.wait(PATIENCE_S)
 
 
 @contextmanager

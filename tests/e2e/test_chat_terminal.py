@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     Open = Callable[..., AbstractContextManager[Terminal]]
 
 pytestmark = [
-    pytest.mark.timeout(120),
     pytest.mark.skipif(sys.platform != "linux", reason="uses a Linux terminal"),
 ]
 TINY = "tinkex/tiny"

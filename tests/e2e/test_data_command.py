@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.smollm2, pytest.mark.timeout(180)]
+from tests.patience import PATIENCE_S
+
+pytestmark = [pytest.mark.smollm2]
 
 SOURCE = str(Path(__file__).parents[2] / "src")
 CHAT = {
@@ -41,7 +43,7 @@ def test_a_file_is_shown_as_the_default_model_would_be_trained_on_it(tmp_path: P
         env={**env, "PYTHONPATH": SOURCE, "HOME": str(tmp_path), "COLUMNS": "80"},
         capture_output=True,
         text=True,
-        timeout=170,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -16,12 +16,12 @@ import pytest
 
 from tests.docs.blocks import ROOT, blocks_of
 from tests.e2e.serving import START_S, environment, read_line, wait_gone
+from tests.patience import PATIENCE_S
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 pytestmark = [
-    pytest.mark.timeout(120),
     pytest.mark.skipif(sys.platform != "linux", reason="uses pidfd and /proc"),
 ]
 TINY = {"TINKEX_EMBEDDED_MODELS": "tinkex/tiny", "TINKEX_THREADS": "1"}
@@ -46,7 +46,7 @@ def run(
 ) -> dict[str, Any]:
     """What a program said; it must end well, and say on standard error only what is expected."""
     with program(home, *args, env=env or {}) as running:
-        output, said = running.communicate(timeout=100)
+        output, said = running.communicate(timeout=PATIENCE_S)
     assert running.returncode == 0
     assert re.fullmatch(errors, said), said
     return json.loads(output)
@@ -156,7 +156,7 @@ def test_the_readmes_ten_lines_run_without_any_settings(tmp_path: Path):
         env=env,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 
-pytestmark = pytest.mark.timeout(240)
-
 TINY = "tinkex/tiny"
 MODELS = [TINY, pytest.param(DEFAULT_MODEL, marks=pytest.mark.smollm2)]
 TEXT = list(b"to export is to part with something and still have it")

@@ -16,14 +16,13 @@ import pytest
 
 import tinkex
 from tests.e2e.serving import KEY, MODEL, children, served
+from tests.patience import PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import Generator
     from pathlib import Path
 
 TEXT = list(b"the quick brown fox jumps over the lazy dog")
-
-pytestmark = pytest.mark.timeout(120)
 
 
 @contextmanager
@@ -56,7 +55,7 @@ def step(training: Any, number: int) -> list[Any]:
 
 
 def told(futures: list[Any]) -> list[dict[str, float]]:
-    return [future.result(timeout=60).metrics for future in futures]
+    return [future.result(timeout=PATIENCE_S).metrics for future in futures]
 
 
 def post(url: str, path: str, body: dict[str, Any]) -> tuple[int, str]:
@@ -64,7 +63,7 @@ def post(url: str, path: str, body: dict[str, Any]) -> tuple[int, str]:
         f"{url}/api/v1/{path}", json.dumps(body).encode(), {"x-api-key": KEY}, method="POST"
     )
     try:
-        with urllib.request.urlopen(request, timeout=20) as reply:
+        with urllib.request.urlopen(request, timeout=PATIENCE_S) as reply:
             return reply.status, reply.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
@@ -76,14 +75,14 @@ def test_a_full_disk_is_said_as_such_and_training_goes_on_when_there_is_room(
     with served(tmp_path / "calm") as server:
         service, training = trainer(server.url)
         calm = [told(step(training, number)) for number in range(4)]
-        service.close("success").result(timeout=20)
+        service.close("success").result(timeout=PATIENCE_S)
     with served(tmp_path / "data") as server:
         (engine,) = children(server.pid)
         service, training = trainer(server.url)
         troubled = [told(step(training, 0))]
         with full_disk(engine):
             with pytest.raises(tinkex.RequestFailedError, match="could not be stored") as failed:
-                training.save_state("first").result(timeout=60)
+                training.save_state("first").result(timeout=PATIENCE_S)
             assert "File too large" in str(failed.value)
             assert str(tmp_path) not in str(failed.value)  # where the server's files are
             troubled.append(told(step(training, 1)))
@@ -94,12 +93,12 @@ def test_a_full_disk_is_said_as_such_and_training_goes_on_when_there_is_room(
             assert "storage" in text or "space" in text or "full" in text
             futures = step(training, 2)
         troubled.append(told(futures))
-        assert training.save_state("second").result(timeout=60).path.endswith("/second")
-        service.close("success").result(timeout=20)
+        assert training.save_state("second").result(timeout=PATIENCE_S).path.endswith("/second")
+        service.close("success").result(timeout=PATIENCE_S)
     with served(tmp_path / "data") as server:
         service, _ = trainer(server.url)
         path = f"tinker://{training.model_id}/weights/second"
         again = service.create_training_client_from_state_with_optimizer(path)
         troubled.append(told(step(again, 3)))
-        service.close("success").result(timeout=20)
+        service.close("success").result(timeout=PATIENCE_S)
     assert troubled == calm

@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 280.0
 
-pytestmark = [pytest.mark.smollm2, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.smollm2]
 
 
 def run(example: str, *options: str) -> str:

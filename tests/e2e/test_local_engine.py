@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from tinkex import AdamParams, Datum, ModelInput, RequestFailedError, SamplingParams, ServiceClient
 from tinkex.engine.base import SampleOp, Weights
 from tinkex.engine.local import LocalEngine
@@ -44,18 +45,18 @@ def test_it_learns_samples_what_it_learned_and_agrees_with_itself(service: Servi
     for _ in range(12):
         step = training.forward_backward([datum()], "cross_entropy")
         training.optim_step(AdamParams(learning_rate=1e-2))
-        losses.append(step.result(30).metrics["loss:sum"])
+        losses.append(step.result(PATIENCE_S).metrics["loss:sum"])
     assert losses[-1] < 0.2 * losses[0]
 
     sampler = training.save_weights_and_get_sampling_client()
     greedy = SamplingParams(max_tokens=len(TEXT) - 8, temperature=0.0)
-    answer = sampler.sample(ModelInput.from_ints(TEXT[:8]), 1, greedy).result(30)
+    answer = sampler.sample(ModelInput.from_ints(TEXT[:8]), 1, greedy).result(PATIENCE_S)
     assert answer.sequences[0].tokens == TEXT[8:]
 
     # fp32: the sampler's rows are computed in other shapes than the trainer's, so the last bits
     # may differ; 1e-5 is what the engine promises there.
-    scored = sampler.compute_logprobs(ModelInput.from_ints(TEXT)).result(30)
-    trained = training.forward([datum()], "cross_entropy").result(30)
+    scored = sampler.compute_logprobs(ModelInput.from_ints(TEXT)).result(PATIENCE_S)
+    trained = training.forward([datum()], "cross_entropy").result(PATIENCE_S)
     logprobs = trained.loss_fn_outputs[0]["logprobs"].tolist()
     assert scored[1:] == pytest.approx(logprobs, abs=1e-5)
     assert answer.sequences[0].logprobs == pytest.approx(scored[8:], abs=1e-5)
@@ -65,13 +66,13 @@ def test_a_resumed_run_takes_the_same_next_steps_bit_for_bit(service: ServiceCli
     training = service.create_lora_training_client(MODEL, rank=4, seed=3)
 
     def step(client: Any) -> tuple[float, dict[str, float] | None]:
-        loss = client.forward_backward([datum()], "cross_entropy").result(30)
-        metrics = client.optim_step(AdamParams(learning_rate=1e-3)).result(30).metrics
+        loss = client.forward_backward([datum()], "cross_entropy").result(PATIENCE_S)
+        metrics = client.optim_step(AdamParams(learning_rate=1e-3)).result(PATIENCE_S).metrics
         return loss.metrics["loss:sum"], metrics
 
     for _ in range(3):
         step(training)
-    saved = training.save_state("middle").result(30).path
+    saved = training.save_state("middle").result(PATIENCE_S).path
     resumed = service.create_training_client_from_state_with_optimizer(saved)
     assert [step(resumed) for _ in range(3)] == [step(training) for _ in range(3)]
 
@@ -80,12 +81,14 @@ def test_an_old_sampling_client_keeps_its_weights_while_training_goes_on(service
     training = service.create_lora_training_client(MODEL, rank=4, seed=3)
     sampler = training.save_weights_and_get_sampling_client()
     prompt = ModelInput.from_ints(TEXT[:10])
-    before = sampler.compute_logprobs(prompt).result(30)
+    before = sampler.compute_logprobs(prompt).result(PATIENCE_S)
     for _ in range(3):
         training.forward_backward([datum()], "cross_entropy")
-        training.optim_step(AdamParams(learning_rate=1e-2)).result(30)
-    assert sampler.compute_logprobs(prompt).result(30) == before
-    after = training.save_weights_and_get_sampling_client().compute_logprobs(prompt).result(30)
+        training.optim_step(AdamParams(learning_rate=1e-2)).result(PATIENCE_S)
+    assert sampler.compute_logprobs(prompt).result(PATIENCE_S) == before
+    after = (
+        training.save_weights_and_get_sampling_client().compute_logprobs(prompt).result(PATIENCE_S)
+    )
     assert after != before
 
 
@@ -97,9 +100,9 @@ def test_bad_data_fails_alone_and_training_goes_on(service: ServiceClient):
     bad = training.forward_backward([wrong], "cross_entropy")
     good = training.forward_backward([datum()], "cross_entropy")
     with pytest.raises(RequestFailedError, match="100000") as caught:
-        bad.result(30)
+        bad.result(PATIENCE_S)
     assert caught.value.category == "user"
-    assert good.result(30).metrics["loss:sum"] > 0
+    assert good.result(PATIENCE_S).metrics["loss:sum"] > 0
 
 
 def test_closing_the_engine_ends_whatever_waits(tmp_path: Path):

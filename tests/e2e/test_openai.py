@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import openai
 import pytest
 
+from tests.patience import PATIENCE_S
 from tinkex import AdamParams, Datum, ModelInput, ServiceClient
 from tinkex.config import DEFAULT_MODEL
 from tinkex.engine.local import LocalEngine
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
 
 TINY = "tinkex/tiny"
 PARIS: list[Any] = [{"role": "user", "content": "What is the capital of France? One sentence."}]
-
-pytestmark = pytest.mark.timeout(180)
 
 
 def unreachable(name: str) -> Path:
@@ -72,7 +71,9 @@ def scored(server: FakeServer, prompt: list[int], tokens: list[int], **weights: 
     """What compute_logprobs says about tokens that follow a prompt."""
     with ServiceClient(base_url=server.url, api_key=API_KEY) as service:
         sampler = service.create_sampling_client(**weights)
-        logprobs = sampler.compute_logprobs(ModelInput.from_ints([*prompt, *tokens])).result(60)
+        logprobs = sampler.compute_logprobs(ModelInput.from_ints([*prompt, *tokens])).result(
+            PATIENCE_S
+        )
     return [value for value in logprobs[len(prompt) :] if value is not None]
 
 
@@ -205,8 +206,8 @@ def test_a_trained_path_says_what_it_learned_and_only_to_its_owner(tiny_server: 
             training.forward_backward(
                 [Datum(ModelInput.from_ints(text[:-1]), inputs)], "cross_entropy"
             )
-            training.optim_step(AdamParams(learning_rate=1e-2)).result(60)
-        path = training.save_weights_for_sampler("learned").result(60).path
+            training.optim_step(AdamParams(learning_rate=1e-2)).result(PATIENCE_S)
+        path = training.save_weights_for_sampler("learned").result(PATIENCE_S).path
         with client_of(tiny_server) as mine, client_of(tiny_server, "tml-another") as theirs:
             asked: Any = {"model": path, "prompt": "the quic", "max_tokens": 35, "temperature": 0}
             assert mine.completions.create(**asked).choices[0].text == bytes(text[8:]).decode()

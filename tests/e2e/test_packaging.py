@@ -64,8 +64,6 @@ PROMISED = {
     "wandb": "import wandb, tinkex.seeing.weights_and_biases; print('ok')",
 }
 # Building is not counted: it is done once, for all of them.
-pytestmark = pytest.mark.timeout(60, func_only=True)
-
 NOT_FOR_USERS = {"dev", "docs"}
 TOGETHER = {"all"}
 

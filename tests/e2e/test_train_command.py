@@ -22,6 +22,7 @@ from safetensors.numpy import load_file
 
 from benchmarks.sft_parity.work import write_data
 from tests.e2e.serving import KEY, ROOT, environment, served
+from tests.patience import PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -250,7 +251,7 @@ def real(work: Path, *words: str) -> None:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=280.0,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr

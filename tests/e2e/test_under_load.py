@@ -10,6 +10,7 @@ import pytest
 from blockbuster import blockbuster_ctx
 
 from tests.e2e.workers import MODEL, PARAMS, PROMPT, datum
+from tests.patience import PATIENCE_S
 from tinkex import AdamParams, RestClient, SamplingParams, ServiceClient
 from tinkex.clients.session import Session
 from tinkex.clock import SystemClock
@@ -27,6 +28,7 @@ def server() -> Iterator[FakeServer]:
 
 
 _HURRY = 8.0
+SAMPLES = 2000
 
 
 class Hurried(SystemClock):
@@ -47,21 +49,28 @@ def test_heartbeats_go_out_while_two_thousand_samples_wait(feed: bool):
     from tinkex.types import ClientConfigResponse
 
     flags = ClientConfigResponse(sample_use_retrieve_futures=feed)
-    fake = FakeServer(settings=Settings(client_config=flags), delays=Delays(sample_s=4.0))
+    # Samples that never end by themselves: the test, not the machine's speed, says how long.
+    fake = FakeServer(settings=Settings(client_config=flags), delays=Delays(sample_s=1e6))
+    beats = 0
+    enough = threading.Event()
+
+    async def count(exchange: Any) -> None:
+        nonlocal beats
+        beats += len(fake.seen("asample")) == SAMPLES
+        if beats == 2:
+            enough.set()
+        await exchange.forward()
+
+    fake.faults.on("session_heartbeat", count, times=None)
     with fake.serve() as server:
         config = Config(base_url=server.url, api_key=API_KEY)
         service = ServiceClient.over(Session(config, clock=Hurried()))
         sampler = service.create_sampling_client(base_model=MODEL)
-        begun = server.clock.now()
-        futures = [sampler.sample(PROMPT, 1, SamplingParams(max_tokens=1)) for _ in range(2000)]
-        for future in futures:
-            assert len(future.result(30).sequences) == 1
-        ended = server.clock.now()
-        service.close().result(10)
-        beats = [begun, *(s.at for s in server.seen("session_heartbeat") if s.at < ended)]
-    # That they go out while the samples wait is shown here; how late they are is measured by
-    # benchmarks/client_cost, where a busy machine cannot turn it into a failure.
-    assert len(beats) - 1 >= 2
+        futures = [sampler.sample(PROMPT, 1, SamplingParams(max_tokens=1)) for _ in range(SAMPLES)]
+        # How late they are is measured by benchmarks/client_cost.
+        assert enough.wait(PATIENCE_S)
+        assert not any(future.done() for future in futures)
+        service.close().result(PATIENCE_S)
 
 
 @pytest.mark.req("B5")
@@ -100,7 +109,7 @@ def test_the_first_call_does_not_hold_up_other_tasks_of_the_callers_loop(server:
     in_time: list[bool] = []
 
     async def until_the_caller_ticks(exchange: Any) -> None:
-        in_time.append(await asyncio.to_thread(ticked.wait, 10))
+        in_time.append(await asyncio.to_thread(ticked.wait, PATIENCE_S))
         await exchange.forward()
 
     server.faults.on("client_config", until_the_caller_ticks)
@@ -144,7 +153,7 @@ def test_training_sampling_and_session_traffic_never_share_a_connection():
         calls: list[Any] = [sampler.sample(PROMPT, 1, PARAMS) for _ in range(20)]
         calls += [training.forward_backward([datum()], "cross_entropy") for _ in range(5)]
         for call in calls:
-            call.result(20)
+            call.result(PATIENCE_S)
     for names in carried.values():
         for one, others in (
             ("asample", {"forward_backward", "create_session", "telemetry", "retrieve_future"}),

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.e2e.workers import MODEL
+from tests.patience import PATIENCE_S
 from tinkex import APIConnectionError, Config, RestClient, ServiceClient, TinkerError
 from tinkex.clients.connection import Connection
 from tinkex.clients.session import Session
@@ -88,25 +89,26 @@ def test_a_warning_names_the_cause_and_the_next_step_and_the_error_comes_at_the_
 
         attempt = threading.Thread(target=call)
         attempt.start()
-        assert warned.first.wait(5.0), "no warning within five seconds"
+        assert warned.first.wait(PATIENCE_S), "no warning"
         assert url in warned.texts[0]
         assert "TINKER_BASE_URL" in warned.texts[0]
-        attempt.join(10)
+        attempt.join(PATIENCE_S)
         took = time.monotonic() - started
         assert isinstance(errors[0], APIConnectionError)
         assert url in str(errors[0])
-        assert 1.0 <= took <= 30.0  # the deadline is 2 s; the rest is a slow machine
+        assert not attempt.is_alive()
+        assert took >= 1.0  # the deadline is 2 s; a busy machine takes longer
         assert len(warned.texts) == 1, "one line, not one for each retry"
-        service.close().result(10)
+        service.close().result(PATIENCE_S)
 
 
 def test_a_rest_client_ends_at_its_deadline_too(warned: Warned):
     with nobody_listens() as url:
         config = Config(base_url=url, api_key="tml-test", bootstrap_deadline_s=1.0)
         rest = RestClient(Connection(config))
-        assert isinstance(rest.list_training_runs().exception(10), TinkerError)
+        assert isinstance(rest.list_training_runs().exception(PATIENCE_S), TinkerError)
         assert warned.texts
-        rest.close().result(10)
+        rest.close().result(PATIENCE_S)
 
 
 def test_a_name_that_does_not_exist_is_told_as_such(warned: Warned):
@@ -117,4 +119,4 @@ def test_a_name_that_does_not_exist_is_told_as_such(warned: Warned):
     with pytest.raises(APIConnectionError, match=r"no-such-host\.invalid"):
         service.get_server_capabilities()
     assert "no-such-host.invalid" in warned.texts[0]
-    service.close().result(10)
+    service.close().result(PATIENCE_S)

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.blocks import ROOT
+from tests.patience import PATIENCE_S
 from tests.property import fuzz
 
 CRASHERS = sorted((Path(__file__).parent / "crashers").iterdir())
@@ -36,7 +37,7 @@ def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess
         env={**os.environ, "PYTHONPATH": paths},
         capture_output=True,
         text=True,
-        timeout=55,
+        timeout=PATIENCE_S,
         check=False,
     )
 

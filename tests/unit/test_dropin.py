@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from tinkex import dropin
 from tinkex.dropin import names
 from tinkex.errors import TinkerError
@@ -33,7 +34,7 @@ def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess
     # The command runs in another folder, where a relative PYTHONPATH would not be found.
     environment = {**os.environ, "PYTHONPATH": str(Path(dropin.__file__).parents[2])}
     return subprocess.run(
-        command, capture_output=True, text=True, cwd=cwd, env=environment, timeout=50
+        command, capture_output=True, text=True, cwd=cwd, env=environment, timeout=PATIENCE_S
     )
 
 
@@ -154,7 +155,7 @@ if __name__ == "__main__":
     queue = context.Queue()
     process = context.Process(target=child, args=(queue,))
     process.start()
-    print(queue.get(timeout=30), types.Datum.__module__, neighbour.NAME)
+    print(queue.get(timeout=PATIENCE_S), types.Datum.__module__, neighbour.NAME)
     process.join()
 """
 

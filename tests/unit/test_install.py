@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.installed import base_requirements, closure, extras
+from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("numpy", "torch", "transformers", "pydantic", "starlette", "uvicorn", "tokenizers", "ray")
@@ -63,7 +64,7 @@ def loaded_after(program: str) -> set[str]:
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=PATIENCE_S,
     )
     return {name.split(".")[0] for name in json.loads(done.stdout)}
 

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.patience import PATIENCE_S
+
 if TYPE_CHECKING:
     from types import ModuleType
 
@@ -124,7 +126,7 @@ def test_without_a_terminal_there_is_a_line_now_and_then(
     monkeypatch.setattr(tool.Progress, "EVERY_S", 0.001)
     with tool.Progress("1/3 torch", tmp_path, shown=False) as progress:
         progress.take("Downloading torch (110.0 MB)")
-        assert told.seen.wait(30)
+        assert told.seen.wait(PATIENCE_S)
     assert re.search(r"  1/3 torch \(\d+ s\): fetching torch \(110\.0 MB\)\n", told.getvalue())
     assert "\033" not in told.getvalue()
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 from chat_kit import CHATML, OPENED, SPACED, THINKING, chat, ours, theirs
 
+from tests.patience import PATIENCE_S
 from tinkex.chat import ChatExample, CompletionExample, Renderer
 from tinkex.errors import ChatTemplateError, InputError, MissingPackageError
 
@@ -216,7 +217,7 @@ def test_the_packages_import_without_any_extra():
         env={"PYTHONPATH": SOURCE},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_S,
         check=True,
     )
     assert done.stdout == "Renderer\n"

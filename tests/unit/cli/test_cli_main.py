@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from tinkex._version import __version__
 from tinkex.cli.main import DONE, INTERRUPTED, MISUSED, build_parser
 from tinkex.cli.table import COMMANDS, PROGRAMS
@@ -197,7 +198,7 @@ def test_interrupting_a_command_exits_with_130(tmp_path: Path):
         )
         connection, _ = mute.accept()  # it is waiting for an answer now
         command.send_signal(signal.SIGINT)
-        out, err = command.communicate(timeout=20)
+        out, err = command.communicate(timeout=PATIENCE_S)
         connection.close()
     assert command.returncode == INTERRUPTED
     assert (out, err.splitlines()[-1]) == ("", "Interrupted.")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from tests.unit.clients.world import MODEL, World, datum
 from tinkex import AdamParams, APIFuture, ModelInput, SamplingParams, ServiceClient
 from tinkex.testing import API_KEY, Delays, FakeServer, faults
@@ -75,7 +76,7 @@ def test_a_blocking_timeout_leaves_the_call_running_and_an_async_one_cancels_it(
         with pytest.raises(TimeoutError):
             patient.result(0.01)
         assert not patient.cancelled()
-        assert len(patient.result(10).sequences) == 1
+        assert len(patient.result(PATIENCE_S).sequences) == 1
 
         hasty = sampler.sample(PROMPT, 1, PARAMS)
 
@@ -160,9 +161,9 @@ def test_cancelling_from_another_thread_reaches_the_server():
         while future.status().state != "running":
             assert not future.done()
         threading.Thread(target=future.cancel).start()
-        assert ended.wait(5)
+        assert ended.wait(PATIENCE_S)
         with pytest.raises(concurrent.futures.CancelledError):
-            future.result(5)
+            future.result(PATIENCE_S)
         deadline = server.clock.now() + 5.0
         while not server.seen("cancel_future"):
             assert server.clock.now() < deadline

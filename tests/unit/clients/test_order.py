@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from tests.unit.clients.world import MODEL, World, datum
 from tinkex import AdamParams, BadRequestError, InternalServerError, ServiceClient
 from tinkex.testing import API_KEY, Delays, FakeServer, faults
@@ -63,7 +64,7 @@ def test_calls_of_many_threads_are_sent_in_call_order_and_numbered_without_gaps(
         with concurrent.futures.ThreadPoolExecutor(threads) as pool:
             futures = [f for calls in pool.map(caller, range(threads)) for f in calls]
         for future in futures:
-            future.result(30)
+            future.result(PATIENCE_S)
         assert seq_ids(server) == list(range(1, threads * each + 1))
         seen = tags(server)
         for number in range(threads):
@@ -242,8 +243,8 @@ def test_a_call_that_times_out_while_it_waits_lets_the_next_one_through():
 
         with pytest.raises(TimeoutError):
             asyncio.run(hasty())
-        first.result(10)
-        third.result(10)
+        first.result(PATIENCE_S)
+        third.result(PATIENCE_S)
         assert tags(server) == [1, 3]
         assert seq_ids(server) == [1, 2]
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from tests.unit.clients.world import MODEL, World
 from tinkex import (
     Config,
@@ -175,12 +176,12 @@ def test_a_handle_opened_with_a_key_of_its_own_uses_that_key_and_leaves_the_sess
             handle = service.create_sampling_client(base_model=MODEL).get_sampler_handle()
             copied = SamplingClient.from_sampler_handle(handle, api_key=KEY)
             assert copied.holder is not service.holder
-            assert len(copied.sample(PROMPT, 1, PARAMS).result(10).sequences) == 1
+            assert len(copied.sample(PROMPT, 1, PARAMS).result(PATIENCE_S).sequences) == 1
             monkeypatch.delenv("TINKER_API_KEY", raising=False)
         # The session above is over, so a copy needs a credential of its own; there is none.
         monkeypatch.setenv("HOME", "/nonexistent")
         alone = SamplingClient.from_sampler_handle(handle)
-        error = alone.sample(PROMPT, 1, PARAMS).exception(10)
+        error = alone.sample(PROMPT, 1, PARAMS).exception(PATIENCE_S)
         assert isinstance(error, CredentialError)
         assert "TINKER_API_KEY" in str(error)
         assert [seen.path.split("/")[-2] for seen in server.seen("finish_session")] == [

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from tinkex.clients.operations import Operations, blocking, submitting
 from tinkex.clients.portal import CurrentLoop, LoopThread
 from tinkex.clock import SystemClock
@@ -44,7 +45,7 @@ def test_posts_run_in_the_order_they_were_made(portal: LoopThread):
     for i in range(100):
         portal.post(lambda i=i: seen.append(i))
     portal.post(done.set)
-    assert done.wait(5)
+    assert done.wait(PATIENCE_S)
     assert seen == list(range(100))
 
 
@@ -55,18 +56,18 @@ def test_a_result_and_an_error_come_out_of_the_future(operations: Operations):
     async def fail(_: Any) -> int:
         raise LookupError("lost")
 
-    assert operations.start(give).result(5) == 7
+    assert operations.start(give).result(PATIENCE_S) == 7
     with pytest.raises(LookupError, match="lost"):
-        operations.start(fail).result(5)
+        operations.start(fail).result(PATIENCE_S)
 
 
 @pytest.mark.req("S22")
 def test_ending_the_loop_ends_every_pending_future(portal: LoopThread, operations: Operations):
     pending = [operations.start(_forever) for _ in range(20)]
-    operations.start(lambda promise: _end(portal, promise)).result(5)
+    operations.start(lambda promise: _end(portal, promise)).result(PATIENCE_S)
     for future in pending:
         with pytest.raises(ClosedError):
-            future.result(5)
+            future.result(PATIENCE_S)
 
 
 @pytest.mark.req("S22")
@@ -74,16 +75,16 @@ def test_a_loop_that_dies_by_itself_ends_every_future(portal: LoopThread, operat
     pending = operations.start(_forever)
     portal.post(lambda: asyncio.get_running_loop().stop())
     with pytest.raises(ClosedError, match="loop thread has ended"):
-        pending.result(5)
+        pending.result(PATIENCE_S)
     with pytest.raises(ClosedError):
-        operations.start(_forever).result(5)
+        operations.start(_forever).result(PATIENCE_S)
 
 
 @pytest.mark.req("S23")
 def test_a_call_on_a_closed_client_fails_in_its_future(portal: LoopThread, operations: Operations):
-    operations.start(lambda promise: _end(portal, promise)).result(5)
+    operations.start(lambda promise: _end(portal, promise)).result(PATIENCE_S)
     future = operations.start(_forever)
-    assert isinstance(future.exception(5), ClosedError)
+    assert isinstance(future.exception(PATIENCE_S), ClosedError)
 
 
 def test_cancelling_a_future_cancels_its_task(operations: Operations):
@@ -98,9 +99,9 @@ def test_cancelling_a_future_cancels_its_task(operations: Operations):
             raise
 
     future = operations.start(work)
-    assert started.wait(5)
+    assert started.wait(PATIENCE_S)
     assert future.cancel()
-    assert cancelled.wait(5)
+    assert cancelled.wait(PATIENCE_S)
     with pytest.raises(concurrent.futures.CancelledError):
         future.result(0)
 
@@ -113,12 +114,12 @@ def test_a_bug_in_a_posted_action_ends_its_future_and_not_the_loop(operations: O
 
     operations.post(promise, broken)
     with pytest.raises(AttributeError):
-        promise.future.result(5)
+        promise.future.result(PATIENCE_S)
 
     async def give(_: Any) -> int:
         return 1
 
-    assert operations.start(give).result(5) == 1
+    assert operations.start(give).result(PATIENCE_S) == 1
 
 
 @pytest.mark.req("B6")
@@ -130,14 +131,14 @@ def test_a_forked_child_gets_an_error_at_once(operations: Operations):
         await asyncio.Event().wait()
 
     pending = operations.start(work)
-    assert started.wait(5)
+    assert started.wait(PATIENCE_S)
     read, write = os.pipe()
     child = os.fork()
     if child == 0:  # pragma: no cover - runs in the child
         kinds = []
         for future in (pending, operations.start(work)):
             try:
-                future.result(5)
+                future.result(PATIENCE_S)
             except BaseException as error:  # noqa: BLE001
                 kinds.append(type(error).__name__)
         os.write(write, ",".join(kinds).encode())
@@ -168,7 +169,7 @@ def test_twins_run_the_same_body_on_the_loop(operations: Operations):
     client = Client(operations)
     assert client.thread() != threading.get_ident()
     assert client.thread(add=1) == client.thread() + 1
-    assert client.thread_soon().result(5) == client.thread()
+    assert client.thread_soon().result(PATIENCE_S) == client.thread()
     assert (Client.thread.__name__, Client.thread.__doc__) == ("thread", "Where it ran.")
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from rest_fakes import KEY, Asked, Script, on_loopback
 
+from tests.patience import PATIENCE_S
 from tinkex.clients.admin import AdminClient
 from tinkex.clients.portal import CurrentLoop
 from tinkex.clients.rest import RestClient
@@ -494,7 +495,7 @@ def test_constructing_a_client_connects_to_nothing():
     before = threading.active_count()
     client = RestClient(base_url="http://127.0.0.1:9", api_key=KEY)
     assert threading.active_count() == before
-    client.close().result(5)
+    client.close().result(PATIENCE_S)
     assert threading.active_count() == before
 
 
@@ -511,12 +512,12 @@ def test_a_client_of_its_own_works_as_a_context_manager_and_is_closed_after():
     script = Script({f"GET {AT_RUN}": TRAINING_RUN})
     with on_loopback(script) as url:
         with RestClient(base_url=url, api_key=KEY) as rest:
-            assert rest.get_training_run(RUN).result(5).base_model == "base/model"
+            assert rest.get_training_run(RUN).result(PATIENCE_S).base_model == "base/model"
         with pytest.raises(ClosedError):
-            rest.get_training_run(RUN).result(5)
+            rest.get_training_run(RUN).result(PATIENCE_S)
         with pytest.raises(ClosedError, match="RestClient is closed"):
             rest.__enter__()
-        rest.close().result(5)
+        rest.close().result(PATIENCE_S)
 
 
 @pytest.mark.req("B11")
@@ -540,9 +541,11 @@ def test_a_client_made_by_a_service_client_shares_its_connection():
         rest = service.create_rest_client()
         assert rest.holder is service.holder
         with rest:
-            rest.get_training_run(RUN).result(5)
+            rest.get_training_run(RUN).result(PATIENCE_S)
         assert service.holder.session_id is None
-        assert service.create_rest_client().get_training_run(RUN).result(5).lora_rank is None
+        assert (
+            service.create_rest_client().get_training_run(RUN).result(PATIENCE_S).lora_rank is None
+        )
 
 
 def test_closing_a_borrowing_client_leaves_the_connection_open():
@@ -568,16 +571,16 @@ def test_closing_ends_calls_under_way_with_a_typed_error():
         def answer(self, asked: Asked) -> tuple[int, bytes]:
             if asked.method == "GET":
                 arrived.set()
-                go_on.wait(5)
+                go_on.wait(PATIENCE_S)
             return super().answer(asked)
 
     with on_loopback(Slow()) as url:
         rest = RestClient(base_url=url, api_key=KEY)
         pending = rest.get_training_run(RUN)
-        assert arrived.wait(5)
-        rest.close().result(5)
+        assert arrived.wait(PATIENCE_S)
+        rest.close().result(PATIENCE_S)
         with pytest.raises(ClosedError):
-            pending.result(5)
+            pending.result(PATIENCE_S)
         go_on.set()
 
 
@@ -592,11 +595,11 @@ def test_a_dropped_client_lets_go_of_its_thread_once_its_calls_are_done():
         assert len(loops) == 1
         gc.collect()
         # The pending call keeps the connection, although nobody holds the client.
-        assert future.result(5).training_run_id == RUN
+        assert future.result(PATIENCE_S).training_run_id == RUN
         del future
         gc.collect()
         for thread in loops:
-            thread.join(5)
+            thread.join(PATIENCE_S)
             assert not thread.is_alive()
 
 
@@ -604,7 +607,7 @@ def test_an_unknown_run_is_a_not_found_error():
     with on_loopback(Script()) as url, RestClient(base_url=url, api_key=KEY) as rest:
         future = rest.get_training_run("nobody")
         with pytest.raises(NotFoundError):
-            future.result(5)
+            future.result(PATIENCE_S)
 
 
 @pytest.mark.req("B9")

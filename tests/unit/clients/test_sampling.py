@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from tests.unit.clients.world import MODEL, World
 from tinkex import (
     APIConnectionError,
@@ -135,13 +136,13 @@ def test_clients_of_one_server_and_key_share_the_pause_and_others_do_not():
             assert not refused.done()
         started = server.seen("asample")[0].at
         for name in ("other key", "other server"):
-            samplers[name].sample(PROMPT, 1, PARAMS).result(10)
+            samplers[name].sample(PROMPT, 1, PARAMS).result(PATIENCE_S)
         independent = server.clock.now() - started
-        samplers["mine too"].sample(PROMPT, 1, PARAMS).result(10)
+        samplers["mine too"].sample(PROMPT, 1, PARAMS).result(PATIENCE_S)
         shared = server.clock.now() - started
-        refused.result(10)
+        refused.result(PATIENCE_S)
         for service in services.values():
-            service.close().result(10)
+            service.close().result(PATIENCE_S)
     assert independent < pause_s <= shared
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from tests.unit.clients.world import MODEL, World, datum
 from tinkex import (
     AdamParams,
@@ -197,7 +198,7 @@ def test_the_environment_is_read_once_when_the_client_is_made(monkeypatch: pytes
     assert service.holder.config.base_url == "http://127.0.0.1:9/prefix"
     assert service.holder.config.api_key == "tml-first"
     assert service.get_telemetry() is None
-    service.close().result(5)
+    service.close().result(PATIENCE_S)
 
 
 @pytest.mark.req("S22")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from tests.unit.clients.world import MODEL, World, datum
 from tinkex import (
     AdamParams,
@@ -174,7 +175,7 @@ def test_the_same_call_gives_a_future_in_blocking_and_in_async_code(service: Ser
     ]
     assert all(isinstance(future, APIFuture) for future in futures)
     assert all(isinstance(future, concurrent.futures.Future) for future in futures)
-    values = [future.result(10) for future in futures]
+    values = [future.result(PATIENCE_S) for future in futures]
 
     async def again() -> list[Any]:
         submitted = await training.forward_async([datum()], "cross_entropy")
@@ -193,7 +194,7 @@ def test_futures_work_with_the_standard_library(service: ServiceClient):
     futures = [sampler.sample(PROMPT, 1, PARAMS) for _ in range(5)]
     heard: list[bool] = []
     futures[0].add_done_callback(lambda future: heard.append(future.done()))
-    done, pending = concurrent.futures.wait(futures, timeout=10)
+    done, pending = concurrent.futures.wait(futures, timeout=PATIENCE_S)
     assert (len(done), len(pending)) == (5, 0)
     assert len(list(concurrent.futures.as_completed(futures, timeout=1))) == 5
     assert heard == [True]
@@ -216,15 +217,15 @@ def test_errors_come_out_of_the_future_and_never_out_of_the_call(service: Servic
         RestClient(service.holder).get_training_run(""),
     ]
     for future in bad:
-        assert isinstance(future.exception(5), InputError)
-    service.close().result(10)
+        assert isinstance(future.exception(PATIENCE_S), InputError)
+    service.close().result(PATIENCE_S)
     late: list[Any] = [
         training.forward([datum()], "cross_entropy"),
         sampler.sample(PROMPT, 1, PARAMS),
         RestClient(service.holder).list_training_runs(),
     ]
     for future in late:
-        assert isinstance(future.exception(5), ClosedError)
+        assert isinstance(future.exception(PATIENCE_S), ClosedError)
 
 
 @pytest.mark.req("B11")
@@ -263,7 +264,7 @@ def test_both_context_managers_finish_the_session_and_say_how_it_went():
 def test_close_needs_no_argument_can_be_repeated_and_needs_no_connection():
     unused = ServiceClient(base_url="http://127.0.0.1:9", api_key=API_KEY)
     assert unused.close() is unused.close()
-    assert unused.close().result(5) is None
+    assert unused.close().result(PATIENCE_S) is None
 
     async def scenario(world: World) -> None:
         service = world.service()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
+from tests.patience import PATIENCE_S
 from tinkex import Datum, ModelInput, ServiceClient
 from tinkex.clients.portal import CurrentLoop
 from tinkex.clients.session import Session
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
 MODEL = "tinkex/tiny"
-# Real seconds. Less than pytest's own limit, whose signal would stop the clock and not the test.
-PATIENCE_S = 45.0
 
 
 class World:

@@ -6,6 +6,7 @@ import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from tests.patience import PATIENCE_S
 from tinkex.engine.base import AdapterSpec, OptimOp, SampleOp, TrainOp, TrainResult, Weights
 from tinkex.engine.local import LocalEngine, LocalSettings
 from tinkex.engine.models.loader import BaseModel, load_model
@@ -52,7 +53,7 @@ class NotingDecoder:
             came, go = self.gates.get(self.notes.count("train"), (None, None))
             if came is not None and go is not None:
                 came.set()
-                assert go.wait(10), "nobody opened the gate"
+                assert go.wait(PATIENCE_S), "nobody opened the gate"
         return self._inner.hidden(tokens_T, *others)
 
 

@@ -9,6 +9,7 @@ from itertools import groupby
 import pytest
 from anyio.lowlevel import checkpoint
 
+from tests.patience import PATIENCE_S
 from tests.unit.engine.local_kit import (
     data,
     engine,
@@ -90,7 +91,7 @@ class Stage:
 
     def run(self):
         self.thread.start()
-        assert self.ended.wait(10)
+        assert self.ended.wait(PATIENCE_S)
         self.thread.close()
         return "".join(self.log).removesuffix("end")
 
@@ -171,7 +172,7 @@ def test_files_do_not_hold_up_passes_but_what_shares_their_key_waits():
 
     def save():
         stage.log.append("s")
-        result = yield lambda: (written.wait(10), threading.current_thread().name)
+        result = yield lambda: (written.wait(PATIENCE_S), threading.current_thread().name)
         stage.log.append("w")
         return result
 
@@ -225,7 +226,7 @@ def test_a_thread_that_ends_by_a_mistake_says_so_and_takes_nothing_more(caplog):
     stage = Stage(sampler_steps=3)
     stage.step = lambda: 1 // 0
     stage.thread.start()
-    stage.thread._thread.join(10)
+    stage.thread._thread.join(PATIENCE_S)
     assert stage.log == ["end"]
     assert "mistake of its own" in caplog.text
     with pytest.raises(ClosedError):

@@ -14,12 +14,13 @@ import sys
 import termios
 from typing import TYPE_CHECKING, Self
 
+from tests.patience import PATIENCE_S
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 _PIECE = re.compile(r"\033\[(\?*[0-9;]*)([A-Za-z])|([\r\n\b])|([^\033\r\n\b])", re.DOTALL)
 _HALF_A_COMMAND = re.compile(r"\033(\[[0-9;?]*)?$")
-_PATIENCE_S = 30.0
 
 
 class Screen:
@@ -155,11 +156,11 @@ class Terminal:
         """Read until the program has ended; returns its exit status."""
         while self._read():
             pass
-        return self._process.wait(_PATIENCE_S)
+        return self._process.wait(PATIENCE_S)
 
     def wait(self) -> int:
         """Wait for the program without reading what it sends."""
-        return self._process.wait(_PATIENCE_S)
+        return self._process.wait(PATIENCE_S)
 
     def hang_up(self) -> None:
         """Take the terminal away."""
@@ -168,7 +169,7 @@ class Terminal:
             self._master = -1
 
     def _read(self) -> bool:
-        ready, _, _ = select.select([self._master], [], [], _PATIENCE_S)
+        ready, _, _ = select.select([self._master], [], [], PATIENCE_S)
         assert ready, f"nothing more came; the screen:\n{self.screen.text}"
         try:
             data = os.read(self._master, 65536)

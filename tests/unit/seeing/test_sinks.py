@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from wandb_files import held_for_wandb
 
+from tests.patience import PATIENCE_S
 from tinkex.errors import InputError, MissingPackageError, StorageError
 from tinkex.seeing.history import METRICS, read_metrics
 from tinkex.seeing.sinks import JsonlSink, Sinks, open_sinks
@@ -178,7 +179,7 @@ def sent(folder: Path, *steps: int, mode: str = "offline") -> tuple[dict[str, An
         capture_output=True,
         text=True,
         check=True,
-        timeout=50,
+        timeout=PATIENCE_S,
     )
     return {**json.loads(done.stdout), **held_for_wandb(folder)}, done.stderr
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from screen import Terminal
 
+from tests.patience import PATIENCE_S
 from tinkex.seeing.history import METRICS, read_metrics
 from tinkex.seeing.sinks import open_sinks
 from tinkex.testing import API_KEY, FakeServer
@@ -114,7 +115,7 @@ def test_a_reader_that_leaves_ends_the_watching(tmp_path: Path):
     assert watch.stdout.readline().startswith("step  1/20  loss 2.0000")
     watch.stdout.close()
     sinks.record(2, {"loss": 1.0})
-    assert watch.wait(30) == 1
+    assert watch.wait(PATIENCE_S) == 1
     assert watch.stderr.read() == ""
     watch.stderr.close()
     sinks.close()

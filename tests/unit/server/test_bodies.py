@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from backports import zstd
 
+from tests.patience import PATIENCE_S
 from tinkex.server.api.body import MAX_JSON_PARTS, MAX_PROTOBUF_PARTS
 from tinkex.wire.proto_scan import has_more_parts
 
@@ -217,7 +218,11 @@ except InputError as error:
 
 def test_a_bomb_of_four_gigabytes_costs_no_more_memory_than_the_limit() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", BOMB], capture_output=True, text=True, timeout=50, check=False
+        [sys.executable, "-c", BOMB],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     size, mib, *text = done.stdout.split()

@@ -9,6 +9,7 @@ import anyio
 import msgspec
 import pytest
 
+from tests.patience import PATIENCE_S
 from tinkex.errors import InputError
 from tinkex.testing import API_KEY, FakeClock, FakeServer
 from tinkex.testing.plugin import (  # also without an installation
@@ -106,7 +107,7 @@ def test_virtual_time_and_real_sockets_do_not_mix() -> None:
 
 
 def test_the_fixture_listens_on_loopback(tinkex_server: FakeServer) -> None:  # noqa: F811
-    with urllib.request.urlopen(f"{tinkex_server.url}/api/v1/healthz", timeout=5) as reply:
+    with urllib.request.urlopen(f"{tinkex_server.url}/api/v1/healthz", timeout=PATIENCE_S) as reply:
         assert msgspec.json.decode(reply.read()) == {"status": "ok"}
     assert tinkex_server.url.startswith("http://127.0.0.1:")
 
@@ -118,5 +119,5 @@ def test_samples_can_be_lost_from_another_thread(tinkex_server: FakeServer) -> N
 def test_the_client_fixture_trains_and_samples(tinkex_service: ServiceClient) -> None:  # noqa: F811
     training = tinkex_service.create_lora_training_client(base_model="tinkex/tiny", rank=4)
     datum = Datum(model_input=ModelInput.from_ints([1]), loss_fn_inputs={"target_tokens": [2]})
-    result = training.forward_backward([datum], "cross_entropy").result(timeout=10)
+    result = training.forward_backward([datum], "cross_entropy").result(timeout=PATIENCE_S)
     assert result.metrics["loss:sum"] > 0

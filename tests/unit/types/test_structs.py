@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from tests.patience import PATIENCE_S
 from tinkex import types
 from tinkex.errors import InputError, InputTypeError
 from tinkex.types.base import Value
@@ -485,7 +486,7 @@ def test_importing_types_loads_no_heavy_library() -> None:
         "print([m for m in ('numpy', 'torch', 'pydantic') if m in sys.modules])"
     )
     shown = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=30
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=PATIENCE_S
     )
     assert shown.stdout.strip() == "[]"
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.patience import PATIENCE_S
 from tinkex.errors import InputError, InputTypeError
 from tinkex.types import MASK_LOGPROB, PromptAltTokens, TensorData, TopkLogprobs
 
@@ -181,7 +182,7 @@ def test_csr_is_made_dense_without_torch() -> None:
         "print(t.tolist(), t.tolist(7)[0], 'torch' in sys.modules)"
     )
     shown = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=PATIENCE_S
     )
     assert shown.stdout.strip() == "[[0.0, 0.0, 0.0], [0.0, 0.0, 0.5]] [7.0, 7.0, 7.0] False"
 

@@ -11,7 +11,7 @@ from tinkex.config import DEFAULT_MODEL
 from tinkex.engine.models.hub import packaged_file
 from tinkex.engine.models.loader import load_model
 
-pytestmark = [pytest.mark.smollm2, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.smollm2]
 
 
 def unreachable(name: str) -> None:

@@ -18,7 +18,7 @@ from tinkex.errors import ModelError
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = [pytest.mark.smollm2, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.smollm2]
 
 TEXTS = [
     "The quick brown fox jumps over the lazy dog.",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from tests.patience import PATIENCE_S
 from tinkex.engine.abreast import compute_abreast
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def test_an_error_of_either_half_is_raised_when_both_have_ended(failing: int) ->
     both = threading.Barrier(2)
 
     def compute(parts: Sequence[Piece]) -> list[int]:
-        both.wait(10)
+        both.wait(PATIENCE_S)
         if parts[0].number == failing:
             raise MemoryError("no room")
         ended.append(parts[0].number)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.patience import PATIENCE_S
 from tinkex.engine import custom_loss_limits as limits
 from tinkex.engine.custom_loss import MAX_ELEMENTS, MAX_TOTAL, compile_loss
 from tinkex.errors import InputError
@@ -151,7 +152,11 @@ def test_dividing_the_smallest_number_by_minus_one_does_not_end_the_process():
         "smallest_by_minus_one()\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=50, check=False
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert "rounding_mode='trunc' needs floats" in done.stdout

@@ -20,7 +20,7 @@ from tinkex.testing import FakeClock
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = [pytest.mark.smollm2, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.smollm2]
 
 SYSTEM = {"role": "system", "content": "Answer in one word."}
 USER = {"role": "user", "content": "Où est l'étoile ☃ 🎉?\n\n  Tell me."}

@@ -228,6 +228,9 @@ class StoreSuite:
         for each in (new, old, elsewhere):
             await store.put_checkpoint(each)
         assert await store.get_checkpoint(old.path) == old
+        encrypted = replace(elsewhere, age_recipients=("age1x", "ssh-rsa y"))
+        await store.put_checkpoint(encrypted)
+        assert await store.get_checkpoint(elsewhere.path) == encrypted
         assert [c.name for c in await store.checkpoints(owner="o")] == ["x", "new", "old"]
         assert [c.name for c in await store.checkpoints(model_id="s:train:0")] == ["new", "old"]
         await store.put_checkpoint(replace(old, public=True, expires_at=5.0))

@@ -45,6 +45,8 @@ def read_adapter(folder: Path) -> Adapter:
     if not folder.is_dir():
         raise InputError("is no folder; give one with an adapter in PEFT's layout", str(folder))
     config_file, weights_file = folder / CONFIG_FILE, folder / WEIGHTS_FILE
+    if not weights_file.is_file() and any(folder.glob("*.age")):
+        raise InputError("is encrypted; decrypt its files with age first", str(folder))
     if not config_file.is_file():
         raise InputError(f"has no {CONFIG_FILE}; is it an adapter in PEFT's layout?", str(folder))
     if not weights_file.is_file():
@@ -61,8 +63,6 @@ def _without_weights(folder: Path) -> InputError:
             f"{WEIGHTS_FILE} (PEFT: save_pretrained(..., safe_serialization=True))",
             _PICKLE,
         )
-    if any(folder.glob("*.age")):
-        return InputError("is encrypted; decrypt its files with age first", str(folder))
     return InputError(f"has no {WEIGHTS_FILE}", str(folder))
 
 

@@ -54,7 +54,7 @@ def test_a_pickle_is_never_read_and_the_way_out_is_said(tmp_path: Path):
     [
         ([], "has no adapter_config.json"),
         (["adapter_config.json"], "has no adapter_model.safetensors"),
-        (["adapter_config.json", "adapter_model.safetensors.age"], "decrypt its files with age"),
+        (["adapter_config.json.age", "adapter_model.safetensors.age"], "decrypt its files"),
     ],
 )
 def test_a_folder_without_an_adapter_says_what_is_missing(

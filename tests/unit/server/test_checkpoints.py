@@ -269,14 +269,11 @@ async def test_an_export_is_downloaded_by_signed_links_without_a_key(api: Api) -
     assert (await stranger.call("GET", path)).status == 403
 
 
-async def test_only_exports_have_links_and_encryption_is_refused(api: Api) -> None:
+async def test_only_exports_have_links(api: Api) -> None:
     _, model = await trained(api)
     await save(api, model, 3)
     url = f"/training_runs/{model}/checkpoints/weights/one/external_weights_urls"
     assert (await api.call("GET", url)).status == 400
-    body = {"model_id": model, "seq_id": 4, "path": "x", "age_encryption_recipients": ["age1x"]}
-    failed = await api.outcome(await api.post("/save_weights_external", body))
-    assert "age_encryption_recipients" in failed["error"]
 
 
 async def test_older_clients_download_an_archive(api: Api) -> None:

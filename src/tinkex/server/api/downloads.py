@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, cast
 
 from starlette.responses import RedirectResponse
 
+from tinkex.server import age
 from tinkex.server.api.call import reply
 from tinkex.server.api.checkpoints import named
 from tinkex.server.api.errors import refuse
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from tinkex.server.api.exports import ExportKind
     from tinkex.server.store.records import StoredCheckpoint
 
+_HEAD_BYTES = 1 << 12
+
 
 async def get_external_weights_urls(call: Call) -> Response:
     """A signed link per file of an export."""
@@ -38,7 +41,8 @@ async def get_external_weights_urls(call: Call) -> Response:
             400, f"{checkpoint.path} is no export; make one with save_weights_external first."
         )
     token, expires = _token(call, checkpoint, "file")
-    urls = {name: call.link(f"{routes.PREFIX}/files/{token}/{name}") for name in FILES}
+    names = FILES if checkpoint.age_recipients is None else [f"{n}{age.SUFFIX}" for n in FILES]
+    urls = {name: call.link(f"{routes.PREFIX}/files/{token}/{name}") for name in names}
     return reply(ExternalWeightsUrlsResponse(urls=urls, expires=when(expires)))
 
 
@@ -70,12 +74,15 @@ async def send_export(
     if not is_live(checkpoint, parts.clock.wall()):
         raise gone
     kind = cast("ExportKind", claims["kind"])
-    source = await parts.exports.open(checkpoint.location, kind, name)
+    recipients = checkpoint.age_recipients
+    source = await parts.exports.open(checkpoint.location, kind, name, recipients)
     if source is None:
         raise gone
-    etag = hashlib.sha256(f"{kind} {checkpoint.location} {name}".encode()).hexdigest()[:32]
+    # Encryption draws a new key each time it is done, which the beginning of a file shows.
+    identity = f"{kind} {checkpoint.location} {name}".encode() + await source.read(0, _HEAD_BYTES)
+    etag = hashlib.sha256(identity).hexdigest()[:32]
     media = "application/x-tar" if kind == "archive" else "application/octet-stream"
-    return send(request.headers, source, media, etag)
+    return send(request.headers, source, media, etag, stable=recipients is None)
 
 
 HANDLERS: dict[str, Handler] = {

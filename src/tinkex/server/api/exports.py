@@ -12,17 +12,24 @@ import tarfile
 import tempfile
 from collections import OrderedDict, defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal, cast
 
 import anyio
 import anyio.to_thread
 
+from tinkex.server import age
+
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from typing import IO
 
     from tinkex.engine.base import Engine, Layout
     from tinkex.server.api.ranges import Source
+
+    Files = dict[str, IO[bytes]]
+    NewFile = Callable[[], IO[bytes]]
+    Recipients = tuple[str, ...] | None
+    Key = tuple[str, "ExportKind", Recipients]
 
 ExportKind = Literal["file", "archive"]
 
@@ -85,12 +92,17 @@ class Exports:
         self._on_disk_bytes = on_disk_bytes
         # Mutable state: open files per export, longest unused first, and one lock for each that
         # is being made.
-        self._kept: OrderedDict[tuple[str, ExportKind], dict[str, IO[bytes]]] = OrderedDict()
-        self._making: defaultdict[tuple[str, ExportKind], anyio.Lock] = defaultdict(anyio.Lock)
+        self._kept: OrderedDict[Key, Files] = OrderedDict()
+        self._making: defaultdict[Key, anyio.Lock] = defaultdict(anyio.Lock)
 
-    async def open(self, location: str, kind: ExportKind, name: str) -> Source | None:
-        """One file of an export, to be closed by the caller; None when there is none such."""
-        key = (location, kind)
+    async def open(
+        self, location: str, kind: ExportKind, name: str, recipients: Recipients = None
+    ) -> Source | None:
+        """One file of an export, to be closed by the caller; None when there is none such.
+
+        With recipients the files are encrypted and their names end in `.age`.
+        """
+        key = (location, kind, recipients)
         lock = self._making[key]
         try:
             async with lock:
@@ -104,15 +116,17 @@ class Exports:
         while self._kept:
             self._drop_oldest()
 
-    async def _open(self, key: tuple[str, ExportKind], name: str) -> Source | None:
+    async def _open(self, key: Key, name: str) -> Source | None:
         if key not in self._kept:
-            location, kind = key
+            location, kind, recipients = key
             files = await self._engine.export_saved(location, layout=_LAYOUTS[kind])
+            write = _tarred if kind == "archive" else _written
             if sum(map(len, files.values())) <= self._in_memory_bytes:
-                ready = {ARCHIVE: _tar(files)} if kind == "archive" else files
-                return InMemory(ready[name]) if name in ready else None
-            write = _write_tar if kind == "archive" else _write_files
-            self._kept[key] = await anyio.to_thread.run_sync(write, files)
+                ready = cast("dict[str, io.BytesIO]", write(files, recipients, io.BytesIO))
+                return InMemory(ready[name].getvalue()) if name in ready else None
+            self._kept[key] = await anyio.to_thread.run_sync(
+                write, files, recipients, tempfile.TemporaryFile
+            )
             self._make_room()
         self._kept.move_to_end(key)
         file = self._kept[key].get(name)
@@ -135,32 +149,33 @@ class Exports:
             file.close()
 
 
-def _tar(files: Mapping[str, bytes]) -> bytes:
-    target = io.BytesIO()
-    _fill_tar(target, files)
-    return target.getvalue()
+def _written(files: Mapping[str, bytes], recipients: Recipients, new: NewFile) -> Files:
+    """Each file in one of its own, encrypted if there are recipients."""
+    written: Files = {}
+    for name, data in files.items():
+        if recipients is None:
+            target = written[name] = new()
+            target.write(data)
+        else:
+            target = written[f"{name}{age.SUFFIX}"] = new()
+            age.encrypt(io.BytesIO(data), target, recipients)
+        target.flush()
+    return written
 
 
-def _fill_tar(target: IO[bytes], files: Mapping[str, bytes]) -> None:
+def _tarred(files: Mapping[str, bytes], recipients: Recipients, new: NewFile) -> Files:
     """A plain tar with the files side by side."""
+    target = new()
+    if recipients is None:
+        parts: Files = {name: io.BytesIO(data) for name, data in files.items()}
+    else:
+        parts = _written(files, recipients, new)
     with tarfile.open(fileobj=target, mode="w") as tar:
-        for name, data in files.items():
+        for name, part in parts.items():
             info = tarfile.TarInfo(name)
-            info.size = len(data)
-            tar.addfile(info, io.BytesIO(data))
-
-
-def _write_tar(files: Mapping[str, bytes]) -> dict[str, IO[bytes]]:
-    target = tempfile.TemporaryFile()  # noqa: SIM115 - kept open by Exports
-    _fill_tar(target, files)
+            info.size = part.seek(0, os.SEEK_END)
+            part.seek(0)
+            tar.addfile(info, part)
+            part.close()
     target.flush()
     return {ARCHIVE: target}
-
-
-def _write_files(files: Mapping[str, bytes]) -> dict[str, IO[bytes]]:
-    written: dict[str, IO[bytes]] = {}
-    for name, data in files.items():
-        written[name] = tempfile.TemporaryFile()  # noqa: SIM115 - kept open by Exports
-        written[name].write(data)
-        written[name].flush()
-    return written

@@ -25,16 +25,20 @@ class Source(Protocol):
     def close(self) -> None: ...
 
 
-def send(headers: Headers, source: Source, media_type: str, etag: str) -> Response:
+def send(
+    headers: Headers, source: Source, media_type: str, etag: str, *, stable: bool = True
+) -> Response:
     """The reply to a GET; the source is closed when it was sent.
 
     A range that is not understood, or of something that has changed, is answered by the whole, as
-    the standard says.
+    the standard says. What is not `stable` is another file each time it is made: a part of it is
+    sent only to a client that says which one it has (If-Range).
     """
     size = source.size_bytes
     told = {"accept-ranges": "bytes", "etag": f'"{etag}"'}
     wanted = headers.get("range")
-    if wanted is None or headers.get("if-range", f'"{etag}"') != f'"{etag}"':
+    known = headers.get("if-range", f'"{etag}"' if stable else None)
+    if wanted is None or known != f'"{etag}"':
         part: range | None = range(size)
     else:
         part = _part(wanted, size)

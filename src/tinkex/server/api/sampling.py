@@ -10,6 +10,7 @@ from tinkex.server.api.checkpoints import readable, readers
 from tinkex.server.api.errors import refuse
 from tinkex.server.api.sessions import open_session
 from tinkex.server.api.submit import accepted
+from tinkex.server.scheduler.checks import check_sampleable
 from tinkex.server.scheduler.lost import CLONE_BLOCK
 from tinkex.server.store.records import Operation, Sampler
 from tinkex.types import (
@@ -50,6 +51,7 @@ async def _sampler(
             raise refuse(
                 400, f"{checkpoint.path} is on {checkpoint.base_model}, not on {base_model}."
             )
+        check_sampleable(checkpoint)
         base_model, location = checkpoint.base_model, checkpoint.location
     if base_model is None:
         raise refuse(400, "Name what to sample from: base_model, or a model_path.")

@@ -10,6 +10,7 @@ from tinkex.errors import NotFoundError
 from tinkex.server.api.call import reply
 from tinkex.server.api.checkpoints import live_checkpoints, readable, readers
 from tinkex.server.openai.errors import problem
+from tinkex.server.scheduler.checks import check_sampleable
 
 if TYPE_CHECKING:
     from starlette.responses import Response
@@ -39,6 +40,7 @@ async def choose(call: Call, name: str) -> Chosen:
         checkpoint = await readable(call, name, await readers(call, None))
     except NotFoundError:
         raise _unknown(name) from None
+    check_sampleable(checkpoint)
     weights = Weights(base_model=checkpoint.base_model, location=checkpoint.location)
     return Chosen(name, _spec(call, checkpoint.base_model, name), weights, checkpoint)
 
@@ -50,7 +52,7 @@ async def list_models(call: Call) -> Response:
     own = [
         _described(Chosen(c.path, served[c.base_model], Weights(base_model=c.base_model), c))
         for c in await live_checkpoints(call)
-        if c.base_model in served
+        if c.base_model in served and c.age_recipients is None
     ]
     return reply({"object": "list", "data": [*base, *own]})
 

@@ -47,6 +47,15 @@ def is_readable(checkpoint: StoredCheckpoint, owners: Sequence[str], now: float)
     return (checkpoint.public or checkpoint.owner in owners) and is_live(checkpoint, now)
 
 
+def check_sampleable(checkpoint: StoredCheckpoint) -> None:
+    """Refuse what is encrypted: who may read its files is decided by their key."""
+    if checkpoint.age_recipients is not None:
+        raise failure(
+            f"{checkpoint.path} is an encrypted export, which is only downloaded; sample from what "
+            "save_weights_for_sampler returned"
+        )
+
+
 def check_loadable(checkpoint: StoredCheckpoint, *, optimizer: bool) -> None:
     """Refuse what cannot be trained from, naming the call that makes what can."""
     if checkpoint.kind == "external_weights":

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tinkex.errors import RequestFailedError, StorageError
+from tinkex.server.age import check_recipients
 from tinkex.server.scheduler.checks import check_name, check_ttl, failure
 from tinkex.server.scheduler.quota import check_room, expected_size, is_live
 from tinkex.server.store.records import AuditEntry, Sampler, StoredCheckpoint
@@ -115,9 +116,8 @@ class Saves:
         request: SaveWeightsExternalRequest,
         generation: Generation,
     ) -> SaveWeightsExternalResponseInternal:
-        """Weights to download."""
-        if request.age_encryption_recipients:
-            raise failure("this server cannot encrypt exports; leave age_encryption_recipients out")
+        """Weights to download. They are encrypted when they are downloaded."""
+        given = request.age_encryption_recipients
         saved = await self._save(
             op,
             model,
@@ -125,6 +125,7 @@ class Saves:
             generation,
             name=request.path,
             ttl_seconds=request.ttl_seconds,
+            age_recipients=None if given is None else check_recipients(given),
         )
         return SaveWeightsExternalResponseInternal(
             path=saved.path, size_bytes=saved.size_bytes, type="save_weights_external"
@@ -141,6 +142,7 @@ class Saves:
         ttl_seconds: int | None,
         metadata: Mapping[str, str] | None = None,
         overwrite: bool = False,
+        age_recipients: tuple[str, ...] | None = None,
     ) -> StoredCheckpoint:
         check_name(name)
         check_ttl(ttl_seconds)
@@ -172,6 +174,7 @@ class Saves:
             user_metadata=dict(metadata) if metadata is not None else None,
             expires_at=None if ttl_seconds is None else now + ttl_seconds,
             project_id=model.project_id,
+            age_recipients=age_recipients,
         )
         await self.rows.put_checkpoint(checkpoint)
         if old is not None:

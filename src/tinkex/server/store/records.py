@@ -121,6 +121,8 @@ class StoredCheckpoint:
     user_metadata: Mapping[str, str] | None = None
     expires_at: float | None = None
     project_id: str | None = None
+    # Public keys that an export is encrypted for; None for what is not encrypted.
+    age_recipients: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

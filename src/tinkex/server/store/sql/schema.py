@@ -30,7 +30,7 @@ from tinkex.types import (
     Usage,
 )
 
-VERSION: Final = "0001"
+VERSION: Final = "0002"
 """The newest migration: what a new database starts with."""
 
 METADATA = MetaData()
@@ -155,6 +155,7 @@ checkpoints = Table(
     _json("user_metadata", dict[str, Any], null=True),
     _time("expires_at", null=True),
     _text("project_id", null=True),
+    _json("age_recipients", tuple[str, ...], null=True),
     UniqueConstraint("path", name="checkpoints_path"),
     Index("checkpoints_owner", "owner"),
     Index("checkpoints_model_id", "model_id"),

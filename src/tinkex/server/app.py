@@ -108,6 +108,7 @@ def create_app(
     app = Starlette(
         routes=[
             *(_route(route, endpoints[route.name]) for route in ROUTES),
+            *(_bare(route, endpoints[route.name]) for route in ROUTES if "{ckpt}" in route.path),
             Route(f"{PREFIX}/files/{{token}}/{{name:path}}", _files(parts), methods=["GET"]),
             *operators.routes(parts),
             *openai.routes(parts),
@@ -222,6 +223,11 @@ def _route(route: Any, endpoint: Endpoint) -> Route:
     # A checkpoint id is the two last parts of a path, such as weights/final.
     path = route.path.replace("{ckpt}", "{kind}/{name}")
     return Route(path, endpoint, methods=[route.method], name=route.name)
+
+
+def _bare(route: Any, endpoint: Endpoint) -> Route:
+    """A checkpoint's name without its kind: the handler answers what a checkpoint id looks like."""
+    return Route(route.path.replace("{ckpt}", "{name}"), endpoint, methods=[route.method])
 
 
 async def _owner(parts: Parts, request: Request, route: str) -> str:

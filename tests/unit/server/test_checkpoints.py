@@ -276,6 +276,41 @@ async def test_only_exports_have_links(api: Api) -> None:
     assert (await api.call("GET", url)).status == 400
 
 
+@pytest.mark.parametrize("ckpt", ["one", "onne/one"])
+@pytest.mark.parametrize(
+    ("method", "rest"),
+    [
+        ("DELETE", ""),
+        ("GET", "/archive"),
+        ("GET", "/external_weights_urls"),
+        ("POST", "/publish"),
+        ("DELETE", "/publish"),
+        ("PUT", "/ttl"),
+    ],
+)
+async def test_a_checkpoint_without_its_kind_is_told_what_an_id_looks_like(
+    api: Api, method: str, rest: str, ckpt: str
+) -> None:
+    _, model = await trained(api)
+    await save(api, model, 3)
+    body = {"ttl_seconds": None} if method == "PUT" else None
+    url = f"/training_runs/{model}/checkpoints/{ckpt}{rest}"
+    refused = await api.call(method, url, body)
+    assert refused.status == 400
+    assert b"weights/NAME or sampler_weights/NAME" in refused.body
+    assert len((await api.get("/checkpoints"))["checkpoints"]) == 1
+
+
+async def test_checkpoints_named_like_a_part_of_a_path_are_found(api: Api) -> None:
+    _, model = await trained(api)
+    for seq, name in enumerate(("publish", "archive", "ttl"), 3):
+        await save(api, model, seq, name)
+        url = f"/training_runs/{model}/checkpoints/weights/{name}"
+        assert (await api.call("GET", f"{url}/archive")).status == 200
+        assert (await api.call("DELETE", url)).status == 200
+    assert (await api.get("/checkpoints"))["checkpoints"] == []
+
+
 async def test_older_clients_download_an_archive(api: Api) -> None:
     _, model = await trained(api)
     body = {"model_id": model, "seq_id": 3, "path": "samp"}

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from starlette.responses import Response
 
 from tinkex.server.api.body import read_body
 from tinkex.server.api.errors import refuse
 from tinkex.server.observe.seen import seen_by
+from tinkex.server.store.records import CheckpointKind
 from tinkex.wire.json_codec import encode
 from tinkex.wire.json_requests import decode_request
 
@@ -100,7 +101,7 @@ class Call:
     def param(self, name: str) -> str:
         """A parameter of the path; a checkpoint id has two parts."""
         values = self.request.path_params
-        return f"{values['kind']}/{values['name']}" if name == "ckpt" else str(values[name])
+        return _checkpoint_id(values) if name == "ckpt" else str(values[name])
 
     def number(self, name: str, default: int, *, most: int = 10_000) -> int:
         """A number of the query string."""
@@ -154,6 +155,18 @@ class Call:
                 return spec
         names = ", ".join(spec.name for spec in self.parts.engine.models)
         raise refuse(400, f"Base model {name!r} is not served here; there is: {names}.")
+
+
+def _checkpoint_id(values: Mapping[str, Any]) -> str:
+    kind, name = values.get("kind"), values["name"]
+    if kind not in get_args(CheckpointKind):
+        given = name if kind is None else f"{kind}/{name}"
+        raise refuse(
+            400,
+            f"{given!r} is not a checkpoint id. A checkpoint id is weights/NAME or "
+            "sampler_weights/NAME (external_weights/NAME for an export).",
+        )
+    return f"{kind}/{name}"
 
 
 def reply(value: object = None, headers: Mapping[str, str] | None = None) -> Response:

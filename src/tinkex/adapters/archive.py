@@ -52,4 +52,6 @@ def unpack(archive: Path, folder: Path) -> None:
                     with source, (folder / name).open("xb") as target:
                         shutil.copyfileobj(source, target)
     except (tarfile.TarError, zlib.error, EOFError, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # the system's, such as a full disk, and not about the archive
         raise InputError(f"is no readable archive: {error}", archive.name) from error

@@ -49,6 +49,11 @@ def own_dtype(base: BaseModel) -> DtypeName:
     return "bfloat16" if named == "bfloat16" else "float16" if named == "float16" else "float32"
 
 
+def merged_bytes(base: BaseModel, dtype: DtypeName) -> int:
+    """About how large the merged model's files are; a head of its own comes on top."""
+    return sum(t.numel() for _, t in base.decoder.stored.named()) * _DTYPES[dtype].itemsize
+
+
 def merge(base: BaseModel, adapter: Path, folder: Path, dtype: DtypeName) -> None:
     """Write base model and adapter as one model; sums are made in float32 and then rounded."""
     decoder = base.decoder

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 import urllib.error
 import urllib.request
 from typing import TYPE_CHECKING
 
+from tinkex.cli.disk_space import writing_into
 from tinkex.cli.failures import CommandError
 from tinkex.cli.output import size
+from tinkex.new_files import new_file
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,29 +27,30 @@ def fetch(url: str, target: Path, label: str) -> int:
     if not url.startswith(_SCHEMES):
         raise CommandError(f"The server gave a link that is no web address for {label}")
     target.parent.mkdir(parents=True, exist_ok=True)
-    handle, part = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    handle, part = new_file(target.parent, f".{target.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
-            received = _receive(url, file, label)
-        os.chmod(part, 0o666 & ~_umask())
-        os.replace(part, target)
+            received = _receive(url, file, target.parent, label)
+        part.replace(target)
     except BaseException:
-        os.unlink(part)
+        part.unlink()
         raise
     return received
 
 
-def _receive(url: str, file: BinaryIO, label: str) -> int:
+def _receive(url: str, file: BinaryIO, folder: Path, label: str) -> int:
     received, expected = 0, None
     progress = _Progress(label)
     try:
         with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as reply:
             length = reply.headers.get("Content-Length", "")
             expected = int(length) if length.isdigit() else None
-            while chunk := reply.read(_CHUNK):
-                file.write(chunk)
-                received += len(chunk)
-                progress.show(received, expected)
+            with writing_into(folder, expected):
+                while chunk := reply.read(_CHUNK):
+                    file.write(chunk)
+                    received += len(chunk)
+                    progress.show(received, expected)
+                file.flush()
     except urllib.error.HTTPError as error:
         raise CommandError(
             f"Could not download {label}: the server answered {error.code} {error.reason}",
@@ -67,13 +69,6 @@ def _receive(url: str, file: BinaryIO, label: str) -> int:
             "Run the command again.",
         )
     return received
-
-
-def _umask() -> int:
-    """The process's mask for new files; reading it means setting it."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 class _Progress:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import msgspec
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType] -- its own stub
 
 from tinkex.engine.durable import write_atomically
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from tinkex.engine.models.base import DecoderConfig, RopeScaling
 
 SHARD_BYTES: Final = 4 * 2**30
+# A model is for other users and containers, too, unless the umask says otherwise.
+_MODE: Final = 0o666
 _HEAD: Final = "lm_head.weight"
 _EMBEDDING: Final = "model.embed_tokens.weight"
 
@@ -86,9 +89,17 @@ def _write_tensors(folder: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
         file = f"model-{number:05}.safetensors"
         where |= dict.fromkeys(shard, file)
         total += sum(tensor.nbytes for tensor in shard.values())
-        write_atomically(folder / file, partial(save_file, shard, metadata={"format": "pt"}))
+        write_atomically(folder / file, partial(_save, shard), mode=_MODE)
     index = {"metadata": {"total_size": total}, "weight_map": where}
     _write(folder / "model.safetensors.index.json", msgspec.json.encode(index))
+
+
+def _save(shard: dict[str, Tensor], path: Path) -> None:
+    try:
+        save_file(shard, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        # Its message is the system's own, such as a full disk.
+        raise OSError(str(error)) from error
 
 
 def _shards(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
@@ -152,4 +163,4 @@ def _write(path: Path, content: bytes) -> None:
     def write(file: Path) -> None:
         file.write_bytes(content)
 
-    write_atomically(path, write)
+    write_atomically(path, write, mode=_MODE)

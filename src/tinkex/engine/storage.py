@@ -38,6 +38,15 @@ def storage_error(
     return StorageError(f"cannot {doing} {place}: {reason}{sizes}; {advice}", str(place))
 
 
+def full_disk(error: BaseException | None) -> str | None:
+    """The system's reason where a full disk or a limit on its use is behind an error."""
+    while error is not None:
+        if (number := _number(error)) in _FULL:
+            return os.strerror(number or 0)
+        error = error.__cause__
+    return None
+
+
 def _number(error: BaseException) -> int | None:
     """The system's number for an error, if it has one."""
     if isinstance(error, OSError) and error.errno is not None:
@@ -56,13 +65,14 @@ def _reason(error: BaseException, number: int | None) -> str:
 
 def _sizes(place: Path | str, needed_bytes: int | None) -> str:
     parts = [f"{needed_bytes} bytes needed"] if needed_bytes is not None else []
-    free = _free(place) if isinstance(place, Path) else None
+    free = free_bytes(place) if isinstance(place, Path) else None
     if free is not None:
         parts.append(f"{free} free")
     return f" ({', '.join(parts)})" if parts else ""
 
 
-def _free(path: Path) -> int | None:
+def free_bytes(path: Path) -> int | None:
+    """How much fits on the file system of a path, which need not exist yet."""
     for folder in (path, *path.parents):
         try:
             return shutil.disk_usage(folder).free

@@ -77,6 +77,11 @@ def test_a_full_device_is_said_as_such(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_the_server_keeps_is_for_its_owner_alone(tmp_path):
+    write_atomically(tmp_path / "x", lambda path: write_tensors(path, "", {"x": torch.zeros(1)}))
+    assert (tmp_path / "x").stat().st_mode & 0o777 == 0o600
+
+
 def test_a_folder_that_cannot_be_made_is_said_as_such(tmp_path):
     (tmp_path / "file").write_bytes(b"")
     for folder in (tmp_path / "file", tmp_path / "file" / "deeper"):

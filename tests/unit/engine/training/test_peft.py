@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
 import warnings
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
@@ -27,8 +29,9 @@ from tinkex.engine.merged import hugging_face_config, write_merged
 from tinkex.engine.models.base import DecoderConfig, RopeScaling
 from tinkex.engine.models.loader import load_model
 from tinkex.engine.peft import export_peft, import_peft, read_folder
+from tinkex.engine.storage import full_disk
 from tinkex.engine.trainer import Trainer
-from tinkex.errors import InputError
+from tinkex.errors import InputError, StorageError
 from tinkex.types import Datum, ModelInput
 
 if TYPE_CHECKING:
@@ -138,6 +141,28 @@ def test_a_merged_folder_gives_the_same_logprobs_and_keeps_the_embedding(tmp_pat
     tied = config.tied_embeddings and not unembed
     assert (model.get_output_embeddings().weight is embedding) == tied
     assert model.config.tie_word_embeddings == tied
+
+
+def test_a_merged_folder_has_the_modes_that_the_umask_gives(tmp_path):
+    before = os.umask(0o027)
+    try:
+        _base_folder(tmp_path / "merged", CONFIG)
+    finally:
+        os.umask(before)
+    files = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "merged").iterdir()}
+    assert {"config.json", "model-00001.safetensors"} <= files.keys()
+    assert set(files.values()) == {0o640}
+
+
+def test_a_disk_that_has_no_room_for_a_merged_folder_is_said_as_such(tmp_path):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        with pytest.raises(StorageError, match="File too large") as refused:
+            _base_folder(tmp_path / "merged", CONFIG)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert full_disk(refused.value) == "File too large"
 
 
 def test_a_merged_folder_loads_in_our_own_engine(tmp_path, monkeypatch):

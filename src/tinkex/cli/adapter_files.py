@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING
 
 from tinkex.adapters.archive import unpack
 from tinkex.adapters.folder import make_peft
+from tinkex.cli.disk_space import writing_into
 from tinkex.cli.download import exported, fetch_export
 from tinkex.cli.failures import CommandError
 from tinkex.cli.fetch import fetch
+from tinkex.cli.target import unknown_checkpoint
 from tinkex.clients.rest import RestClient
-from tinkex.errors import APIStatusError, InputError, TinkerError
+from tinkex.errors import APIStatusError, InputError, NotFoundError
 from tinkex.types import ParsedCheckpointTinkerPath
 
 if TYPE_CHECKING:
@@ -43,10 +45,13 @@ def fetch_adapter(
         with exported(service, rest, path) as export:
             fetch_export(rest, export, folder, temporary=True)
     try:
-        return make_peft(folder, base_model)
+        with writing_into(folder):
+            return make_peft(folder, base_model)
     except InputError as error:
+        # The folder is a temporary one, which says nothing to the caller.
+        why = error.reason if error.path == str(folder) else str(error)
         raise CommandError(
-            f"{path} cannot be exported: {error}",
+            f"{path} cannot be exported: {why}",
             "`tinkex checkpoint download` saves the files as the server has them.",
         ) from error
 
@@ -58,16 +63,17 @@ def _fetch_archive(rest: RestClient, path: str, folder: Path) -> bool:
     except APIStatusError:  # it has none such; what is wrong with the path shows elsewhere
         return False
     archive = folder / _ARCHIVE
-    fetch(url, archive, "the adapter")
-    unpack(archive, folder)
+    size_bytes = fetch(url, archive, "the adapter")
+    with writing_into(folder, size_bytes):
+        unpack(archive, folder)
     archive.unlink()
     return True
 
 
-def base_model_of(service: ServiceClient, path: str) -> str | None:
-    """The base model of a checkpoint, if the server says."""
+def base_model_of(service: ServiceClient, path: str) -> str:
+    """The base model of a checkpoint; raises a `CommandError` where there is no such checkpoint."""
+    rest = RestClient(service.holder)
     try:
-        rest = RestClient(service.holder)
         return rest.get_weights_info_by_tinker_path(path).result().base_model
-    except TinkerError:
-        return None
+    except NotFoundError as error:
+        raise unknown_checkpoint(path) from error

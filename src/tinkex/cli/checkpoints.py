@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tinkex.cli.connect import rest_client
-from tinkex.cli.failures import CommandError, misuse
+from tinkex.cli.failures import misuse
 from tinkex.cli.output import plain, show, show_one, size, when
 from tinkex.cli.paging import every_page
+from tinkex.cli.target import checkpoint as checkpoint_named
+from tinkex.cli.target import unknown_checkpoint
 from tinkex.types import ParsedCheckpointTinkerPath
 
 if TYPE_CHECKING:
@@ -56,13 +58,14 @@ def list_all(args: argparse.Namespace) -> None:
 
 def info(args: argparse.Namespace) -> None:
     """Show one checkpoint."""
-    parsed = ParsedCheckpointTinkerPath.from_tinker_path(args.path)
+    path = checkpoint_named(args.path).model
+    parsed = ParsedCheckpointTinkerPath.from_tinker_path(path)
     with rest_client() as rest:
         listed, run = (
             rest.list_checkpoints(parsed.training_run_id),
             rest.get_training_run(parsed.training_run_id),
         )
-        checkpoint = _find(listed.result().checkpoints, args.path)
+        checkpoint = _find(listed.result().checkpoints, path)
         training_run = run.result()
     show_one(
         args,
@@ -115,6 +118,4 @@ def _find(checkpoints: list[Checkpoint], path: str) -> Checkpoint:
     for checkpoint in checkpoints:
         if checkpoint.tinker_path == path:
             return checkpoint
-    raise CommandError(
-        f"There is no checkpoint {path}", "`tinkex checkpoint list` shows those there are."
-    )
+    raise unknown_checkpoint(path)

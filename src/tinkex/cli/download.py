@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from tinkex.cli.connect import service_client
+from tinkex.cli.disk_space import WORK_PREFIX, writing_into
 from tinkex.cli.failures import CommandError
 from tinkex.cli.fetch import fetch
 from tinkex.cli.output import say, show_one, size, utc_now
+from tinkex.cli.target import checkpoint
 from tinkex.clients.rest import RestClient
 from tinkex.errors import TinkerError
+from tinkex.new_files import new_folder
 from tinkex.types import ParsedCheckpointTinkerPath
 
 if TYPE_CHECKING:
@@ -30,25 +32,26 @@ _SIGN_AGAIN = timedelta(minutes=5)
 
 def download(args: argparse.Namespace) -> None:
     """Download a checkpoint into a new folder."""
-    check_downloadable(args.path)
+    chosen = checkpoint(args.path, training=True)
+    path = chosen.model
+    check_downloadable(path)
     parent = Path(args.output or ".")
-    target = parent / args.path.removeprefix("tinker://").replace("/", "_")
+    target = parent / path.removeprefix("tinker://").replace("/", "_")
     if target.exists() and not args.force:
         raise CommandError(
             f"{target} exists already", "Pass --force to replace it, or -o for another place."
         )
-    parent.mkdir(parents=True, exist_ok=True)
-    with service_client() as service, folder_in(parent) as folder:
-        size_bytes = fetch_checkpoint(service, args.path, folder)
+    with service_client(chosen.source) as service, folder_in(parent) as folder:
+        size_bytes = fetch_checkpoint(service, path, folder)
         put_in_place(folder, target)
     show_one(
         args,
         {
-            "checkpoint_path": args.path,
+            "checkpoint_path": path,
             "destination": str(target),
             "file_size_bytes": size_bytes,
         },
-        [("Checkpoint Path", args.path), ("Total Size", size(size_bytes)), ("Saved to", target)],
+        [("Checkpoint Path", path), ("Total Size", size(size_bytes)), ("Saved to", target)],
     )
 
 
@@ -123,17 +126,25 @@ def _inside(name: str) -> PurePosixPath:
 
 @contextmanager
 def folder_in(parent: Path) -> Generator[Path]:
-    """A new folder beside its final place, removed unless it has been moved there."""
-    folder = Path(tempfile.mkdtemp(dir=parent, prefix=".tinkex-download-"))
+    """A new folder beside its final place, removed unless it has been moved there.
+
+    What had to be made around it goes, too, if it holds nothing else.
+    """
+    missing = [folder for folder in (parent, *parent.parents) if not folder.exists()]
+    parent.mkdir(parents=True, exist_ok=True)
+    folder = new_folder(parent, WORK_PREFIX)
     try:
-        yield folder
+        with writing_into(parent):
+            yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError):
+            for made in missing:
+                made.rmdir()
 
 
 def put_in_place(folder: Path, target: Path) -> None:
     """Rename a finished folder to its name, instead of what may be there."""
-    folder.chmod(0o755)
     if not target.exists():
         folder.rename(target)
         return

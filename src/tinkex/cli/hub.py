@@ -13,6 +13,7 @@ from tinkex.cli.connect import service_client
 from tinkex.cli.download import check_downloadable, fetch_checkpoint
 from tinkex.cli.failures import CommandError
 from tinkex.cli.output import say, show_one
+from tinkex.cli.target import checkpoint
 from tinkex.clients.rest import RestClient
 from tinkex.errors import TinkerError
 from tinkex.types import ParsedCheckpointTinkerPath
@@ -28,31 +29,33 @@ _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 
 def push(args: argparse.Namespace) -> None:
     """Download an adapter, describe it, and upload it."""
-    check_downloadable(args.path)
+    chosen = checkpoint(args.path, training=True)
+    path = chosen.model
+    check_downloadable(path)
     hub = _hub()
     with (
-        service_client() as service,
+        service_client(chosen.source) as service,
         tempfile.TemporaryDirectory(prefix="tinkex-push-") as temporary,
     ):
         folder = Path(temporary)
-        fetch_checkpoint(service, args.path, folder)
+        fetch_checkpoint(service, path, folder)
         _check_adapter(folder)
-        info = _weights_info(RestClient(service.holder), args.path)
-        repo, revision = _destination(args, info)
+        info = _weights_info(RestClient(service.holder), path)
+        repo, revision = _destination(args, path, info)
         _complete_config(folder / _CONFIG, info)
         if not args.no_model_card and not (folder / "README.md").exists():
-            (folder / "README.md").write_text(_card(args.path, repo, info), encoding="utf-8")
+            (folder / "README.md").write_text(_card(path, repo, info), encoding="utf-8")
         _upload(hub, args, folder, repo, revision)
     show_one(
         args,
         {
-            "checkpoint_path": args.path,
+            "checkpoint_path": path,
             "repo_id": repo,
             **({} if revision is None else {"revision": revision}),
             "public": args.public,
         },
         [
-            ("Checkpoint Path", args.path),
+            ("Checkpoint Path", path),
             ("Repo ID", repo),
             ("Revision", revision),
             ("Public", args.public),
@@ -92,12 +95,12 @@ def _weights_info(rest: RestClient, path: str) -> WeightsInfoResponse | None:
 
 
 def _destination(
-    args: argparse.Namespace, info: WeightsInfoResponse | None
+    args: argparse.Namespace, path: str, info: WeightsInfoResponse | None
 ) -> tuple[str, str | None]:
     """Repository and branch; derived from run and checkpoint when no repository is given."""
     if args.repo:
         return args.repo, args.revision
-    parsed = ParsedCheckpointTinkerPath.from_tinker_path(args.path)
+    parsed = ParsedCheckpointTinkerPath.from_tinker_path(path)
     model = info.base_model.split("/")[-1] if info else "adapter"
     return (
         _safe(f"tinker-{model}-{parsed.training_run_id}"),

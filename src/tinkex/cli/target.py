@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tinkex.adapters.config import CONFIG_FILE
 from tinkex.cli.connect import load_config, service_client
 from tinkex.cli.failures import CommandError, misuse
 from tinkex.config import DEFAULT_MODEL
+from tinkex.types import ParsedCheckpointTinkerPath
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -77,13 +79,45 @@ def find(text: str) -> Target:
     return Target(base_model=text.partition("=")[0], source=text)
 
 
-def of_run(folder: Path) -> Target:
-    """The newest weights of a training run."""
+def checkpoint(text: str, *, training: bool = False) -> Target:
+    """A checkpoint by its path, or what a training run has made by the run's folder.
+
+    With `training` a run gives the checkpoint to train on from instead of the one to sample from.
+    """
+    folder = Path(text)
+    if (folder / "run.json").is_file():
+        return of_run(folder, training=training)
+    if (folder / CONFIG_FILE).is_file():
+        raise CommandError(
+            f"{text} is an exported adapter in PEFT's layout already",
+            "Give the checkpoint it was made from: tinker://RUN/weights/NAME, or its run's folder.",
+        )
+    if not text.startswith(_SCHEME):
+        what = "a folder, but not" if folder.is_dir() else "neither a checkpoint nor the folder"
+        raise misuse(
+            f"{text} is {what} of a training run",
+            "Give tinker://RUN/weights/NAME, or a folder that `tinkex train` has made.",
+        )
+    ParsedCheckpointTinkerPath.from_tinker_path(text)
+    return Target(model_path=text)
+
+
+def unknown_checkpoint(path: str) -> CommandError:
+    """The error for a path that the server does not have."""
+    return CommandError(
+        f"There is no checkpoint {path}", "`tinkex checkpoint list` shows those there are."
+    )
+
+
+def of_run(folder: Path, *, training: bool = False) -> Target:
+    """The best weights of a training run that is over, else its newest ones."""
     from tinkex.loops.run_folder import RunFolder
 
     run = RunFolder(folder)
     record, saved = run.read(), run.checkpoints()
     path = (record and record.adapter_path) or (saved[-1].sampler_path if saved else None)
+    if training:
+        path = next((one.state_path for one in saved if one.sampler_path == path), None)
     if record is None or path is None:
         raise CommandError(
             f"The run in {folder} has saved nothing yet",

@@ -5,7 +5,10 @@ What is really computed and compared is in tests/e2e/test_export_import.py.
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,14 +17,17 @@ import pytest
 from tests.unit.adapters import kit
 from tinkex.adapters.folder import read_adapter
 from tinkex.adapters.names import Place
+from tinkex.cli.disk_space import WORK_PREFIX, writing_into
 from tinkex.cli.export import export_adapter
 from tinkex.cli.failures import CommandError
 from tinkex.cli.main import DONE, FAILED, MISUSED
 from tinkex.clients.service import ServiceClient
+from tinkex.loops.run_folder import Checkpoint as RunCheckpoint
+from tinkex.loops.run_folder import Record, RunFolder
 from tinkex.testing import FakeServer, faults
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from conftest import Ran, Saved
 
@@ -108,7 +114,9 @@ def test_a_checkpoint_that_is_no_adapter_of_ours_is_left_to_the_download_command
     server.faults.on("get_external_weights_urls", faults.reply(200, links))
     with ServiceClient() as service, pytest.raises(CommandError) as refused:
         export_adapter(service, saved.external, Path("adapter"))
-    assert "has no adapter_config.json" in str(refused.value)
+    assert str(refused.value) == (
+        f"{saved.external} cannot be exported: is encrypted; decrypt its files with age first"
+    )
     assert "checkpoint download" in refused.value.hint
     assert names_in(Path()) == []
 
@@ -152,8 +160,119 @@ def test_a_misuse_says_so_and_asks_nobody(
 def test_a_checkpoint_that_is_not_there_is_a_failure(run: Run, server: FakeServer):
     ran = run("checkpoint", "export", "tinker://nobody/weights/x", "-o", "x")
     assert ran.status == FAILED
-    assert "--base" in ran.err
+    assert "There is no checkpoint tinker://nobody/weights/x" in ran.err
+    assert "--base" not in ran.err
     assert names_in(Path()) == []
+
+
+# -- the folder of a run ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run_folder(saved: Saved) -> Path:
+    """What `tinkex train` leaves, with the checkpoints of the server."""
+    folder = Path("runs/pirate")
+    place = RunFolder(folder)
+    place.make()
+    place.write(
+        Record(
+            kind="sft",
+            model="tinkex/tiny",
+            title="",
+            settings={},
+            files={},
+            rendered="",
+            steps=1,
+            version="0",
+            began=0.0,
+            adapter_path=saved.sampler,
+        )
+    )
+    place.add(RunCheckpoint(0, "tinker://other/weights/x", "tinker://other/sampler_weights/x"))
+    place.add(RunCheckpoint(1, saved.training, saved.sampler))
+    place.add(RunCheckpoint(2, "tinker://other/weights/y", "tinker://other/sampler_weights/y"))
+    return folder
+
+
+def test_the_folder_of_a_run_stands_for_what_it_has_made(run: Run, saved: Saved, run_folder: Path):
+    kit.write(run_folder / "adapter")
+    ran = run("checkpoint", "export", run_folder, "-o", "out")
+    assert "runs/pirate/adapter holds the adapter of this run already" in ran.err
+    assert f"Comparing with {saved.sampler}" in ran.err
+    assert run("checkpoint", "info", run_folder, "-f", "json").json["tinker_path"] == saved.sampler
+    # Only a training checkpoint can be downloaded from every server.
+    downloaded = run("checkpoint", "download", run_folder, "-f", "json").json
+    assert downloaded["checkpoint_path"] == saved.training
+
+
+@pytest.mark.parametrize("command", ["export", "download", "info"])
+def test_other_folders_than_a_run_s_are_refused_with_what_to_give(run: Run, command: str):
+    words = ["-o", "x"] if command == "export" else []
+    Path("empty").mkdir()
+    for path, status, message in (
+        ("empty", MISUSED, "empty is a folder, but not of a training run"),
+        ("runs/typo", MISUSED, "runs/typo is neither a checkpoint nor the folder of a"),
+        (kit.write(Path("made")), FAILED, "made is an exported adapter in PEFT's layout already"),
+    ):
+        ran = run("checkpoint", command, path, *words)
+        assert ran.status == status
+        assert message in ran.err
+        assert "tinker://RUN/weights/NAME" in ran.err
+
+
+# -- the disk --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mask() -> Iterator[int]:
+    """Others of the group may read, everybody else may not."""
+    before = os.umask(0o027)
+    yield 0o027
+    os.umask(before)
+
+
+def modes_in(folder: Path) -> set[tuple[str, int]]:
+    found = [folder, *folder.rglob("*")]
+    return {("folder" if p.is_dir() else "file", p.stat().st_mode & 0o777) for p in found}
+
+
+@pytest.mark.usefixtures("mask")
+def test_whoever_the_umask_lets_may_read_what_was_exported(run: Run, saved: Saved):
+    with ServiceClient() as service:
+        export_adapter(service, saved.training, Path("exported"))
+    run("checkpoint", "download", saved.external, "-o", "downloaded")
+    for folder in ("exported", "downloaded"):
+        assert modes_in(Path(folder)) == {("folder", 0o750), ("file", 0o640)}
+
+
+def test_a_disk_without_room_is_said_with_its_place_and_sizes(
+    run: Run, saved: Saved, monkeypatch: pytest.MonkeyPatch
+):
+    usage = shutil.disk_usage(".")._replace(free=10)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
+    for command in ("export", "download"):
+        ran = run("checkpoint", command, saved.training, "-o", "deep/er/x")
+        assert ran.status == FAILED
+        place = "deep/er" if command == "export" else "deep/er/x"
+        assert f"Error: Cannot write to {place}: not enough space (" in ran.err
+        assert " needed, 10 B free)" in ran.err
+        assert "choose another place with -o" in ran.err
+        assert names_in(Path()) == []
+
+
+def test_a_disk_that_fills_up_is_said_once_with_the_system_s_reason(tmp_path: Path):
+    work = tmp_path / f"{WORK_PREFIX}1" / "adapter"
+    with pytest.raises(CommandError) as refused, writing_into(tmp_path):  # noqa: SIM117
+        with writing_into(work, 1000):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    said = str(refused.value)
+    assert said.startswith(f"Cannot write to {tmp_path}: No space left on device (1000 B needed, ")
+    assert said.endswith(" free)")
+
+
+def test_other_failures_of_the_system_stay_what_they_are(tmp_path: Path):
+    with pytest.raises(PermissionError), writing_into(tmp_path):
+        raise PermissionError(errno.EACCES, "no")
 
 
 # -- checkpoint import -----------------------------------------------------------------------------

@@ -39,6 +39,11 @@ def count(text: str) -> int:
 
 
 PATH = Argument("path", metavar="PATH", help="a checkpoint, such as tinker://RUN/weights/NAME")
+MADE = Argument(
+    "path",
+    metavar="PATH",
+    help="a checkpoint (tinker://RUN/weights/NAME), or the folder of a training run",
+)
 LIMIT = Argument(
     "--limit",
     type=count,

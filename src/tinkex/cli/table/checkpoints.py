@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tinkex.cli.table.base import LIMIT, PATH, Argument, Command, Verbs
+from tinkex.cli.table.base import LIMIT, MADE, PATH, Argument, Command, Verbs
 
 CHECKPOINT: Verbs = (
     "list, share, download, export, import and delete checkpoints",
@@ -13,7 +13,7 @@ CHECKPOINT: Verbs = (
             Argument("--run-id", metavar="ID", help="only, and all, of this training run"),
             LIMIT,
         ),
-        "info": Command("checkpoints:info", "show one checkpoint", PATH),
+        "info": Command("checkpoints:info", "show one checkpoint", MADE),
         "publish": Command("checkpoints:publish", "let everybody use a checkpoint", PATH),
         "unpublish": Command("checkpoints:unpublish", "make a checkpoint private", PATH),
         "set-ttl": Command(
@@ -49,14 +49,14 @@ CHECKPOINT: Verbs = (
         "download": Command(
             "download:download",
             "download a checkpoint's files",
-            PATH,
+            MADE,
             Argument("-o", "--output", metavar="DIR", help="where the folder is made"),
             Argument("--force", action="store_true", help="replace the folder if it exists"),
         ),
         "export": Command(
             "export:export",
             "write a checkpoint as files other programs load, and check them",
-            PATH,
+            MADE,
             Argument("-o", "--output", metavar="DIR", required=True, help="the folder to write"),
             Argument(
                 "--layout",
@@ -102,7 +102,7 @@ CHECKPOINT: Verbs = (
         "push-hf": Command(
             "hub:push",
             "upload an adapter to the Hugging Face hub",
-            PATH,
+            MADE,
             Argument("-r", "--repo", metavar="ID", help="repository; derived if not given"),
             Argument("--public", action="store_true", help="make the repository public"),
             Argument("--revision", metavar="R", help="branch to upload to"),

@@ -11,18 +11,24 @@ if TYPE_CHECKING:
     from tinkex.clients.tokenizers import Tokenizer
 
 
-async def tokenizer_for_async(service: ServiceClient, model: str) -> Tokenizer:
+async def tokenizer_for_async(
+    service: ServiceClient, model: str, *, elsewhere: bool = False
+) -> Tokenizer:
     """The tokenizer of a base model, with its chat template; starts no session and no run.
 
     From the server where it has it (ours do), else from a folder or the hub by the model's name.
+    A model that a server of ours on this machine does not serve is refused, unless `elsewhere`
+    says that the tokenizer alone is wanted.
     """
 
     async def load() -> Tokenizer:
-        return await tokenizer_of(await service.holder.connected(), model)
+        return await tokenizer_of(await service.holder.connected(), model, elsewhere=elsewhere)
 
     return await service.operations.run(load)
 
 
-def tokenizer_for(service: ServiceClient, model: str) -> Tokenizer:
+def tokenizer_for(service: ServiceClient, model: str, *, elsewhere: bool = False) -> Tokenizer:
     """The tokenizer of a base model; `tokenizer_for_async` for blocking code."""
-    return service.operations.block(lambda: tokenizer_for_async(service, model))
+    return service.operations.block(
+        lambda: tokenizer_for_async(service, model, elsewhere=elsewhere)
+    )

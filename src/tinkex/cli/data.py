@@ -91,7 +91,7 @@ def _load(args: argparse.Namespace) -> Loaded:
     model: str = args.model or DEFAULT_MODEL
     with service_client(model) as service:
         name = model.partition("=")[0]
-        tokenizer = tokenizer_for(service, name)
+        tokenizer = tokenizer_for(service, name, elsewhere=True)
         most = args.max_tokens or _context_length(service, name)
     renderer = Renderer.of(tokenizer, train_on=args.train_on)
     lines = [example.line for example in examples]

@@ -11,7 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any, cast
 
 from tinkex.clients.tokenizers import FastTokenizer, load_tokenizer_async
-from tinkex.errors import APIStatusError, TokenizerError
+from tinkex.errors import APIStatusError, BadRequestError, TokenizerError
 from tinkex.transport import urls
 from tinkex.wire import routes
 
@@ -23,24 +23,42 @@ if TYPE_CHECKING:
 _HERE = frozenset({"127.0.0.1", "localhost", "::1"})
 
 
-async def tokenizer_of(api: Api, model_name: str, tokenizer_id: str | None = None) -> Tokenizer:
-    """The tokenizer of a model that `api`'s server serves."""
-    if urls.parse(api.config.base_url).host in _HERE:
-        return await _served(api, model_name) or await load_tokenizer_async(
-            model_name, tokenizer_id
-        )
+async def tokenizer_of(
+    api: Api, model_name: str, tokenizer_id: str | None = None, *, elsewhere: bool = False
+) -> Tokenizer:
+    """The tokenizer of a model that `api`'s server serves.
+
+    With `elsewhere` also of a model that it does not serve. Of a model that nobody has, the error
+    is the server's, which says what it serves.
+    """
+    here = urls.parse(api.config.base_url).host in _HERE
+    refused: BadRequestError | None = None
+    if here:
+        try:
+            served = await _served(api, model_name)
+        except BadRequestError as error:
+            if not elsewhere:
+                raise
+            refused, served = error, None
+        if served is not None:
+            return served
     try:
         return await load_tokenizer_async(model_name, tokenizer_id)
-    except TokenizerError:
-        served = await _served(api, model_name)
+    except TokenizerError as error:
+        if refused is not None:
+            raise refused from error
+        served = None if here else await _served(api, model_name)
         if served is None:
             raise
         return served
 
 
 async def _served(api: Api, model_name: str) -> Tokenizer | None:
+    """The server's own; raises a `BadRequestError` if it says that it does not serve the model."""
     try:
         answer = await api.call(routes.GET_TOKENIZER, query={"base_model": model_name})
+    except BadRequestError:
+        raise
     except APIStatusError:
         return None  # a server that has none, or is none of ours
     return await asyncio.to_thread(_made, model_name, answer)

@@ -11,7 +11,7 @@ import pytest
 from tinkex import ServiceClient
 from tinkex.chat import ChatExample, Renderer, tokenizer_for, tokenizer_for_async
 from tinkex.clients.tokenizers import FastTokenizer, load_tokenizer
-from tinkex.errors import TokenizerError
+from tinkex.errors import BadRequestError
 from tinkex.testing import API_KEY, FakeServer
 
 if TYPE_CHECKING:
@@ -63,9 +63,22 @@ def test_it_can_be_awaited(service: ServiceClient):
     assert tokenizer.encode("a", add_special_tokens=False) == [97]
 
 
-def test_a_model_that_nobody_has_is_a_typed_error(service: ServiceClient):
-    with pytest.raises(TokenizerError, match="tinkex serve"):
-        tokenizer_for(service, "tinkex/huge")
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_of_a_model_that_nobody_has_the_server_says_what_it_serves(
+    service: ServiceClient, elsewhere: bool
+):
+    with pytest.raises(BadRequestError, match="'tinkex/huge' is not served here; there is: tinkex"):
+        tokenizer_for(service, "tinkex/huge", elsewhere=elsewhere)
+
+
+def test_a_tokenizer_of_a_model_that_is_not_served_is_given_only_to_who_wants_it_alone(
+    service: ServiceClient, tmp_path: Path
+):
+    folder_with(tmp_path, "{}", None)
+    folder = str(tmp_path)
+    assert tokenizer_for(service, folder, elsewhere=True).encode("a") == [0]
+    with pytest.raises(BadRequestError, match="is not served here"):
+        tokenizer_for(service, folder)
 
 
 # -- templates of folders, without transformers -------------------------------------------------

@@ -228,4 +228,4 @@ def test_a_misuse_says_so(run: Callable[..., Ran], words: tuple[str, ...]):
 def test_a_model_that_nobody_has_is_named(run: Callable[..., Ran]):
     ran = run("data", "view", write(RAW), "--model", "tinkex/huge")
     assert ran.status == 1
-    assert "tinkex/huge is on no hub" in ran.err
+    assert "'tinkex/huge' is not served here; there is: tinkex/tiny" in ran.err

@@ -177,3 +177,25 @@ async def test_nonsense_is_never_a_server_error(api: Api, route: Any) -> None:
                 )
                 assert reply.status < 500 or route.name == "delete_api_key", (body, reply)
                 assert reply.status != 409
+
+
+@pytest.mark.parametrize(
+    ("name", "guess"),
+    [
+        ("tinkex/tinny", "Did you mean 'tinkex/tiny'?"),
+        ("Tinkex/Tiny", "Did you mean 'tinkex/tiny'?"),
+        ("tiny", "Did you mean 'tinkex/tiny'?"),
+        ("Qwen/Qwen3-8B", None),
+        ("tinkex/huge", None),
+    ],
+)
+async def test_an_unknown_base_model_is_refused_with_those_there_are_and_the_nearest(
+    api: Api, name: str, guess: str | None
+) -> None:
+    body = {"session_id": await api.session(), "model_seq_id": 0, "base_model": name}
+    refused = await api.call("POST", "/create_model", {**body, "lora_config": {"rank": 8}})
+    assert refused.status == 400
+    said = msgspec.json.decode(refused.body)["detail"]
+    assert said.startswith(f"Base model {name!r} is not served here; there is: tinkex/tiny")
+    assert guess in said if guess else "mean" not in said
+    assert "--base-model NAME" in said

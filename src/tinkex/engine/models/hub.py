@@ -43,7 +43,20 @@ def _fetched(name: str, patterns: list[str]) -> Path:
         found = hub.snapshot_download(name, allow_patterns=patterns, ignore_patterns=_NOT_WANTED)
     except errors.HFValidationError as error:
         raise FileNotFoundError(str(error)) from error
+    except OSError as error:
+        raise FileNotFoundError(_reason(error, errors)) from error
     return Path(found)
+
+
+def _reason(error: OSError, errors: Any) -> str:
+    """Why the hub does not give a model, in a line; its own messages are paragraphs."""
+    if isinstance(error, errors.GatedRepoError):
+        return "it is gated; accept its terms on the hub, then run `hf auth login`"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return "it has no model of this name; for a private one run `hf auth login`"
+    if isinstance(error, errors.LocalEntryNotFoundError | ConnectionError):
+        return "it cannot be reached, and its cache on this machine does not have the model"
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def packaged_file(name: str) -> Path | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from starlette.responses import Response
@@ -15,12 +16,13 @@ from tinkex.wire.json_codec import encode
 from tinkex.wire.json_requests import decode_request
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     from starlette.requests import Request
 
     from tinkex.clock import Clock
     from tinkex.engine.base import Engine, ModelSpec
+    from tinkex.errors import APIStatusError
     from tinkex.server.api.body import Uploads
     from tinkex.server.api.exports import Exports
     from tinkex.server.api.identity import Identity
@@ -38,6 +40,9 @@ if TYPE_CHECKING:
     Handler = Callable[["Call"], Awaitable[Response]]
 
 T = TypeVar("T")
+
+# How like a name must be to be taken for a slip: the owner's part alone is not enough.
+_NEAR = 0.75
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,8 +158,19 @@ class Call:
         for spec in self.parts.engine.models:
             if spec.name == name:
                 return spec
-        names = ", ".join(spec.name for spec in self.parts.engine.models)
-        raise refuse(400, f"Base model {name!r} is not served here; there is: {names}.")
+        raise _unknown_model(name, [spec.name for spec in self.parts.engine.models])
+
+
+def _unknown_model(name: str, served: Sequence[str]) -> APIStatusError:
+    keys = {key.lower(): one for one in served for key in (one, one.rpartition("/")[2])}
+    near = [keys[key] for key in get_close_matches(name.lower(), keys, 1, _NEAR)]
+    guess = f" Did you mean {near[0]!r}?" if near else ""
+    return refuse(
+        400,
+        f"Base model {name!r} is not served here; there is: {', '.join(served)}.{guess} To serve "
+        "others, name them when the server starts: tinkex serve --base-model NAME, or "
+        "TINKEX_EMBEDDED_MODELS for the embedded server.",
+    )
 
 
 def _checkpoint_id(values: Mapping[str, Any]) -> str:

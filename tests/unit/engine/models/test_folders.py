@@ -6,6 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import huggingface_hub
+import huggingface_hub.errors as hub_errors
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -282,6 +283,32 @@ def test_an_empty_cache_counts_as_no_model(hub_cache: Path):
     for name in ("someone/some-model", "-not-.-valid-"):
         with pytest.raises(FileNotFoundError):
             hub_folder(name)
+
+
+@pytest.mark.parametrize(
+    ("raised", "said"),
+    [
+        (hub_errors.RepositoryNotFoundError, "it has no model of this name"),
+        (hub_errors.GatedRepoError, "it is gated; accept its terms"),
+        (hub_errors.LocalEntryNotFoundError, "it cannot be reached, and its cache"),
+        (hub_errors.OfflineModeIsEnabled, "it cannot be reached, and its cache"),
+        (hub_errors.FileMetadataError, "the first line"),
+    ],
+)
+def test_a_paragraph_of_the_hub_becomes_a_line(
+    raised: type[Exception], said: str, monkeypatch: pytest.MonkeyPatch
+):
+    def refuse(*_: object, **__: object) -> None:
+        error = raised.__new__(raised)  # some want the reply of a server
+        error.args = ("the first line\nPlease read\nall of this.",)
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    with pytest.raises(ModelError) as caught:
+        load_model("someone/some-model")
+    line = f"someone/some-model: there is no such folder, and the hub does not give it: {said}"
+    assert str(caught.value).startswith(line)
+    assert "\n" not in str(caught.value)
 
 
 def test_an_unsupported_model_of_the_hub_is_refused_before_its_weights_are_needed(hub_cache: Path):

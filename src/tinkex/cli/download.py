@@ -32,7 +32,7 @@ _SIGN_AGAIN = timedelta(minutes=5)
 
 def download(args: argparse.Namespace) -> None:
     """Download a checkpoint into a new folder."""
-    chosen = checkpoint(args.path, training=True)
+    chosen = checkpoint(args.path)
     path = chosen.model
     check_downloadable(path)
     parent = Path(args.output or ".")

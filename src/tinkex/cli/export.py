@@ -56,7 +56,8 @@ def export(args: argparse.Namespace) -> None:
         raise CommandError(
             f"{target} exists already", "Pass --force to replace it, or -o for another place."
         )
-    _say_what_is_there(args.path)
+    if args.layout == "peft":
+        _say_what_is_there(args.path)
     with service_client(chosen.source) as service, folder_in(target.parent) as work:
         finished, found = _export(service, args, chosen.model, work)
         put_in_place(finished, target)

@@ -29,7 +29,7 @@ _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 
 def push(args: argparse.Namespace) -> None:
     """Download an adapter, describe it, and upload it."""
-    chosen = checkpoint(args.path, training=True)
+    chosen = checkpoint(args.path)
     path = chosen.model
     check_downloadable(path)
     hub = _hub()

@@ -79,14 +79,14 @@ def find(text: str) -> Target:
     return Target(base_model=text.partition("=")[0], source=text)
 
 
-def checkpoint(text: str, *, training: bool = False) -> Target:
+def checkpoint(text: str) -> Target:
     """A checkpoint by its path, or what a training run has made by the run's folder.
 
-    With `training` a run gives the checkpoint to train on from instead of the one to sample from.
+    Of a run it is the training checkpoint, which every server gives away.
     """
     folder = Path(text)
     if (folder / "run.json").is_file():
-        return of_run(folder, training=training)
+        return of_run(folder, training=True)
     if (folder / CONFIG_FILE).is_file():
         raise CommandError(
             f"{text} is an exported adapter in PEFT's layout already",

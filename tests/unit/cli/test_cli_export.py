@@ -198,9 +198,8 @@ def test_the_folder_of_a_run_stands_for_what_it_has_made(run: Run, saved: Saved,
     kit.write(run_folder / "adapter")
     ran = run("checkpoint", "export", run_folder, "-o", "out")
     assert "runs/pirate/adapter holds the adapter of this run already" in ran.err
-    assert f"Comparing with {saved.sampler}" in ran.err
-    assert run("checkpoint", "info", run_folder, "-f", "json").json["tinker_path"] == saved.sampler
-    # Only a training checkpoint can be downloaded from every server.
+    assert f"Comparing with {saved.training}" in ran.err
+    assert run("checkpoint", "info", run_folder, "-f", "json").json["tinker_path"] == saved.training
     downloaded = run("checkpoint", "download", run_folder, "-f", "json").json
     assert downloaded["checkpoint_path"] == saved.training
 

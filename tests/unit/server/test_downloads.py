@@ -12,6 +12,7 @@ import anyio.lowlevel
 import msgspec
 import pytest
 
+from tinkex.errors import StorageError
 from tinkex.server.api.exports import ARCHIVE, Exports, OnDisk
 from tinkex.testing import FakeEngine
 from tinkex.testing.engine import EngineCall
@@ -207,6 +208,16 @@ async def _opened(exports: Exports, location: str) -> OnDisk:
     source = await exports.open(location, "file", WEIGHTS)
     assert isinstance(source, OnDisk)
     return source
+
+
+async def test_a_server_without_room_for_a_large_export_says_so_without_a_path(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", "/no/such/folder")
+    with pytest.raises(StorageError) as failed:
+        await Exports(LargeExports(), in_memory_bytes=1000).open("here", "file", WEIGHTS)
+    said = "the server could not write a copy of the files: No such file or directory"
+    assert str(failed.value) == said
 
 
 async def test_a_file_that_is_no_part_of_an_export_is_not_there() -> None:

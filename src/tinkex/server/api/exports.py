@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final, Literal, cast
 import anyio
 import anyio.to_thread
 
+from tinkex.errors import StorageError
 from tinkex.server import age
 
 if TYPE_CHECKING:
@@ -124,9 +125,15 @@ class Exports:
             if sum(map(len, files.values())) <= self._in_memory_bytes:
                 ready = cast("dict[str, io.BytesIO]", write(files, recipients, io.BytesIO))
                 return InMemory(ready[name].getvalue()) if name in ready else None
-            self._kept[key] = await anyio.to_thread.run_sync(
-                write, files, recipients, tempfile.TemporaryFile
-            )
+            try:
+                self._kept[key] = await anyio.to_thread.run_sync(
+                    write, files, recipients, tempfile.TemporaryFile
+                )
+            except OSError as error:
+                # Not by its path: who downloads need not know where the server keeps its files.
+                raise StorageError(
+                    f"the server could not write a copy of the files: {error.strerror}"
+                ) from error
             self._make_room()
         self._kept.move_to_end(key)
         file = self._kept[key].get(name)

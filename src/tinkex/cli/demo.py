@@ -1,7 +1,8 @@
 """`tinkex demo`: a small model learns to talk like a pirate, on this machine.
 
-It is `tinkex train sft` on a data set of ours, with the same questions asked before and after. A
-run that was cut off goes on; one that is done is shown again and nothing is computed.
+It is `tinkex train sft` on a data set that comes with the package, with the same questions asked
+before and after. An interrupted demo continues from its last save. A finished one is shown again
+and nothing is computed.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from tinkex.chat.renderer import Renderer
 from tinkex.cli.connect import load_config, service_client
+from tinkex.cli.demo_progress import DemoProgress
 from tinkex.cli.export import export_adapter
 from tinkex.cli.main import INTERRUPTED
 from tinkex.cli.output import print_json, say
@@ -23,10 +25,13 @@ from tinkex.config import DEFAULT_MODEL
 from tinkex.demo import HELD_OUT, PROMPTS, TRAINING
 from tinkex.errors import MissingPackageError
 from tinkex.loops import SftJob, SftSettings, run
+from tinkex.loops.run import ended
 from tinkex.loops.run_folder import RunFolder
-from tinkex.seeing.history import read_metrics
+from tinkex.seeing.history import METRICS, read_metrics
 from tinkex.seeing.picture import write_picture
 from tinkex.seeing.series import series_of
+from tinkex.seeing.terminal_plot import plot
+from tinkex.seeing.views import shows_colour, speaks_unicode, terminal_size
 from tinkex.types import ModelInput, SamplingParams
 
 if TYPE_CHECKING:
@@ -41,6 +46,8 @@ _ANSWER_TOKENS = 48
 _LEARNING_RATE = 1e-3
 _SAVE_EVERY = 4
 _LABEL = 10
+_WIDEST, _PLOT_ROWS = 80, 14
+_BOLD, _DIM, _GREEN, _CYAN, _NORMAL = "\033[1m", "\033[2m", "\033[32m", "\033[36m", "\033[0m"
 
 
 def demo(args: argparse.Namespace) -> int | None:
@@ -50,7 +57,7 @@ def demo(args: argparse.Namespace) -> int | None:
     if story is None:
         story = _made(folder, args.steps)
     if story is None:
-        say(f"Interrupted. Go on with it:\n  {_again(args)}")
+        say(f"Interrupted. To continue, run:\n  {_again(args)}")
         return INTERRUPTED
     _show(args, folder, story)
     return None
@@ -60,7 +67,7 @@ def _told(folder: Path, steps: int) -> dict[str, Any] | None:
     """The story of a demonstration that was carried through, if all of it is still there."""
     try:
         story: dict[str, Any] = json.loads((folder / _STORY).read_text())
-        files = [folder / name for name in (*story["pictures"], _ADAPTER)]
+        files = [folder / name for name in (*story["pictures"], METRICS, _ADAPTER)]
         whole = story["steps"] == steps and all(file.exists() for file in files)
     except (OSError, ValueError, LookupError, TypeError):
         return None
@@ -78,22 +85,26 @@ def _made(folder: Path, steps: int) -> dict[str, Any] | None:
     )
     data = _data(folder.parent)
     job = SftJob(settings, data, HELD_OUT)
+    place = RunFolder(folder)
+    # Raises for a run with other settings, before a server is started.
+    ended(job, place, place.read() if place.begun else None)
     say(f"{DEFAULT_MODEL} learns to talk like a pirate, on a server")
     say(f"of its own on this machine, from the questions and answers in {data}.")
-    with service_client(DEFAULT_MODEL, embedded=True) as service:
-        say("Asking it some questions as it is …")
-        before = _answers(service, Target(base_model=DEFAULT_MODEL))
-        outcome = run(service, job, folder, resume=RunFolder(folder).begun)
+    with DemoProgress(steps) as progress, service_client(DEFAULT_MODEL, embedded=True) as service:
+        before = _answers(service, Target(base_model=DEFAULT_MODEL), "before training", progress)
+        progress.phase("Training …")
+        outcome = run(service, job, folder, resume=place.begun, display=progress)
         if outcome.ending == "interrupted":
             return None
-        say("Asking it the same questions again …")
-        after = _answers(service, Target(model_path=outcome.best.sampler_path))
-        export_adapter(service, outcome.best.state_path, folder / _ADAPTER)
+        best = outcome.best
+        after = _answers(service, Target(model_path=best.sampler_path), "after training", progress)
+        progress.phase("Exporting the adapter …")
+        export_adapter(service, best.state_path, folder / _ADAPTER)
     losses = [row["eval_loss"] for row in read_metrics(folder) if "eval_loss" in row]
     story: dict[str, Any] = {
         "steps": steps,
         "model": DEFAULT_MODEL,
-        "path": outcome.best.sampler_path,
+        "path": best.sampler_path,
         "data": str(data),
         "held_out_loss": {"before": losses[0], "after": losses[-1]},
         "answers": [
@@ -116,21 +127,28 @@ def _data(folder: Path) -> Path:
     return path
 
 
-def _answers(service: ServiceClient, target: Target) -> list[str]:
+def _answers(
+    service: ServiceClient, target: Target, when: str, progress: DemoProgress
+) -> list[str]:
+    """What the model answers to each prompt."""
     sampler = target.open(service)
     renderer = Renderer.of(sampler.get_tokenizer())
     greedy = SamplingParams(max_tokens=_ANSWER_TOKENS, temperature=0.0, stop=renderer.stop)
+    asking = f"Asking {len(PROMPTS)} questions {when}"
+    progress.phase(f"{asking} …")
     waiting = [
         sampler.sample(
             ModelInput.from_ints(renderer.prompt([{"role": "user", "content": prompt}])), 1, greedy
         )
         for prompt in PROMPTS
     ]
-    sequences = [future.result().sequences[0] for future in waiting]
-    return [
-        renderer.text(one.tokens).strip() + (" …" if one.stop_reason == "length" else "")
-        for one in sequences
-    ]
+    answers: list[str] = []
+    for future in waiting:
+        one = future.result().sequences[0]
+        cut_off = " …" if one.stop_reason == "length" else ""
+        answers.append(renderer.text(one.tokens).strip() + cut_off)
+        progress.detail(f"{asking}: {len(answers)} answered")
+    return answers
 
 
 def _draw(folder: Path) -> list[str]:
@@ -153,30 +171,43 @@ def _show(args: argparse.Namespace, folder: Path, story: dict[str, Any]) -> None
     if args.format == "json":
         print_json({"folder": str(folder), **story, "next": [command for _, command in commands]})
         return
-    for answer in story["answers"]:
-        print(f"\n{answer['prompt']}")
-        for when in ("before", "after"):
-            print(_wrapped(f"  {when}", answer[when], _LABEL))
+    width = min(terminal_size(sys.stdout)[0], _WIDEST)
+    _print_curve(folder, width)
+    _print_answers(story, width)
     loss = story["held_out_loss"]
     print(f"\nLoss on questions it has never seen: {loss['before']:.2f} -> {loss['after']:.2f}")
     places = [
-        ("Curve", ", ".join(str(folder / name) for name in story["pictures"]) or "none"),
+        ("Picture", ", ".join(str(folder / name) for name in story["pictures"]) or "none"),
         ("Adapter", f"{folder / _ADAPTER} (a PEFT folder)"),
         ("Data", story["data"]),
     ]
     for name, place in places:
         print(f"{name:{_LABEL}}{place}")
-    print("\nTry next:")
+    print(f"\n{_painted('Try next:', _BOLD)}")
     for why, command in commands:
-        print(f"  {command}\n      {why}")
+        print(f"  {_painted(command, _CYAN)}\n      {why}")
 
 
-def _wrapped(label: str, text: str, indent: int) -> str:
-    width = shutil.get_terminal_size((80, 24)).columns
-    rows = wrap(text, max(width - indent, 20))
-    return "\n".join(
-        f"{label if i == 0 else '':{indent}}{row}".rstrip() for i, row in enumerate(rows)
-    )
+def _print_curve(folder: Path, width: int) -> None:
+    """The loss of each step and of the evaluations."""
+    series = series_of(read_metrics(folder))
+    unicode, colour = speaks_unicode(sys.stdout), shows_colour(sys.stdout)
+    print(f"\n{plot(series, width, _PLOT_ROWS, unicode, colour=colour)}")
+
+
+def _print_answers(story: dict[str, Any], width: int) -> None:
+    """Each question with the answer before and after training."""
+    for answer in story["answers"]:
+        print(f"\n{_painted(answer['prompt'], _BOLD)}")
+        for when, style in (("before", _DIM), ("after", _GREEN)):
+            for at, row in enumerate(wrap(answer[when], max(width - _LABEL, 20))):
+                label = f"  {when}" if at == 0 else ""
+                print(_painted(f"{label:{_LABEL}}{row}".rstrip(), style))
+
+
+def _painted(text: str, style: str) -> str:
+    """The text in a style, where standard output shows colours."""
+    return f"{style}{text}{_NORMAL}" if shows_colour(sys.stdout) else text
 
 
 def _next_commands(folder: Path, story: dict[str, Any]) -> list[tuple[str, str]]:

@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from tinkex.loops.run_folder import Checkpoint, RunFolder
-    from tinkex.seeing.progress import Progress
     from tinkex.seeing.sinks import Sink
+
+
+class Display(Protocol):
+    """Shows a run to a person; `tinkex.seeing.progress.Progress` is the usual one."""
+
+    def step(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def note(self, text: str) -> None: ...
 
 
 class Writer:
     """Writes down what the loop tells, in the order that makes it safe to be killed."""
 
-    def __init__(self, place: RunFolder, sinks: Sink, progress: Progress) -> None:
+    def __init__(self, place: RunFolder, sinks: Sink, display: Display) -> None:
         self._place = place
         self._sinks = sinks
-        self._progress = progress
+        self._display = display
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
         """A step's numbers; step 0 is the evaluation of what has not been trained yet."""
         self._sinks.record(step, values)
         if step > 0:
-            self._progress.step(step, values)
+            self._display.step(step, values)
         else:
             told = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
             self.note(f"before training: {told}")
@@ -36,4 +43,4 @@ class Writer:
 
     def note(self, text: str) -> None:
         """A line for people."""
-        self._progress.note(text)
+        self._display.note(text)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from tinkex.clients.service import ServiceClient
     from tinkex.clients.training import TrainingClient
     from tinkex.clock import Clock
+    from tinkex.loops.diary import Display
     from tinkex.loops.loop import Recipe
     from tinkex.loops.run_folder import Checkpoint
     from tinkex.loops.settings import Settings
@@ -83,12 +84,13 @@ def run(
     resume: bool = False,
     report: Sequence[str] = (),
     clock: Clock | None = None,
+    display: Display | None = None,
 ) -> Outcome:
     """Do a job in a folder, from its beginning or from its last save.
 
     Everything is checked before a model is made. While it trains, the first SIGINT or SIGTERM
     makes it finish the step in flight, save and return. A run that is finished already returns
-    at once.
+    at once. `display` shows the run instead of a `Progress` on standard error.
     """
     clock = clock or SystemClock()
     place = RunFolder(folder)
@@ -106,7 +108,7 @@ def run(
     with place.claimed():
         record = record or _new_record(job, prepared, began)
         place.write(replace(record, status="running", pid=os.getpid(), host=platform.node()))
-        return _Run(service, job, prepared, plan, place, clock).kept(report)
+        return _Run(service, job, prepared, plan, place, clock, display).kept(report)
 
 
 def ended(job: Job, place: RunFolder, record: Record | None) -> Outcome | None:
@@ -136,6 +138,7 @@ class _Run:
     plan: Plan
     place: RunFolder
     clock: Clock
+    display: Display | None
 
     def kept(self, report: Sequence[str]) -> Outcome:
         """Train, and write down how it ended."""
@@ -179,8 +182,10 @@ class _Run:
         settings, folder = self.job.settings, self.place.path
         sinks = open_sinks(report, folder, folder.name, asdict(settings))
         stack.enter_context(closing(sinks))
-        progress = Progress(self.job.steps, _title(settings), done=done, clock=self.clock)
-        diary = Writer(self.place, sinks, stack.enter_context(progress))
+        display = self.display or stack.enter_context(
+            Progress(self.job.steps, _title(settings), done=done, clock=self.clock)
+        )
+        diary = Writer(self.place, sinks, display)
         for sentence in sinks.places:
             diary.note(sentence)
         return diary

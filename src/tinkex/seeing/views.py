@@ -46,10 +46,15 @@ class View(Protocol):
 
 def open_view(stream: TextIO, *, chart: bool) -> View:
     """The view that fits the stream."""
-    console = _console(stream) if stream.isatty() else None
-    if not stream.isatty() or (console is not None and console.is_dumb_terminal):
-        return PlainView(stream)
-    return LiveView(stream, chart=chart)
+    return LiveView(stream, chart=chart) if can_redraw(stream) else PlainView(stream)
+
+
+def can_redraw(stream: TextIO) -> bool:
+    """Whether a line can be written over: on a terminal, unless TERM says that it is a dumb one."""
+    if not stream.isatty():
+        return False
+    console = _console(stream)
+    return console is None or not console.is_dumb_terminal
 
 
 def speaks_unicode(stream: TextIO) -> bool:

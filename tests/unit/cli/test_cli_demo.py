@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tinkex.chat import ChatExample
-from tinkex.cli.main import DONE, MISUSED
+from tinkex.cli.main import DONE, MISUSED, main
+from tinkex.config import DEFAULT_MODEL
 from tinkex.data import read_examples
 from tinkex.demo import HELD_OUT, PROMPTS, TRAINING
+from tinkex.loops import SftSettings
+from tinkex.loops.run_folder import Record, RunFolder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,6 +35,10 @@ def story() -> dict[str, Any]:
     folder = Path("runs/demo")
     (folder / "adapter").mkdir(parents=True)
     (folder / "curve.svg").write_text("<svg/>")
+    rows = [{"step": 0, "eval_loss": 4.6}]
+    rows += [{"step": step, "loss": 4.5 - 0.07 * step} for step in range(1, STEPS)]
+    rows += [{"step": STEPS, "loss": 2.2, "eval_loss": 1.97}]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     made = {
         "steps": STEPS,
         "model": "a model",
@@ -55,7 +65,8 @@ def test_a_demo_that_is_done_is_shown_again_in_eighty_columns(run: Run, story: d
         assert f"\n{prompt}\n" in told
     assert told.count("  before  ") == told.count("  after   ") == len(PROMPTS)
     assert "4.60 -> 1.97" in told
-    assert "runs/demo/curve.svg" in told
+    assert "eval loss" in told  # the legend of the curve
+    assert "Picture   runs/demo/curve.svg\n" in told
     for command in (" chat runs/demo\n", " train sft runs/pirate.jsonl ", " serve --no-auth\n"):
         assert command in commands
     assert not Path("tinkex-data").exists()
@@ -73,6 +84,53 @@ def test_commands_name_the_embedded_server_where_another_is_configured(
     monkeypatch.setenv("TINKER_API_KEY", "tml-x")
     commands = run("demo", "-f", "json").json["next"]
     assert all(command.startswith("TINKER_BASE_URL=embedded ") for command in commands)
+
+
+class ColourTerminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.usefixtures("story")
+@pytest.mark.parametrize("no_colour", [False, True])
+def test_a_terminal_gets_colours_unless_it_asks_for_none(
+    monkeypatch: pytest.MonkeyPatch, no_colour: bool
+):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    if no_colour:
+        monkeypatch.setenv("NO_COLOR", "1")
+    terminal = ColourTerminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    assert main(["demo"]) == DONE
+    assert f"{PROMPTS[0]}" in terminal.getvalue()
+    assert ("\033[" in terminal.getvalue()) is not no_colour
+
+
+def test_a_run_with_other_settings_is_refused_before_a_server_starts(run: Run):
+    folder = RunFolder(Path("runs/demo"))
+    folder.make()
+    settings = SftSettings(
+        model=DEFAULT_MODEL, steps=STEPS, learning_rate=1e-3, rank=8, save_every=4
+    )
+    folder.write(
+        Record(
+            kind="sft",
+            model=DEFAULT_MODEL,
+            title="a run",
+            settings=asdict(settings),
+            files={},
+            rendered="",
+            steps=STEPS,
+            version="1",
+            began=0.0,
+        )
+    )
+    (folder.path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    ran = run("demo", "--steps", "2")
+    assert ran.status == MISUSED
+    assert "steps was 32, and is 2 now" in ran.err
+    assert not Path("tinkex-data").exists()
 
 
 @pytest.mark.parametrize("steps", ["0", "-1", "x"])

@@ -16,9 +16,8 @@ from typing import Any
 
 from benchmarks.client_cost.processes import MeasureError, Sdk, command_cpu_ms, run_workload
 from benchmarks.client_cost.report import Bar, Row, as_json, table
-from benchmarks.client_cost.setting import both_sides, commit, hardware, versions
+from benchmarks.client_cost.setting import both_sides, commit, hardware, machine, versions
 
-HEARTBEAT_S = 10.0
 NAMES = ("ServiceClient", "Datum", "AdamParams", "SamplingParams", "ModelInput")
 
 
@@ -124,18 +123,17 @@ def help_page(sdk: Sdk, _: Workload) -> Measured:
 
 
 def heartbeats(sdk: Sdk, work: Workload) -> Measured:
-    """How late the latest heartbeat was while thousands of samples were in flight."""
+    """The longest time without a heartbeat while thousands of samples were in flight."""
     calls = work.beats_in_flight * work.beats_waves
     options = work.options(calls=calls) | {"in_flight": work.beats_in_flight}
     _, seen = run_workload(sdk, "many_in_flight", options, work.flags(work.beats_delay_s))
-    return {"heartbeat": lateness_s(seen)}
+    return {"heartbeat": silence_s(seen)}
 
 
-def lateness_s(seen: dict[str, Any]) -> float:
-    """The longest silence of a session beyond the heartbeat period."""
+def silence_s(seen: dict[str, Any]) -> float:
+    """The longest time between two heartbeats of a session, which are due every 10 s."""
     moments = [0.0, *seen["heartbeats"], seen["session_s"]]
-    silences = [later - earlier for earlier, later in itertools.pairwise(moments)]
-    return max(0.0, max(silences) - HEARTBEAT_S)
+    return max(later - earlier for earlier, later in itertools.pairwise(moments))
 
 
 MEASUREMENTS: dict[str, tuple[Measurement, tuple[Row, ...]]] = {
@@ -183,7 +181,7 @@ MEASUREMENTS: dict[str, tuple[Measurement, tuple[Row, ...]]] = {
     ),
     "heartbeat": (
         heartbeats,
-        (Row("heartbeat", "heartbeat late, 2000 open", "s", Bar("limit", 1)),),
+        (Row("heartbeat", "silence, 2000 open", "s", Bar("share", 1.05)),),
     ),
 }
 
@@ -246,6 +244,7 @@ def main() -> int:
     rows = [row for name in args.only or MEASUREMENTS for row in measure(name, sides, work)]
     result = as_json(rows, about)
     print(table(rows))
+    print(f"measured on {machine()}")
     print(json.dumps(result))
     return 0 if result["passed"] else 1
 

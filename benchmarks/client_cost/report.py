@@ -14,22 +14,16 @@ WIDTHS = (26, 15, 15, 8, 8, 6)
 
 @dataclass(frozen=True)
 class Bar:
-    """What tinkex has to reach: `official / tinkex`, `tinkex / official`, or tinkex's own value."""
+    """What tinkex has to reach: `official / tinkex` (times) or `tinkex / official` (share)."""
 
-    kind: Literal["times", "share", "limit"]
+    kind: Literal["times", "share"]
     value: float
 
     def __str__(self) -> str:
-        return {
-            "times": f">= {self.value:g}",
-            "share": f"<= {self.value:g}",
-            "limit": f"< {self.value:g}",
-        }[self.kind]
+        return f"{'>=' if self.kind == 'times' else '<='} {self.value:g}"
 
     def met(self, official: float | None, tinkex: float) -> bool | None:
         """Whether it is reached; None when the other side is missing."""
-        if self.kind == "limit":
-            return tinkex < self.value
         if official is None:
             return None
         if self.kind == "times":
@@ -56,7 +50,7 @@ class Row:
     def ratio(self) -> float | None:
         """The number the bar is about, when both sides have one."""
         official, tinkex = self.middle("official"), self.middle("tinkex")
-        if official is None or tinkex is None or (self.bar and self.bar.kind == "limit"):
+        if official is None or tinkex is None:
             return None
         above, below = (official, tinkex)
         if self.bar and self.bar.kind == "share":

@@ -63,20 +63,43 @@ def hardware() -> dict[str, object]:
     """The machine, as far as it can be told without help."""
     return {
         "cpu": cpu_name(),
-        "cores": os.cpu_count(),
+        "vectors": vectors(),
+        "cores": cores(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "system": f"{platform.system()} {platform.release()}",
     }
 
 
+def machine() -> str:
+    """The hardware in one line, for below a table."""
+    return f"{cores()} cores of {cpu_name()} ({vectors()})"
+
+
+def cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def cpu_name() -> str:
     """The processor's name, or its architecture."""
+    return _cpu_info("model name") or platform.machine()
+
+
+def vectors() -> str:
+    """The widest vector instructions: engine figures differ with them more than with the name."""
+    flags = _cpu_info("flags").split()
+    if "avx512f" in flags:
+        return "AVX-512"
+    return "AVX2" if "avx2" in flags else platform.machine()
+
+
+def _cpu_info(name: str) -> str:
+    """What Linux says about the first processor; nothing elsewhere."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), "")
 
 
 def commit() -> str | None:

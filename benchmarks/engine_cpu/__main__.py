@@ -17,7 +17,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Self
 
 from benchmarks.client_cost.processes import ROOT
-from benchmarks.client_cost.setting import commit, hardware
+from benchmarks.client_cost.setting import commit, hardware, machine, vectors
 from benchmarks.engine_cpu.report import Row, table
 from benchmarks.engine_cpu.workload import QUICK, Workload
 
@@ -25,6 +25,12 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 PACKAGES = ("torch", "transformers", "peft", "numpy")
+# How many times as long the peer has to take. Where the engine's own machine code runs, which is
+# written for AVX-512, it gains more than where products are torch's.
+BARS = {"train": 1.2, "adapters": 2.0, "batch": 2.5, "batch_alone": 8.0, "one": 1.3}
+BARS_ELSEWHERE = BARS | {"adapters": 1.5, "batch": 1.5}
+# How many times as long strict mode may take as the default.
+STRICT_BAR = 1.6
 
 
 class Side:
@@ -66,35 +72,51 @@ class Side:
         return json.loads(answer)
 
 
-def rows_of(kind: str, work: Workload) -> list[Row]:
-    """What a kind of work is judged by."""
+def rows_of(kind: str, work: Workload, processor: str) -> list[Row]:
+    """What a kind of work is judged by on this kind of processor."""
+    bars = BARS if processor == "AVX-512" else BARS_ELSEWHERE
     sampled = work.prompts * work.new_tokens
     trained = work.train_sequences * work.train_tokens
     return {
         "train": [
-            Row("train", f"LoRA step, {work.train_sequences}x{work.train_tokens}", trained, 1.2),
-            Row("train_strict", "  strict / default", trained, 1.6, "share", "default"),
+            Row(
+                "train",
+                f"LoRA step, {work.train_sequences}x{work.train_tokens}",
+                trained,
+                bars["train"],
+            ),
+            Row("train_strict", "  strict / default", trained, STRICT_BAR, "share", "default"),
         ],
         "adapters": [
             Row(
                 "adapters",
                 f"{work.adapters} adapters x {work.adapter_tokens}",
                 work.adapters * work.adapter_tokens,
-                2.0,
+                bars["adapters"],
             )
         ],
         "batch": [
-            Row("batch", f"sample {work.prompts}x{work.new_tokens} / padded", sampled, 2.5),
-            Row("batch_alone", f"sample {work.prompts}x{work.new_tokens} / one by one", sampled, 8),
-            Row("batch_strict", "  strict / default", sampled, 1.6, "share", "default"),
+            Row(
+                "batch",
+                f"sample {work.prompts}x{work.new_tokens} / padded",
+                sampled,
+                bars["batch"],
+            ),
+            Row(
+                "batch_alone",
+                f"sample {work.prompts}x{work.new_tokens} / one by one",
+                sampled,
+                bars["batch_alone"],
+            ),
+            Row("batch_strict", "  strict / default", sampled, STRICT_BAR, "share", "default"),
         ],
-        "one": [Row("one", f"sample 1x{work.new_tokens}", work.new_tokens, 1.3)],
+        "one": [Row("one", f"sample 1x{work.new_tokens}", work.new_tokens, bars["one"])],
     }[kind]
 
 
 def measure(kind: str, sides: dict[str, Side], work: Workload) -> list[Row]:
     """All rounds of one kind of work, after those that do not count."""
-    rows = rows_of(kind, work)
+    rows = rows_of(kind, work, vectors())
     for seed in range(work.warm_up + work.rounds):
         print(f"{kind}: round {seed}", file=sys.stderr)
         taken: dict[str, dict[str, float]] = {}
@@ -128,7 +150,7 @@ def main() -> int:
     kinds = ("train", "adapters", "batch", "one")
     parser.add_argument("--quick", action="store_true", help="one round")
     parser.add_argument("--only", choices=kinds, action="append", help="may be repeated")
-    parser.add_argument("--threads", type=int, help="of each side, instead of 2")
+    parser.add_argument("--threads", type=int, help="of each side (default: one for each core)")
     args = parser.parse_args()
     work = QUICK if args.quick else Workload()
     if args.threads:
@@ -138,6 +160,7 @@ def main() -> int:
         sides = {name: stack.enter_context(Side(name, work)) for name in names}
         rows = [row for kind in args.only or kinds for row in measure(kind, sides, work)]
     print(table(rows))
+    print(f"measured on {machine()}, {work.threads} threads")
     about = {
         "benchmark": "engine_cpu",
         "commit": commit(),

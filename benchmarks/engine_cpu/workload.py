@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
+
+from benchmarks.client_cost.setting import cores
 
 RANK = 32
 LEARNING_RATE = 1e-4
@@ -14,7 +16,8 @@ LEARNING_RATE = 1e-4
 class Workload:
     """Sizes of everything that is run; part of the JSON line."""
 
-    threads: int = 2
+    threads: int = field(default_factory=cores)
+    """Of each side: all the cores that this process may use."""
     train_sequences: int = 4
     train_tokens: int = 256
     adapters: int = 8

@@ -1,8 +1,10 @@
-"""`python -m benchmarks.public_api [--url URL --model NAME]`: any server, as its users see it.
+"""`python -m benchmarks.public_api [--url URL --model NAME] [--peer-url URL]`.
 
-Runs the official client from the registry in a virtual environment of its own (or ours, with
-`--client tinkex`) and measures step latency, training and sampling. Without a URL it starts
-`tinkex serve` on a model of a million parameters, the size at which a peer's figures are known.
+Measures step latency, training and sampling of a server as its users see it, through the official
+client in a virtual environment of its own (or through ours, with `--client tinkex`). Without
+`--url` it starts `tinkex serve` on a model of 0.9 million random parameters. With `--peer-url` a
+second server does the same work in the same run, the rounds of the two alternate, and the table has
+their ratios. Keys come from TINKER_API_KEY and, for the peer, from PEER_API_KEY.
 """
 
 from __future__ import annotations
@@ -10,103 +12,174 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import select
 import subprocess
 import sys
 import tempfile
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Self
 
-from benchmarks.client_cost.setting import commit, hardware, official_python
+from benchmarks.client_cost.setting import commit, hardware, machine, official_python
+from benchmarks.public_api.report import Row, rows, table
 from benchmarks.serving import ROOT, one_million, serving
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Mapping
+    from typing import Protocol
+
+    class Measured(Protocol):
+        """A server that can be asked for a figure."""
+
+        def run(self, figure: str, seconds: float) -> float: ...
+
 
 PROGRAM = Path(__file__).with_name("program.py")
 MODEL = "bench/llama-1m"
-TIME_LIMIT_S = 1800.0
+ANSWER_S = 900.0
 
 
 @dataclass(frozen=True)
-class Row:
-    """One figure; the peer's was measured elsewhere, on two cores and a model of this size."""
+class Address:
+    """Where a server is, what it serves, and which client asks it."""
 
-    name: str
-    title: str
-    peer: float
-    bar: float
-
-    def ratio(self, value: float) -> float:
-        """How many times better than the peer."""
-        return self.peer / value if self.name.endswith("_s") else value / self.peer
+    url: str
+    model: str
+    key: str
+    sdk: str
+    python: str
 
 
-ROWS = (
-    Row("step_latency_s", "step latency, s", 0.19, 5),
-    Row("train_8x128", "train 8x128, tok/s", 2400, 3),
-    Row("train_32x128", "train 32x128, tok/s", 3200, 3),
-    Row("train_8x512", "train 8x512, tok/s", 2500, 3),
-    Row("train_4_adapters", "4 adapters at once, tok/s", 3000, 3),
-    Row("sample_1", "sample 1, tok/s", 400, 3),
-    Row("sample_8", "sample 8, tok/s", 1900, 3),
-    Row("sample_16x4", "sample 16x4, tok/s", 1770, 3),
-)
+class Side:
+    """A process with a client of one server."""
+
+    def __init__(self, name: str, address: Address) -> None:
+        self._name = name
+        env = {
+            "PATH": os.environ["PATH"],
+            "HOME": tempfile.gettempdir(),
+            "TINKER_BASE_URL": address.url,
+            "TINKER_API_KEY": address.key,
+            "TINKER_TELEMETRY": "0",
+        }
+        if address.sdk == "tinkex":
+            env["PYTHONPATH"] = str(ROOT / "src")
+        self._process = subprocess.Popen(
+            [address.python, str(PROGRAM), address.sdk, address.model],
+            env=env,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def run(self, figure: str, seconds: float) -> float:
+        """One round of one figure."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        asked = json.dumps({"figure": figure, "seconds": seconds})
+        try:
+            self._process.stdin.write(asked + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise SystemExit(f"the client of the {self._name} ended; its error is above") from None
+        ready, _, _ = select.select([self._process.stdout], [], [], ANSWER_S)
+        answer = self._process.stdout.readline() if ready else ""
+        if not answer:
+            raise SystemExit(f"the {self._name} did not finish {figure!r}; its error is above")
+        return float(json.loads(answer))
 
 
-def measure(options: argparse.Namespace, url: str, model: str) -> dict[str, float]:
-    """Run the program against a server."""
-    ours = options.client == "tinkex"
-    python = sys.executable if ours else official_python(options.python)
-    env = {
-        "PATH": os.environ["PATH"],
-        "HOME": tempfile.gettempdir(),
-        "TINKER_BASE_URL": url,
-        "TINKER_API_KEY": os.environ.get("TINKER_API_KEY", "tml-benchmark"),
-        "TINKER_TELEMETRY": "0",
-    }
-    if ours:
-        env["PYTHONPATH"] = str(ROOT / "src")
-    argv = [python, str(PROGRAM), "tinkex" if ours else "tinker", model, str(options.seconds)]
-    done = subprocess.run(argv, env=env, stdout=subprocess.PIPE, timeout=TIME_LIMIT_S, text=True)
-    if done.returncode:
-        raise SystemExit("the client failed; its complaints are above")
-    return json.loads(done.stdout.splitlines()[-1])
+def measure(
+    found: list[Row], sides: Mapping[str, Measured], *, rounds: int, seconds: float
+) -> None:
+    """Every figure in rounds that alternate between the sides, so that a busy spell hits both."""
+    for row in found:
+        print(f"{row.title} ...", file=sys.stderr)
+        for number in range(rounds):
+            order = list(sides) if number % 2 == 0 else list(sides)[::-1]
+            for name in order:
+                value = sides[name].run(row.name, seconds)
+                row.values.setdefault(name, []).append(value)
 
 
-def table(found: dict[str, float], *, compare: bool) -> str:
-    """At most 80 columns; the peer's column only where the model has its size."""
-    lines = [f"{'':28}{'this server':>14}" + (f"{'peer':>10}{'ratio':>8}{'bar':>7}" * compare)]
-    for row in ROWS:
-        value = found[row.name]
-        line = f"{row.title:28}{value:>14.4g}"
-        if compare:
-            verdict = "pass" if row.ratio(value) >= row.bar else "MISS"
-            line += f"{row.peer:>10g}{row.ratio(value):>8.1f}{f'>= {row.bar:g}':>7}  {verdict}"
-        lines.append(line)
-    gain = found["train_4_adapters"] / found["train_4_in_turn"]
-    lines.append(f"{'4 adapters, at once/in turn':28}{gain:>14.2f}" + (f"{'> 1':>25}" * compare))
-    return "\n".join(lines)
+@contextmanager
+def addressed(options: argparse.Namespace) -> Generator[dict[str, Address]]:
+    """The servers to measure; one of our own is started where no address is given."""
+    sdk = "tinkex" if options.client == "tinkex" else "tinker"
+    python = sys.executable if sdk == "tinkex" else official_python(options.python)
+    key = os.environ.get("TINKER_API_KEY", "tml-benchmark")
+    with ExitStack() as stack:
+        url, model = options.url, options.model
+        if url is None:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            source = one_million(Path(options.keep_model or folder / "model"))
+            url = stack.enter_context(serving(folder, f"{MODEL}={source}")).url
+            model = MODEL
+        found = {"server": Address(url, model, key, sdk, python)}
+        if options.peer_url:
+            found["peer"] = Address(
+                options.peer_url,
+                options.peer_model or model,
+                os.environ.get("PEER_API_KEY", "tml-benchmark"),
+                sdk,
+                options.peer_python or python,
+            )
+        yield found
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+def parsed() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="benchmarks.public_api", description=__doc__)
     parser.add_argument("--url", help="a running server (default: one of our own)")
-    parser.add_argument("--model", help="a base model it serves")
+    parser.add_argument("--model", help="a base model that it serves")
+    parser.add_argument("--peer-url", help="a second server, measured in turn with the first")
+    parser.add_argument("--peer-model", help="a base model of the peer (default: the same name)")
+    parser.add_argument("--peer-python", help="an interpreter with a client that the peer takes")
     parser.add_argument("--client", choices=["official", "tinkex"], default="official")
     parser.add_argument("--python", help="an interpreter with the official client")
-    parser.add_argument("--seconds", type=float, default=4.0, help="time for each figure")
+    parser.add_argument("--rounds", type=int, default=15, help="of each figure and side")
+    parser.add_argument("--seconds", type=float, default=0.3, help="time of each round")
+    parser.add_argument("--bar", type=float, help="exit with 1 if a ratio to the peer is lower")
+    parser.add_argument(
+        "--keep-model", metavar="DIR", help="write the model here, for the peer to serve"
+    )
     options = parser.parse_args()
     if bool(options.url) != bool(options.model):
         parser.error("give --url and --model together")
-    if options.url:
-        found = measure(options, options.url, options.model)
-    else:
-        with tempfile.TemporaryDirectory() as name:
-            folder = Path(name)
-            source = one_million(folder / "model")
-            with serving(folder, f"{MODEL}={source}") as server:
-                found = measure(options, server.url, MODEL)
-    print(table(found, compare=not options.url))
+    if options.bar is not None and not options.peer_url:
+        parser.error("--bar is about the ratio to a peer: give --peer-url, too")
+    return options
+
+
+def main() -> int:
+    """Measure and print; exit status 1 only when a bar was given and missed."""
+    options = parsed()
+    found = rows()
+    with addressed(options) as addresses, ExitStack() as stack:
+        sides = {
+            name: stack.enter_context(Side(name, address)) for name, address in addresses.items()
+        }
+        measure(found, sides, rounds=options.rounds, seconds=options.seconds)
+    print(table(found, options.bar))
+    print(f"measured on {machine()}")
     about = {"benchmark": "public_api", "client": options.client, "commit": commit()}
-    print(json.dumps({**about, "hardware": hardware(), "results": found}))
-    return 0
+    models = {name: address.model for name, address in addresses.items()}
+    results = {
+        row.name: {side: [float(f"{value:.4g}") for value in row.values[side]] for side in sides}
+        | {"ratio": row.ratio}
+        for row in found
+    }
+    print(json.dumps({**about, "hardware": hardware(), "models": models, "results": results}))
+    ratios = [row.ratio for row in found if row.ratio is not None]
+    return 1 if options.bar is not None and min(ratios) < options.bar else 0
 
 
 if __name__ == "__main__":

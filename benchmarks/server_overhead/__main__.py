@@ -1,7 +1,9 @@
 """`python -m benchmarks.server_overhead`: what HTTP, the journal and tenants add to the engine.
 
-The same steps and samples once asked of the engine's process directly and once through
-`tinkex serve` with our client; then a crowd, and the memory of many finished futures.
+The same steps and samples are asked of the engine's process directly and through `tinkex serve`
+with our client. Beside them runs a bare Starlette route that stores one row in SQLite; what the
+server adds is judged as a multiple of one call of that route. The rounds of the three alternate.
+Then come many samples at once beside many sessions, and the memory of many finished futures.
 """
 
 from __future__ import annotations
@@ -11,89 +13,83 @@ import asyncio
 import json
 import sys
 import tempfile
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks.client_cost.setting import commit, hardware
-from benchmarks.server_overhead import direct, served
-from benchmarks.server_overhead.work import MODEL, Size
-from benchmarks.serving import serving
-
-STEP_BAR_MS = 15.0
-SAMPLE_BAR_MS = 1.5
-MEMORY_BAR_MIB = 200.0
+from benchmarks.client_cost.setting import commit, hardware, machine
+from benchmarks.server_overhead import bare, direct, served
+from benchmarks.server_overhead.report import Figures, rows, table
+from benchmarks.server_overhead.work import MODEL, Size, sample_body, step_body
+from benchmarks.serving import Server, serving
 
 
-def line(title: str, *cells: str) -> str:
-    """One row of the table."""
-    return f"{title:30}" + "".join(f"{cell:>12}" for cell in cells)
+def measure(size: Size, folder: Path, server: Server, floor: Server) -> Figures:
+    """All rounds of steps and samples; each side has its turn in each of them."""
+    found = Figures()
+    plain = bare.Bare(floor)
+    with direct.opened(folder / "engine", size) as engine, served.opened(server, size) as client:
+        for number in range(size.rounds):
+            print(f"round {number}", file=sys.stderr)
+            one = _round(size, engine, client, plain)
+            if number > 0:
+                found.add(one)
+    return found
 
 
-def judged(value: float, bar: float) -> str:
-    """Whether a figure stays below its bar."""
-    return "pass" if value <= bar else "MISS"
+def _round(
+    size: Size, engine: direct.Direct, client: served.Served, plain: bare.Bare
+) -> dict[str, dict[str, list[float]]]:
+    engine_steps, engine_step_cpu = engine.steps(size.steps)
+    served_steps, served_step_cpu = client.steps(size.steps)
+    bare_calls, bare_call_cpu = plain.in_turn(step_body(), size.bare_calls)
+    engine_wave, engine_cpu = engine.waves(size.waves)
+    served_wave, server_cpu, client_cpu = client.waves(size.waves)
+    bare_cpu = plain.at_once(sample_body(), size.bare_calls * size.waves, size.at_once)
+    return {
+        "step_s": {"engine": engine_steps, "served": served_steps, "bare": bare_calls},
+        "step_cpu_ms": {
+            "engine": [engine_step_cpu],
+            "served": [served_step_cpu],
+            "bare": [bare_call_cpu],
+        },
+        "wave_s": {"engine": [engine_wave], "served": [served_wave]},
+        "cpu_ms": {
+            "engine": [engine_cpu],
+            "server": [server_cpu],
+            "client": [client_cpu],
+            "bare": [bare_cpu],
+        },
+    }
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--crowd-s", type=float, default=60.0, help="length of the crowd")
+    """Measure, print, and say by the exit status whether every bar is met."""
+    parser = argparse.ArgumentParser(prog="benchmarks.server_overhead", description=__doc__)
+    parser.add_argument("--crowd-s", type=float, default=60.0, help="length of the last part")
     options = parser.parse_args()
     size = Size(crowd_s=options.crowd_s)
-    alone = asyncio.run(direct.measure(size))
-    with tempfile.TemporaryDirectory() as name, serving(Path(name), MODEL) as server:
-        http = served.measure(server, size)
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        server = stack.enter_context(serving(folder, MODEL))
+        floor = stack.enter_context(bare.serving(folder))
+        found = measure(size, folder, server, floor)
         crowd = asyncio.run(served.crowd(server, size))
-        resident = served.memory(server, size)
-    step_ms = (http.step_s - alone.step_s) * 1e3
-    sample_ms = http.cpu_ms - alone.cpu_ms
-    print(line("", "engine", "served", "added", "bar"))
-    print(
-        line(
-            "step, ms",
-            f"{alone.step_s * 1e3:.1f}",
-            f"{http.step_s * 1e3:.1f}",
-            f"{step_ms:.1f}",
-            f"<= {STEP_BAR_MS:g}",
-            judged(step_ms, STEP_BAR_MS),
-        )
-    )
-    print(
-        line(
-            "CPU of a sample, ms",
-            f"{alone.cpu_ms:.2f}",
-            f"{http.cpu_ms:.2f}",
-            f"{sample_ms:.2f}",
-            f"<= {SAMPLE_BAR_MS:g}",
-            judged(sample_ms, SAMPLE_BAR_MS),
-        )
-    )
-    print(
-        line("  of which server, client", f"{http.server_cpu_ms:.2f}", f"{http.caller_cpu_ms:.2f}")
-    )
-    print(
-        line(
-            "64 samples at once, ms", f"{alone.samples_s * 1e3:.0f}", f"{http.samples_s * 1e3:.0f}"
-        )
-    )
-    print(
-        line(
-            "memory, 10,000 futures, MiB",
-            "",
-            f"{resident:.0f}",
-            "",
-            f"<= {MEMORY_BAR_MIB:g}",
-            judged(resident, MEMORY_BAR_MIB),
-        )
-    )
+        found.resident_mib["served"] = served.memory(server, size)
+        found.resident_mib["bare"] = floor.resident_mib()
+    print(table(found))
     print(
         f"crowd: {crowd['samples']:.0f} samples ({size.crowd_samples} in flight), "
-        f"{crowd['heartbeats']:.0f} heartbeats, {crowd['late']:.0f} late, "
-        f"slowest {crowd['slowest_s']:.2f} s, {crowd['errors']:.0f} errors"
+        f"{crowd['heartbeats']:.0f} heartbeats,\n"
+        f"  {crowd['late']:.0f} late, slowest {crowd['slowest_s']:.2f} s, "
+        f"{crowd['errors']:.0f} errors"
     )
-    results = {"direct": asdict(alone), "served": asdict(http), "crowd": crowd}
+    print(f"measured on {machine()}")
+    passed = all(row.passed for row in rows(found))
     about = {"benchmark": "server_overhead", "commit": commit(), "hardware": hardware()}
-    print(json.dumps({**about, "size": asdict(size), **results, "resident_mib": resident}))
-    return 0
+    results = {"figures": asdict(found), "crowd": crowd, "passed": passed}
+    print(json.dumps({**about, "size": asdict(size), **results}))
+    return 0 if passed else 1
 
 
 if __name__ == "__main__":

@@ -3,73 +3,88 @@
 from __future__ import annotations
 
 import asyncio
-import resource
-import tempfile
+import itertools
 import time
-from pathlib import Path
-from statistics import median
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from benchmarks.server_overhead.work import LORA_RANK, MODEL, Figures, Size, batch, prompt
+from benchmarks.server_overhead.work import LORA_RANK, MODEL, Size, batch, cpu_s, prompt
 from tinkex.engine.base import AdapterSpec, OptimOp, SampleOp, TrainOp, Weights
 from tinkex.engine.process import EngineSpec, ModelSource, ProcessEngine
 from tinkex.types import AdamOptimizerConfig, AdamParams, LoraConfig, SamplingParams
 
 if TYPE_CHECKING:
+    from collections.abc import Generator
+    from pathlib import Path
+
     from tinkex.engine.base import Engine
 
 
-async def measure(size: Size) -> Figures:
-    """Steps one after another, then samples all at once."""
-    with tempfile.TemporaryDirectory() as folder:
-        spec = EngineSpec(models=(ModelSource(MODEL),), folder=Path(folder))
-        async with await ProcessEngine.start(spec) as engine:
-            return Figures(
-                step_s=await _steps(engine, size),
-                **await _samples(engine, size),
-            )
+class Direct:
+    """An engine with one adapter; its event loop runs only while it is asked for something."""
 
+    def __init__(self, runner: asyncio.Runner, engine: Engine, size: Size) -> None:
+        self._runner, self._engine, self._size = runner, engine, size
+        # Mutable: every operation has a number of its own.
+        self._numbers = itertools.count()
 
-async def _steps(engine: Engine, size: Size) -> float:
-    lora, optimizer = LoraConfig(rank=LORA_RANK), AdamOptimizerConfig()
-    await engine.create_adapter(
-        AdapterSpec(model_id="m", base_model=MODEL, lora=lora, optimizer=optimizer)
-    )
-    data, params, taken = batch(), AdamParams(learning_rate=1e-4), []
-    for number in range(size.steps + size.warm_up):
-        start = time.perf_counter()
-        train = TrainOp(op_id=f"t{number}", model_id="m", data=data, loss_fn="cross_entropy")
-        await engine.train([train])
-        await engine.optim_step([OptimOp(op_id=f"o{number}", model_id="m", params=params)])
-        taken.append(time.perf_counter() - start)
-    return median(taken[size.warm_up :])
+    def steps(self, count: int) -> tuple[list[float], float]:
+        """Seconds of steps that follow one another, and the caller's CPU of each, ms."""
+        cpu = cpu_s()
+        taken = self._runner.run(self._steps(count))
+        return taken, (cpu_s() - cpu) / count * 1e3
 
+    def waves(self, count: int) -> tuple[float, float]:
+        """Seconds of a wave of samples, and the caller's CPU of each sample in milliseconds."""
+        start, cpu = time.perf_counter(), cpu_s()
+        self._runner.run(self._waves(count))
+        taken = (time.perf_counter() - start) / count
+        return taken, (cpu_s() - cpu) / (count * self._size.at_once) * 1e3
 
-async def _samples(engine: Engine, size: Size) -> dict[str, float]:
-    params = SamplingParams(max_tokens=size.new_tokens, stop=[])
+    async def _steps(self, count: int) -> list[float]:
+        data, params, taken = batch(), AdamParams(learning_rate=1e-4), list[float]()
+        for _ in range(count):
+            number = next(self._numbers)
+            start = time.perf_counter()
+            train = TrainOp(op_id=f"t{number}", model_id="m", data=data, loss_fn="cross_entropy")
+            await self._engine.train([train])
+            step = OptimOp(op_id=f"o{number}", model_id="m", params=params)
+            await self._engine.optim_step([step])
+            taken.append(time.perf_counter() - start)
+        return taken
 
-    async def sample(number: int) -> None:
-        await engine.sample(
+    async def _waves(self, count: int) -> None:
+        for _ in range(count):
+            await asyncio.gather(*(self._sample(i) for i in range(self._size.at_once)))
+
+    async def _sample(self, index: int) -> None:
+        number = next(self._numbers)
+        await self._engine.sample(
             SampleOp(
                 op_id=f"s{number}",
                 weights=Weights(base_model=MODEL),
-                prompt=prompt(number),
-                params=params,
+                prompt=prompt(index),
+                params=SamplingParams(max_tokens=self._size.new_tokens, stop=[]),
                 sequence_ids=(f"s{number}:0",),
             )
         )
 
-    await asyncio.gather(*(sample(number) for number in range(size.at_once)))
-    start, cpu = time.perf_counter(), _cpu_s()
-    for _ in range(size.waves):
-        await asyncio.gather(*(sample(number) for number in range(size.at_once)))
-    count = size.waves * size.at_once
-    return {
-        "samples_s": (time.perf_counter() - start) / size.waves,
-        "caller_cpu_ms": (_cpu_s() - cpu) / count * 1e3,
-    }
 
-
-def _cpu_s() -> float:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
+@contextmanager
+def opened(folder: Path, size: Size) -> Generator[Direct]:
+    """An engine in a process of its own, until the end of the block."""
+    spec = EngineSpec(models=(ModelSource(MODEL),), folder=folder)
+    adapter = AdapterSpec(
+        model_id="m",
+        base_model=MODEL,
+        lora=LoraConfig(rank=LORA_RANK),
+        optimizer=AdamOptimizerConfig(),
+    )
+    with asyncio.Runner() as runner:
+        engine = runner.run(ProcessEngine.start(spec))
+        runner.run(engine.__aenter__())
+        try:
+            runner.run(engine.create_adapter(adapter))
+            yield Direct(runner, engine, size)
+        finally:
+            runner.run(engine.__aexit__(None, None, None))

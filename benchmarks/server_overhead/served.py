@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import resource
 import time
-from statistics import median
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 import tinkex
-from benchmarks.server_overhead.work import LORA_RANK, MODEL, Figures, Size, batch, prompt
+from benchmarks.server_overhead.work import LORA_RANK, MODEL, Size, batch, cpu_s, prompt
 from tinkex.clock import SystemClock
 from tinkex.transport.base import Request
 from tinkex.transport.http import HttpTransport
@@ -20,6 +19,8 @@ from tinkex.wire import routes
 from tinkex.wire.json_codec import encode
 
 if TYPE_CHECKING:
+    from collections.abc import Generator
+
     from benchmarks.serving import Server
     from tinkex.wire.routes import Route
 
@@ -28,45 +29,49 @@ BEAT_EVERY_S = 10.0
 LATE_S = 1.0
 
 
-def measure(server: Server, size: Size) -> Figures:
-    """Steps one after another, then samples all at once."""
+class Served:
+    """One adapter and one sampler on the server."""
+
+    def __init__(self, service: tinkex.ServiceClient, server: Server, size: Size) -> None:
+        self._server, self._size = server, size
+        self._training = service.create_lora_training_client(MODEL, rank=LORA_RANK)
+        self._sampler = service.create_sampling_client(base_model=MODEL)
+
+    def steps(self, count: int) -> tuple[list[float], float]:
+        """Seconds of steps that follow one another, and the CPU of each outside the engine, ms."""
+        data, params, taken = batch(), AdamParams(learning_rate=1e-4), list[float]()
+        cpu = cpu_s() + self._server.cpu_s()
+        for _ in range(count):
+            start = time.perf_counter()
+            passes = self._training.forward_backward(data, "cross_entropy")
+            self._training.optim_step(params).result()
+            passes.result()
+            taken.append(time.perf_counter() - start)
+        return taken, (cpu_s() + self._server.cpu_s() - cpu) / count * 1e3
+
+    def waves(self, count: int) -> tuple[float, float, float]:
+        """Seconds of a wave, and milliseconds of CPU of each sample: the server's, the caller's."""
+        params = SamplingParams(max_tokens=self._size.new_tokens, stop=[])
+        start, cpu, server_cpu = time.perf_counter(), cpu_s(), self._server.cpu_s()
+        for _ in range(count):
+            futures = [
+                self._sampler.sample(prompt(n), 1, params) for n in range(self._size.at_once)
+            ]
+            for future in futures:
+                future.result()
+        samples = count * self._size.at_once
+        return (
+            (time.perf_counter() - start) / count,
+            (self._server.cpu_s() - server_cpu) / samples * 1e3,
+            (cpu_s() - cpu) / samples * 1e3,
+        )
+
+
+@contextmanager
+def opened(server: Server, size: Size) -> Generator[Served]:
+    """A client of the server, until the end of the block."""
     with tinkex.ServiceClient(base_url=server.url, api_key=KEY) as service:
-        step_s = _steps(service, size)
-        return _samples(service, server, size, step_s)
-
-
-def _steps(service: tinkex.ServiceClient, size: Size) -> float:
-    training = service.create_lora_training_client(MODEL, rank=LORA_RANK)
-    data, params, taken = batch(), AdamParams(learning_rate=1e-4), []
-    for _ in range(size.steps + size.warm_up):
-        start = time.perf_counter()
-        passes = training.forward_backward(data, "cross_entropy")
-        training.optim_step(params).result()
-        passes.result()
-        taken.append(time.perf_counter() - start)
-    return median(taken[size.warm_up :])
-
-
-def _samples(service: tinkex.ServiceClient, server: Server, size: Size, step_s: float) -> Figures:
-    sampler = service.create_sampling_client(base_model=MODEL)
-    params = SamplingParams(max_tokens=size.new_tokens, stop=[])
-
-    def wave() -> None:
-        futures = [sampler.sample(prompt(n), 1, params) for n in range(size.at_once)]
-        for future in futures:
-            future.result()
-
-    wave()
-    start, cpu, server_cpu = time.perf_counter(), _cpu_s(), server.cpu_s()
-    for _ in range(size.waves):
-        wave()
-    count = size.waves * size.at_once
-    return Figures(
-        step_s=step_s,
-        samples_s=(time.perf_counter() - start) / size.waves,
-        caller_cpu_ms=(_cpu_s() - cpu) / count * 1e3,
-        server_cpu_ms=(server.cpu_s() - server_cpu) / count * 1e3,
-    )
+        yield Served(service, server, size)
 
 
 def memory(server: Server, size: Size) -> float:
@@ -143,8 +148,3 @@ async def _beats(transport: HttpTransport, session: str, index: int, size: Size)
 def _request(route: Route[Any, Any], body: bytes) -> Request:
     headers = {"X-API-Key": KEY, "Content-Type": "application/json"}
     return Request("POST", route.path, route.pool, timeout_s=10.0, headers=headers, body=body)
-
-
-def _cpu_s() -> float:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import resource
 from dataclasses import dataclass
 
 from tinkex.types import Datum, ModelInput
@@ -14,10 +16,12 @@ LORA_RANK = 8
 class Size:
     """How much of everything; part of the JSON line."""
 
-    steps: int = 60
-    warm_up: int = 10
+    rounds: int = 12
+    """Each measures every side once, in turn; the first does not count."""
+    steps: int = 8
+    waves: int = 3
     at_once: int = 64
-    waves: int = 20
+    bare_calls: int = 64
     new_tokens: int = 16
     crowd_samples: int = 2000
     crowd_sessions: int = 200
@@ -25,19 +29,10 @@ class Size:
     finished: int = 10_000
 
 
-@dataclass(frozen=True)
-class Figures:
-    """What one side took: a step, 64 samples at once, and the caller's CPU for each sample."""
-
-    step_s: float
-    samples_s: float
-    caller_cpu_ms: float
-    server_cpu_ms: float = 0.0
-
-    @property
-    def cpu_ms(self) -> float:
-        """CPU for each sample outside the engine."""
-        return self.caller_cpu_ms + self.server_cpu_ms
+def cpu_s() -> float:
+    """CPU time of this process so far."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
 
 
 def batch() -> list[Datum]:
@@ -53,3 +48,15 @@ def batch() -> list[Datum]:
 def prompt(number: int) -> ModelInput:
     """32 tokens, different for each number."""
     return ModelInput.from_ints([(number * 13 + i * 5) % 200 + 1 for i in range(32)])
+
+
+def step_body() -> bytes:
+    """What the bare route stores for a step: the tokens, targets and weights of `batch`."""
+    rows = [[(row * 31 + position * 7) % 200 + 1 for position in range(65)] for row in range(8)]
+    data = [{"tokens": row[:-1], "targets": row[1:], "weights": [1.0] * 64} for row in rows]
+    return json.dumps(data).encode()
+
+
+def sample_body() -> bytes:
+    """What the bare route stores for a sample: a prompt and its parameters."""
+    return json.dumps({"tokens": [i * 5 % 200 + 1 for i in range(32)], "max_tokens": 16}).encode()

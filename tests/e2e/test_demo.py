@@ -89,7 +89,7 @@ def serves(work: Path, command: list[str]) -> None:
     ) as popen:
         try:
             assert "tinkex serves" in read_line(popen, LIMIT_S)
-            popen.send_signal(signal.SIGINT)
+            popen.terminate()
             assert popen.wait(LIMIT_S) == 0
         finally:
             popen.kill()

@@ -32,6 +32,14 @@ def test_colours_stay_with_their_text():
 
 def test_the_picture_shows_the_command_and_what_came_of_it():
     text = html.unescape((DOCS / "img" / "demo.svg").read_text()).replace("\xa0", " ")
-    for words in ("$ tinkex demo", "What is the capital of France?", "matey", "Try next:"):
+    for words in (
+        "$ tinkex demo",
+        "eval loss",
+        "What is the capital of France?",
+        "matey",
+        "Picture   runs/demo/curve.svg",
+        "Try next:",
+    ):
         assert words in text
+    assert "saved after" not in text
     assert "https://" not in text

@@ -16,7 +16,7 @@ LORA_RANK = 8
 class Size:
     """How much of everything; part of the JSON line."""
 
-    rounds: int = 12
+    rounds: int = 16
     """Each measures every side once, in turn; the first does not count."""
     steps: int = 8
     waves: int = 3

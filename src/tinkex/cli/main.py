@@ -11,6 +11,7 @@ import argparse
 import sys
 
 from tinkex._version import __version__
+from tinkex.cli.parser import COMMAND, Parser
 from tinkex.cli.table import COMMANDS, PROGRAMS
 
 TYPE_CHECKING = False  # importing `typing` would cost as much as half of argparse
@@ -30,7 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status: 0, 1 failed, 2 misused, 130 interrupted."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        args = build_parser(words).parse_args(words)
+        args, unknown = build_parser(words).parse_known_args(words)
+        if unknown:
+            args.parser.refuse(unknown)
         return _run(args)
     except SystemExit as leaving:  # argparse: after help, or after a misuse it has reported
         return leaving.code if isinstance(leaving.code, int) else FAILED
@@ -39,12 +42,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
 
 
-def build_parser(words: Sequence[str] | None = None) -> argparse.ArgumentParser:
+def build_parser(words: Sequence[str] | None = None) -> Parser:
     """The parser for `words`: only the nouns among them get their verbs. None: all of them."""
     parser = _new_parser("tinkex", "Train and sample with Tinker-compatible servers.")
     parser.set_defaults(format="table")
     parser.add_argument("--version", action="version", version=f"tinkex {__version__}")
-    nouns = parser.add_subparsers(title="commands", metavar="COMMAND", prog="tinkex")
+    nouns = parser.add_subparsers(title="commands", metavar=COMMAND, prog="tinkex")
     for noun, (summary, verbs) in COMMANDS.items():
         if words is None or noun in words:
             _add_verbs(nouns.add_parser(noun, help=summary, **_settings(summary)), noun, verbs)
@@ -65,7 +68,7 @@ def build_parser(words: Sequence[str] | None = None) -> argparse.ArgumentParser:
 def _add_verbs(parser: argparse.ArgumentParser, noun: str, verbs: dict[str, Command]) -> None:
     _add_format(parser)
     parser.set_defaults(parser=parser)
-    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", prog=f"tinkex {noun}")
+    subparsers = parser.add_subparsers(title="commands", metavar=COMMAND, prog=f"tinkex {noun}")
     for verb, command in verbs.items():
         _fill(
             subparsers.add_parser(verb, help=command.summary, **_settings(command.summary)), command
@@ -87,8 +90,8 @@ def _settings(summary: str) -> dict[str, Any]:
     }
 
 
-def _new_parser(prog: str, summary: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog, **_settings(summary.rstrip(".")))
+def _new_parser(prog: str, summary: str) -> Parser:
+    parser = Parser(prog, **_settings(summary.rstrip(".")))
     _add_format(parser)
     return parser
 

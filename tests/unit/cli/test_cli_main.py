@@ -101,6 +101,46 @@ def test_a_misspelt_command_is_a_misuse(run: Callable[..., Ran], words: tuple[st
     assert "error:" in ran.err
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("trian", "tinkex: error: there is no command 'trian'. Did you mean `train`?"),
+        ("run lst", "tinkex run: error: there is no command 'lst'. Did you mean `list`?"),
+        ("sft a.jsonl", "tinkex: error: there is no command 'sft'. Did you mean `train sft`?"),
+        ("train sft --rnak 3", "there is no option --rnak. Did you mean `--rank`?"),
+        ("run list --lim=3", "there is no option --lim. Did you mean `--limit`?"),
+        ("run list -f jsn", "'jsn' is none of table, json. Did you mean `json`?"),
+        ("train sft x --train-on lats", "is none of all, last. Did you mean `last`?"),
+        ("checkpoint download --ouput y", "there is no option --ouput. Did you mean `--output`?"),
+    ],
+)
+def test_a_misspelt_word_gets_the_one_that_may_be_meant(
+    run: Callable[..., Ran], words: str, said: str
+):
+    ran = run(*words.split())
+    assert ran.status == MISUSED
+    assert said in ran.err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("frobnicate", "there is no command 'frobnicate'. `tinkex --help` lists the commands."),
+        ("run frobnicate", "`tinkex run --help` lists the commands."),
+        ("run list --frobnicate", "error: there is no option --frobnicate"),
+        ("run list -z", "tinkex run list: error: there is no option -z"),
+        ("run info a b c", "tinkex run info: error: unexpected arguments: b c"),
+        ("run list --limit many", "--limit: must be a whole number, 0 or more, not 'many'"),
+    ],
+)
+def test_a_word_that_resembles_nothing_gets_no_guess(
+    run: Callable[..., Ran], words: str, said: str
+):
+    ran = run(*words.split())
+    assert ran.status == MISUSED
+    assert ran.err.splitlines()[-1].endswith(said)
+
+
 def test_the_version_is_printed(run: Callable[..., Ran]):
     for words in (("version",), ("--version",)):
         ran = run(*words)
@@ -148,8 +188,20 @@ def test_help_imports_nothing_but_argparse():
     loaded = set(done.stderr.split())
     ours = {name for name in loaded if name.split(".")[0] == "tinkex"}
     outside_the_table = {name for name in ours if not name.startswith("tinkex.cli.table")}
-    assert outside_the_table == {"tinkex", "tinkex._version", "tinkex.cli", "tinkex.cli.main"}
-    heavy = {"asyncio", "dataclasses", "inspect", "json", "logging", "shutil", "socket", "ssl"}
+    assert outside_the_table == {
+        *("tinkex", "tinkex._version", "tinkex.cli", "tinkex.cli.main", "tinkex.cli.parser")
+    }
+    heavy = {
+        "asyncio",
+        "dataclasses",
+        "difflib",
+        "inspect",
+        "json",
+        "logging",
+        "shutil",
+        "socket",
+        "ssl",
+    }
     foreign = {"anyio", "msgspec", "numpy", "rich", "torch", "transformers", "google.protobuf"}
     assert not loaded & (heavy | foreign)
 

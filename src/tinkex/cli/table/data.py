@@ -2,18 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
-
-from tinkex.cli.table.base import Argument, Command, Verbs, count
-
-
-def _tokens(text: str) -> int:
-    """A number from 2 on: an example of one token predicts nothing."""
-    number = int(text)
-    if number < 2:
-        raise argparse.ArgumentTypeError(f"must be 2 or more: {text}")
-    return number
-
+from tinkex.cli.table.base import Argument, Command, Verbs, whole_number
 
 _FILE = Argument("file", metavar="DATA.jsonl", help="one JSON object per line")
 _SETTINGS = (
@@ -37,7 +26,7 @@ _SETTINGS = (
     ),
     Argument(
         "--max-tokens",
-        type=_tokens,
+        type=whole_number(2),  # an example of one token predicts nothing
         metavar="N",
         help="the most an example may have (default: what the model can take)",
     ),
@@ -52,7 +41,7 @@ DATA: Verbs = (
             _FILE,
             Argument(
                 "--limit",
-                type=count,
+                type=whole_number(0),
                 default=5,
                 metavar="N",
                 help="how many to show; 0 for all (default: 5)",

@@ -2,44 +2,20 @@
 
 from __future__ import annotations
 
-import argparse
-import math
+from tinkex.cli.table.base import Argument, Command, real_number, whole_number
 
-from tinkex.cli.table.base import Argument, Command
-
-
-def _whole(text: str) -> int:
-    """A number from 1 on."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be 1 or more: {text}")
-    return number
-
-
-def _temperature(text: str) -> float:
-    number = float(text)
-    if not (math.isfinite(number) and number >= 0):
-        raise argparse.ArgumentTypeError(f"must be 0 or more: {text}")
-    return number
-
-
-def _share(text: str) -> float:
-    number = float(text)
-    if not 0 < number <= 1:
-        raise argparse.ArgumentTypeError(f"must be above 0, and 1 at most: {text}")
-    return number
-
+_WHOLE = whole_number(1)
 
 _TEMPERATURE = Argument(
     "--temperature",
-    type=_temperature,
+    type=real_number(lambda number: number >= 0, "of 0 or more"),
     default=0.7,
     metavar="T",
     help="0 takes the likeliest token (default: 0.7)",
 )
 _TOP_P = Argument(
     "--top-p",
-    type=_share,
+    type=real_number(lambda number: 0 < number <= 1, "above 0 and at most 1"),
     default=1.0,
     metavar="P",
     help="draw from the likeliest tokens that have this share (default: 1)",
@@ -60,7 +36,7 @@ CHAT = Command(
     _TOP_P,
     Argument(
         "--max-tokens",
-        type=_whole,
+        type=_WHOLE,
         default=512,
         metavar="N",
         help="of one answer (default: 512)",
@@ -84,17 +60,17 @@ SAMPLE = Command(
     Argument("--path", metavar="PATH", help="a tinker:// path, or the folder of a training run"),
     Argument("--chat", action="store_true", help="text is a user's message, not a beginning"),
     Argument(
-        "--max-tokens", type=_whole, default=256, metavar="N", help="of a sample (default: 256)"
+        "--max-tokens", type=_WHOLE, default=256, metavar="N", help="of a sample (default: 256)"
     ),
     _TEMPERATURE,
     _TOP_P,
     Argument(
-        "--num-samples", type=_whole, default=1, metavar="N", help="of each prompt (default: 1)"
+        "--num-samples", type=_WHOLE, default=1, metavar="N", help="of each prompt (default: 1)"
     ),
     Argument("--seed", type=int, metavar="N", help="the same samples every time"),
     Argument(
         "--concurrency",
-        type=_whole,
+        type=_WHOLE,
         default=32,
         metavar="N",
         help="prompts under way at once (default: 32)",
@@ -114,5 +90,5 @@ DEMO = Command(
         default="runs/demo",
         help="the folder of the run (default: runs/demo)",
     ),
-    Argument("--steps", type=_whole, default=32, metavar="N", help="of training (default: 32)"),
+    Argument("--steps", type=_WHOLE, default=32, metavar="N", help="of training (default: 32)"),
 )

@@ -43,23 +43,26 @@ def _findings() -> Iterator[Finding]:
 
 def _lines(finding: Finding, width: int) -> str:
     head = f"{finding.status:4}  {finding.name:{_NAME_WIDTH}}"
-    first = textwrap.wrap(
-        text(finding.found),
+    found = text(finding.found)
+    lines = _wrap(found, width, head, " " * len(head))
+    if any(len(line) > width for line in lines):
+        # A long path gets a line with less before it, so that the terminal does not break it.
+        lines = [head.rstrip(), *_wrap(found, width, _INDENT, _INDENT)]
+    if finding.todo:
+        lines += _wrap(text(finding.todo), width, f"{_INDENT}-> ", f"{_INDENT}   ")
+    return "\n".join(lines)
+
+
+def _wrap(words: str, width: int, first: str, then: str) -> list[str]:
+    """Lines broken at spaces only: paths and commands stay in one piece."""
+    return textwrap.wrap(
+        words,
         width,
-        initial_indent=head,
-        subsequent_indent=_INDENT + " " * _NAME_WIDTH,
-        break_on_hyphens=False,
-    )
-    then = textwrap.wrap(
-        text(finding.todo),
-        width,
-        initial_indent=f"{_INDENT}-> ",
-        subsequent_indent=f"{_INDENT}   ",
-        # What is to be typed must stay in one piece.
+        initial_indent=first,
+        subsequent_indent=then,
         break_long_words=False,
         break_on_hyphens=False,
     )
-    return "\n".join((*first, *(then if finding.todo else ())))
 
 
 def _width() -> int:

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tinkex.cli.doctor import _lines
 from tinkex.cli.examination import extras, machine
+from tinkex.cli.examination.finding import Finding
 from tinkex.cli.examination.server import owner_of
 from tinkex.cli.main import DONE, FAILED
 from tinkex.testing import API_KEY, faults
@@ -45,10 +47,33 @@ def test_a_server_that_answers_is_described(run: Run, server: FakeServer):
 def test_no_line_is_wider_than_the_terminal_and_no_key_is_shown(run: Run):
     ran = run("doctor")
     lines = ran.out.splitlines()
-    assert max(map(len, lines)) <= 80
+    assert all(len(line) <= 80 or len(line.split()) == 1 for line in lines)
     assert {line[:4].strip() for line in lines} <= {"ok", "warn", "fail", ""}
     assert API_KEY not in ran.out + ran.err
     assert "\033" not in ran.out
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_paths_and_commands_are_never_broken(width: int):
+    path = Path("/home/me/projects/fine-tuning/a-name-that-is-long")
+    todo = f"Make room: rm -r {path}/runs"
+    lines = _lines(Finding("disk", "warn", f"1.0 GB free in {path}", todo), width).splitlines()
+    assert any(str(path) in line for line in lines)
+    assert any(f"{path}/runs" in line for line in lines)
+    if width == 60:
+        assert max(map(len, lines[:-1])) <= width
+        assert lines[:3] == ["warn  disk", "      1.0 GB free in", f"      {path}"]
+
+
+@pytest.mark.usefixtures("server")
+def test_every_path_is_in_one_piece_on_a_narrow_terminal(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    long = tmp_path / ("long-" * 12) / "folder"
+    long.mkdir(parents=True)
+    monkeypatch.chdir(long)
+    monkeypatch.setenv("COLUMNS", "60")
+    assert f" {long}\n" in run("doctor").out
 
 
 def test_a_server_that_is_not_there_is_a_failure_with_a_next_step(

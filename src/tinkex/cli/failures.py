@@ -56,7 +56,7 @@ _TABLE: tuple[tuple[type[Exception], str, str], ...] = (
     (APIError, "API error occurred", ""),
     (ServerSilentError, "No answer", "Try again later."),
     (ClosedError, "Connection closed", "Try again."),
-    (DataError, "The data cannot be used", "Nothing was trained: correct the file and try again."),
+    (DataError, "The data cannot be used", "Correct the file and run the command again."),
     (ChatTemplateError, "The chat template cannot be used", ""),
     (InputError, "Invalid argument", ""),
     (RequestFailedError, "Request failed", ""),
@@ -101,16 +101,21 @@ def _lines(error: Exception) -> Iterator[str]:
     if row is None:
         yield from _unexpected(error)
         return
-    _, heading, next_step = row
+    heading = row[1]
     if isinstance(error, APIStatusError) and type(error) is APIStatusError:
         heading = f"API error (status {error.status_code})"
     yield f"Error: {heading}"
     yield from _indented(describe(error))
-    yield from _indented(next_step)
+    yield from _indented(next_step(error))
 
 
 def next_step(error: Exception) -> str:
     """What to do about an error; empty where its message says it."""
+    if isinstance(error, DataError) and error.problems[0].line > 0:
+        what = "this line" if len(error.problems) == 1 else "these lines"
+        return f"Correct {what} and run the command again."
+    if isinstance(error, DataError) and isinstance(error.__cause__, FileNotFoundError):
+        return "Check the path of the file."
     return next((row[2] for row in _TABLE if isinstance(error, row[0])), "")
 
 

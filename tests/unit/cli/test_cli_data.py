@@ -166,9 +166,19 @@ def test_every_bad_line_is_listed_and_nothing_is_asked_of_a_server(
         "  data.jsonl: 2 bad lines",
         "    line 2: is no JSON: Expecting property name enclosed in double quotes at character 2",
         "    line 3: messages: must not be empty",
-        "  Nothing was trained: correct the file and try again.",
+        "  Correct these lines and run the command again.",
     ]
     assert not server.requests
+
+
+def test_the_next_step_fits_what_is_wrong_with_the_file(run: Callable[..., Ran]):
+    def last(name: str) -> str:
+        return run("data", "check", name, *MODEL).err.splitlines()[-1].strip()
+
+    assert last(write("nonsense")) == "Correct this line and run the command again."
+    assert last("nothing.jsonl") == "Check the path of the file."
+    Path("empty.jsonl").touch()
+    assert last("empty.jsonl") == "Correct the file and run the command again."
 
 
 def test_json_lists_every_bad_line_too(run: Callable[..., Ran]):

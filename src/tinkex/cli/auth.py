@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 from tinkex.auth import raise_if_tinker_not_accessible, tinker_has_credentials
 from tinkex.cli.connect import load_config, rest_client
 from tinkex.cli.failures import CommandError, report
+from tinkex.cli.log_output import show_log
 from tinkex.cli.main import FAILED
 from tinkex.cli.output import plain, print_json, say, show_one
 from tinkex.clock import SystemClock
@@ -85,6 +87,7 @@ def logout(args: argparse.Namespace) -> None:
 
 def status(args: argparse.Namespace) -> int | None:
     """Say whether there is a credential and whether the server takes it; fails if not."""
+    show_log(logging.ERROR)  # what a warning would say is reported in the end
     available, problem = tinker_has_credentials(), None
     if available:
         try:

@@ -10,11 +10,11 @@ that `tinkex serve` would use, so that one command finds what another has made.
 from __future__ import annotations
 
 import logging
-import sys
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from tinkex.cli.log_output import show_log
 from tinkex.clients.admin import AdminClient
 from tinkex.clients.rest import RestClient
 from tinkex.clients.service import ServiceClient
@@ -58,11 +58,12 @@ def admin_client() -> Generator[AdminClient]:
         yield AdminClient(service.holder)
 
 
-def load_config(api_key: str | None = None, base_url: str | None = None) -> Config:
+def load_config(
+    api_key: str | None = None, base_url: str | None = None, *, log_level: int = logging.WARNING
+) -> Config:
     """The caller's settings; warnings go to standard error from here on."""
     config = Config.load(api_key=api_key, base_url=base_url)
-    level = config.log_level or logging.WARNING
-    logging.basicConfig(level=level, stream=sys.stderr, format="%(levelname)s: %(message)s")
+    show_log(config.log_level or log_level)
     # No telemetry: a command is not a training program.
     return replace(
         config, bootstrap_deadline_s=_PATIENCE_S, submit_deadline_s=_PATIENCE_S, telemetry=False

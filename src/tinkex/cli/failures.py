@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
+from tinkex.cli.log_output import was_shown
 from tinkex.cli.main import FAILED, MISUSED
 from tinkex.errors import (
     APIConnectionError,
@@ -105,6 +106,9 @@ def _lines(error: Exception) -> Iterator[str]:
     if isinstance(error, APIStatusError) and type(error) is APIStatusError:
         heading = f"API error (status {error.status_code})"
     yield f"Error: {heading}"
+    if isinstance(error, APIConnectionError) and was_shown(describe(error)):
+        yield "  The command has stopped trying. The warning above says what to check."
+        return
     yield from _indented(describe(error))
     yield from _indented(next_step(error))
 

@@ -85,7 +85,9 @@ def test_a_server_that_is_not_there_is_a_failure_with_a_next_step(
     assert ran.status == FAILED
     assert ran.json["ok"] is False
     assert checks(ran)["server"]["status"] == "fail"
+    assert "connection refused" in checks(ran)["server"]["found"]
     assert "tinkex serve" in checks(ran)["server"]["todo"]
+    assert ran.err == "", "the table says it, so no warning does"
 
 
 def test_a_refused_key_is_told_from_a_missing_server(run: Run, server: FakeServer):

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import argparse
 import io
+import logging
 import sys
 from datetime import UTC, datetime, timedelta
 
 import pytest
 
 from tinkex.cli.failures import CommandError, report
+from tinkex.cli.log_output import show_log
 from tinkex.cli.main import FAILED
 from tinkex.cli.output import print_table, show_one, size, text, when
 from tinkex.cli.paging import every_page
-from tinkex.errors import APIError, ServerSilentError
+from tinkex.errors import APIConnectionError, APIError, RequestInfo, ServerSilentError
 from tinkex.types import Cursor
 
 NOW = datetime(2026, 6, 15, 12, tzinfo=UTC)
@@ -179,3 +181,19 @@ def test_a_bug_of_ours_shows_where_it_is_on_a_terminal(monkeypatch: pytest.Monke
     except KeyError as error:
         report(error)
     assert "Traceback" in terminal.getvalue()
+
+
+def test_a_cause_that_a_warning_has_named_is_not_repeated(capsys: pytest.CaptureFixture[str]):
+    message = "Nothing listens at http://here (connection refused); check it."
+    error = APIConnectionError(RequestInfo("GET", "http://here/x"), message)
+    assert report(error) == FAILED
+    assert capsys.readouterr().err.count("connection refused") == 1
+    show_log(logging.WARNING)
+    logging.getLogger("tinkex.transport").warning("client_config: %s", message)
+    assert report(error) == FAILED
+    said = capsys.readouterr().err
+    assert said.count("connection refused") == 1
+    assert said.splitlines()[1:] == [
+        "Error: Connection failed",
+        "  The command has stopped trying. The warning above says what to check.",
+    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +32,7 @@ _PATIENCE_S = 8.0
 _START_S = 120.0
 _ROUNDS = 3
 _SHOWN_MODELS = 3
-_START = "Start the server (`tinkex serve`), or correct TINKER_BASE_URL."
+_START = "`tinkex serve` starts a server on this machine."
 _DESCRIPTION: Route[None, None] = Route(
     "openapi", "GET", "/openapi.json", None, None, Pool.REST, retry="none", request_encoding="none"
 )
@@ -49,7 +50,8 @@ class Seen:
 def findings() -> Iterator[Finding]:
     """Where commands and programs would go, and whether they would get there."""
     try:
-        config = load_config()
+        # Errors only: what a warning would say is about to be a finding.
+        config = load_config(log_level=logging.ERROR)
     except (TinkerError, OSError) as error:
         yield Finding("settings", "fail", describe(error), "Correct or unset it.")
         return

@@ -175,7 +175,7 @@ def test_a_run_that_is_broken_off_again_and_again_ends_with_the_same_adapter(wor
     said = broken_off(work, "sft", "broken", first)
     assert "  tinkex train sft chats.jsonl --output broken --resume\n" in said
     assert max(map(len, said.splitlines())) <= 85, said
-    # One step more than was reached at least: two are on their way when a signal comes.
+    # One step more than was reached at least: the one that was computed when the signal came.
     broken_off(work, "sft", "broken", second + 2, "--resume", by=signal.SIGKILL)
     broken_off(work, "sft", "broken", third + 2, "--resume")
     finished(work, "sft", "broken", "--resume")
@@ -203,7 +203,7 @@ def test_a_second_ctrl_c_leaves_at_once_and_the_run_goes_on_from_its_last_save(w
         with train(work, "sft", "broken", server=server.url) as command:
             command.wait_for(f"step  5/{STEPS}")
             command.popen.send_signal(signal.SIGINT)
-            command.wait_for("Finishing the step and saving")
+            command.wait_for("Stopping: the step that is being computed")
             command.popen.send_signal(signal.SIGINT)
             assert command.end() == 130, command.text
         assert "--output broken --resume" in command.text

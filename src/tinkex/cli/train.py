@@ -23,11 +23,13 @@ from tinkex.loops.sft import SftJob
 from tinkex.seeing.history import read_metrics
 from tinkex.seeing.picture import write_picture
 from tinkex.seeing.series import series_of
+from tinkex.seeing.views import doing
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Generator
 
+    from tinkex.clients.service import ServiceClient
     from tinkex.loops.loop import Outcome
     from tinkex.loops.run import Job
 
@@ -73,9 +75,9 @@ def _place(args: argparse.Namespace, source: Path, kind: str) -> RunFolder:
         )
     if not args.resume and place.begun:
         raise misuse(
-            f"A run was begun in {place.path}",
-            f"Go on with it:  {_resume_command(kind, source, place)}\n"
-            "Or begin another in a folder of its own, with --output DIR.",
+            f"{place.path} already holds a run",
+            f"Resume it:  {_resume_command(kind, source, place)}\n"
+            "Or start another run in a folder of its own, with --output DIR.",
         )
     return place
 
@@ -122,18 +124,48 @@ def _train(args: argparse.Namespace, place: RunFolder, job: Job) -> int | None:
     if outcome is None or not adapter.exists():
         again = _resume_command(job.settings.kind, next(iter(job.files.values())), place)
         with service_client(job.settings.model) as service:
+            _connect(service, job.settings)
             with _told_how_to_go_on(place, again):
                 report = tuple(args.report or ())
                 outcome = run(service, job, place.path, resume=args.resume, report=report)
             if outcome.ending == "interrupted":
                 say(f"Interrupted after step {outcome.step}; everything up to there is saved.")
-                say(f"Go on with it:\n  {again}")
+                say(f"Resume it with:\n  {again}")
                 _summary(args, place, outcome, None)
                 return INTERRUPTED
-            _draw(place, job.settings)
-            export_adapter(service, outcome.best.state_path, adapter)
+            with doing("Drawing the curves"):
+                _draw(place, job.settings)
+            with doing(f"Writing the adapter to {adapter}"):
+                export_adapter(service, outcome.best.state_path, adapter)
     _summary(args, place, outcome, adapter)
+    say(_next_steps(place))
     return None
+
+
+def _connect(service: ServiceClient, settings: Settings) -> None:
+    """Reach the server; one of our own has to start and load its models first."""
+    config = service.holder.config
+    if config.embedded:
+        what = f"Starting the embedded server with {settings.base_model}"
+    else:
+        what = f"Connecting to {config.base_url}"
+    with doing(what):
+        service.operations.block(service.holder.opened)
+
+
+def _next_steps(place: RunFolder) -> str:
+    """Commands that do something with what was trained."""
+    folder, name = str(place.path), place.path.resolve().name
+    commands = (
+        ("chat", folder),
+        ("sample", "--path", folder, "--prompt", "Hello!"),
+        ("run", "plot", folder),
+        ("checkpoint", "export", folder, "--layout", "merged", "-o", f"{name}-merged"),
+    )
+    lines = [f"  {shlex.join(('tinkex', *words))}" for words in commands]
+    return "\n".join(
+        ["", "Next: chat with it, sample from it, plot it, or export it merged:", *lines]
+    )
 
 
 @contextmanager
@@ -145,9 +177,9 @@ def _told_how_to_go_on(place: RunFolder, again: str) -> Generator[None]:
         if place.begun:
             saves = place.checkpoints()
             where = (
-                f"after step {saves[-1].step}" if saves else "from the beginning: nothing is saved"
+                f"after step {saves[-1].step}" if saves else "at its beginning: nothing is saved"
             )
-            say(f"The run can go on {where}:\n  {again}")
+            say(f"Resume the run {where}:\n  {again}")
         raise
 
 

@@ -221,6 +221,11 @@ class APIFuture(concurrent.futures.Future[T], Generic[T]):
             )
 
 
+def requests_in(future: APIFuture[Any]) -> int:
+    """How many requests an operation was split into."""
+    return max(len(future._standing.parts), 1)  # pyright: ignore[reportPrivateUsage] - of this module
+
+
 class Promise(Generic[T]):
     """The writing side of an `APIFuture`; held by the client's loop, never by callers."""
 

@@ -86,3 +86,8 @@ def total_steps(settings: Settings, epochs: int, examples: int) -> int:
     if settings.warmup >= total:
         raise InputError(f"must be fewer than the {total} steps of the run", "warmup")
     return total
+
+
+def counted(number: int, noun: str) -> str:
+    """A number of things, as people write it."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

@@ -27,6 +27,10 @@ class Writer:
         self._sinks = sinks
         self._display = display
 
+    def stage(self, text: str) -> None:
+        """What is being done now."""
+        self._progress.stage(text)
+
     def step(self, step: int, values: Mapping[str, float]) -> None:
         """A step's numbers; step 0 is the evaluation of what has not been trained yet."""
         self._sinks.record(step, values)

@@ -22,7 +22,7 @@ from tinkex.loops.batches import (
     trained_logprobs,
     weighted,
 )
-from tinkex.loops.loop import Pending
+from tinkex.loops.loop import Begun, Pending
 from tinkex.loops.reference import reference
 from tinkex.loops.schedule import batch
 from tinkex.loops.source import Source
@@ -53,6 +53,7 @@ class DpoJob:
         self.settings = settings
         self._source = Source(settings, "preference", render_pairs, data, eval_data, epochs=_EPOCHS)
         self.files, self.steps = self._source.files, self._source.steps
+        self.material = self._source.material
 
     def prepare(self, service: ServiceClient, clock: Clock) -> PreparedDpo:
         """Render everything; raises DataError with every line that cannot be."""
@@ -92,6 +93,8 @@ class PreparedDpo:
 class DpoRecipe:
     """`reference` has the base model's log-probabilities of each pair, the held-out ones last."""
 
+    ahead = False
+
     def __init__(self, prepared: PreparedDpo, training: TrainingClient, reference: Array) -> None:
         self._settings = prepared.settings
         self._training = training
@@ -99,13 +102,19 @@ class DpoRecipe:
         self._reference = reference[: len(self._train)]
         self._held_out_reference = reference[len(self._train) :]
 
-    def step(self, step: int, adam: AdamParams) -> Pending:
-        """Look at a batch, and submit what follows from it."""
+    def begin(self, step: int) -> Begun:
+        """Submit a forward pass over a batch, from which the step follows."""
         size, seed = self._settings.batch_size, self._settings.seed
         chosen = batch(step, size, len(self._train), seed)
         pairs = [self._train[i] for i in chosen]
-        looked = self._training.forward(_data(pairs), "cross_entropy").result()
-        margins = self._margins(pairs, self._reference[chosen], looked)
+        looked = self._training.forward(_data(pairs), "cross_entropy")
+        known = self._reference[chosen]
+        return Begun(lambda adam: self._submit(pairs, known, looked.result(), adam))
+
+    def _submit(
+        self, pairs: Sequence[Pair], known: Array, looked: ForwardBackwardOutput, adam: AdamParams
+    ) -> Pending:
+        margins = self._margins(pairs, known, looked)
         data = _sloped(pairs, slopes(margins, self._settings.beta))
         passed = self._training.forward_backward(data, "cross_entropy")
         stepped = self._training.optim_step(adam)

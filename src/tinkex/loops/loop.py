@@ -2,6 +2,8 @@
 
 A step is submitted before the last one's result is awaited, so that the server is never idle. What
 it computes follows from the order in which things are submitted, never from when results arrive.
+When the loop is interrupted, the step that is being computed is the last: the one that was
+submitted behind it is withdrawn where the server can do that, and finished where it cannot.
 """
 
 from __future__ import annotations
@@ -29,30 +31,52 @@ if TYPE_CHECKING:
 class Pending:
     """What was submitted: `values` waits for it and gives its numbers.
 
-    `last` ends when all of it has; None where nothing had to be sent.
+    `last` ends when all of it has; None where nothing had to be sent. `withdraw` takes it back
+    and says whether that was possible.
     """
 
     values: Callable[[], dict[str, float]]
     last: APIFuture[Any] | None = None
+    withdraw: Callable[[], bool] = lambda: False
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A step whose preparation was submitted.
+
+    `submit` submits the step itself: one forward and backward pass and one optimizer step. It may
+    wait for the preparation, not for the step; `tokens` is among the numbers. `abandon` ends the
+    preparation of a step that is not submitted.
+    """
+
+    submit: Callable[[AdamParams], Pending]
+    abandon: Callable[[], None] = lambda: None
 
 
 Ending = Literal["finished", "stopped early", "interrupted"]
 
 
 class Recipe(Protocol):
-    """What a step is; both methods submit and do not wait for what they have submitted."""
+    """What a step is."""
 
-    def step(self, step: int, adam: AdamParams) -> Pending:
-        """One forward and backward pass and one optimizer step; `tokens` is among the numbers."""
+    @property
+    def ahead(self) -> bool:
+        """Whether a step can be submitted before the one before it has ended."""
+        ...
+
+    def begin(self, step: int) -> Begun:
+        """Submit what a step must know first; that changes no weights."""
         ...
 
     def evaluate(self) -> Pending:
-        """Look at the weights as they are after the steps submitted so far."""
+        """Submit an evaluation of the weights as they are after the steps submitted so far."""
         ...
 
 
 class Diary(Protocol):
     """Who is told what happened, in order."""
+
+    def stage(self, text: str) -> None: ...
 
     def step(self, step: int, values: Mapping[str, float]) -> None: ...
 
@@ -94,6 +118,12 @@ class _InFlight:
     measured: Callable[[], dict[str, float]] | None
     evaluated: Callable[[], dict[str, float]] | None
     saved: Callable[[], Checkpoint] | None
+    pending: Pending | None = None
+
+    def withdraw(self) -> bool:
+        """Take the step back. One with an evaluation or a save behind it stays: those would run."""
+        alone = self.evaluated is None and self.saved is None
+        return alone and self.pending is not None and self.pending.withdraw()
 
 
 class Loop:
@@ -117,25 +147,34 @@ class Loop:
         self._diary = diary
         self._patience = patience
         self._clock = clock
-        # Mutable state: what was submitted and not yet awaited, oldest first; the saves; and when
-        # the last step ended.
+        # Mutable state: what was submitted and not yet awaited, oldest first; the saves; the last
+        # step that was finished, and when it was.
         self._in_flight: deque[_InFlight] = deque()
         self._checkpoints = {one.step: one for one in checkpoints}
+        self._finished = max(self._checkpoints, default=0)
         self._begun_s = clock.now() - spent_s
         self._last_s = clock.now()
 
     def run(self, interruption: Interruption) -> Outcome:
-        """Train until the last step, until patience ends, or until somebody interrupts."""
-        step = max(self._checkpoints, default=0)
+        """Train until the last step, until patience ends, or until a signal comes."""
+        step = self._finished
         if step == 0 and self._plan.judged_by is not None:
+            self._diary.stage("evaluating the model before training")
             self._finish(_InFlight(0, None, self._recipe.evaluate().values, None))
             self._last_s = self._clock.now()
+        self._diary.stage(f"computing step {step + 1}")
         while step < self._plan.total and not interruption.asked and not self._enough:
             step += 1
-            self._in_flight.append(self._submit(step))
-            self._settle(leave=0 if self._must_know(step) else 1)
-        self._settle(leave=0)
-        return self._outcome(step)
+            begun = self._recipe.begin(step)
+            if not self._recipe.ahead:
+                self._settle(interruption, leave=0)
+                if interruption.asked and self._finished:
+                    begun.abandon()
+                    break
+            self._in_flight.append(self._submit(step, begun))
+            self._settle(interruption, leave=0 if self._must_know(step) else 1)
+        self._settle(interruption, leave=0)
+        return self._outcome(self._finished)
 
     @property
     def _enough(self) -> bool:
@@ -145,14 +184,15 @@ class Loop:
         """Whether an evaluation decides about what comes next."""
         return self._patience.limit is not None and self._plan.evaluates(step)
 
-    def _submit(self, step: int) -> _InFlight:
+    def _submit(self, step: int, begun: Begun) -> _InFlight:
         rate = self._plan.rate(step)
-        pending = self._recipe.step(step, AdamParams(learning_rate=rate))
+        pending = begun.submit(AdamParams(learning_rate=rate))
         return _InFlight(
             step,
             self._timed(pending, rate),
             self._recipe.evaluate().values if self._plan.evaluates(step) else None,
             self._save(step) if self._plan.saves(step) else None,
+            pending,
         )
 
     def _save(self, step: int) -> Callable[[], Checkpoint]:
@@ -163,9 +203,14 @@ class Loop:
 
     # -- results ------------------------------------------------------------------------------
 
-    def _settle(self, *, leave: int) -> None:
+    def _settle(self, interruption: Interruption, *, leave: int) -> None:
         while len(self._in_flight) > leave:
-            self._finish(self._in_flight.popleft())
+            one = self._in_flight.popleft()
+            last = None if one.pending is None else one.pending.last
+            asked = interruption.asked if last is None else interruption.until(last)
+            if asked and self._in_flight and self._in_flight[-1].withdraw():
+                self._in_flight.pop()
+            self._finish(one)
 
     def _finish(self, one: _InFlight) -> None:
         values = {} if one.measured is None else one.measured()
@@ -173,6 +218,7 @@ class Loop:
             values |= one.evaluated()
         self._refuse_nonsense(one.step, values)
         self._diary.step(one.step, values)
+        self._finished = one.step
         better = self._judge(one.step, values)
         if one.saved is not None:
             self._keep(one.saved())

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from tinkex.chat.renderer import Renderer
 from tinkex.chat.tokenizers import tokenizer_for
 from tinkex.errors import InputError, ResultError
-from tinkex.loops.batches import loss_of, total_steps
-from tinkex.loops.loop import Pending
+from tinkex.loops.batches import counted, loss_of, total_steps
+from tinkex.loops.loop import Begun, Pending
 from tinkex.loops.schedule import batch, sampling_seed
 from tinkex.loops.task import load_task
 from tinkex.types import Datum, ModelInput, SamplingParams
@@ -45,6 +45,8 @@ class RlJob:
         self.files = {"task": task}
         self._task = load_task(task)
         self.steps = total_steps(settings, _EPOCHS, len(self._task.prompts))
+        prompts = len(self._task.prompts) + len(self._task.eval_prompts)
+        self.material = counted(prompts, "prompt")
 
     def prepare(self, service: ServiceClient, clock: Clock) -> PreparedRl:
         """Turn the prompts to tokens."""
@@ -91,6 +93,8 @@ class PreparedRl:
 class RlRecipe:
     """Importance sampling over answers that carry what they are better than their group."""
 
+    ahead = False
+
     def __init__(self, prepared: PreparedRl, training: TrainingClient) -> None:
         self._prepared = prepared
         self._settings = prepared.settings
@@ -98,8 +102,8 @@ class RlRecipe:
         # Mutable state: a sampler of the weights as they are; None once they have changed.
         self._published: SamplingClient | None = None
 
-    def step(self, step: int, adam: AdamParams) -> Pending:
-        """Sample, judge, and submit what is learned from it."""
+    def begin(self, step: int) -> Begun:
+        """Ask for the answers that the step learns from."""
         known, settings = self._prepared, self._settings
         chosen = batch(step, settings.batch_size, len(known.prompts), settings.seed)
         sampler = self._sampler()
@@ -107,11 +111,19 @@ class RlRecipe:
             self._ask(sampler, known.prompts[number], sampling_seed(settings.seed, step, place))
             for place, number in enumerate(chosen)
         ]
-        groups = [
-            self._judged(known.task.prompts[number], known.prompts[number], future.result())
-            for number, future in zip(chosen, asked, strict=True)
-        ]
-        return self._submit(groups, adam)
+
+        def submit(adam: AdamParams) -> Pending:
+            groups = [
+                self._judged(known.task.prompts[number], known.prompts[number], future.result())
+                for number, future in zip(chosen, asked, strict=True)
+            ]
+            return self._submit(groups, adam)
+
+        def abandon() -> None:
+            for future in asked:
+                future.cancel()
+
+        return Begun(submit, abandon)
 
     def evaluate(self) -> Pending:
         """Submit the task's own evaluation prompts, answered greedily."""

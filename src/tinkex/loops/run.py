@@ -21,6 +21,7 @@ from tinkex.loops.run_folder import CHECKPOINTS, Record, RunFolder
 from tinkex.loops.schedule import learning_rate
 from tinkex.seeing.progress import Progress
 from tinkex.seeing.sinks import open_sinks
+from tinkex.seeing.views import doing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -49,6 +50,11 @@ class Job(Protocol):
 
     @property
     def steps(self) -> int: ...
+
+    @property
+    def material(self) -> str:
+        """What is turned to tokens, such as "120 examples"."""
+        ...
 
     def prepare(self, service: ServiceClient, clock: Clock) -> Prepared:
         """Turn everything to tokens; raises for what cannot be. Makes no model."""
@@ -100,7 +106,8 @@ def run(
         return done
     began = clock.wall() if record is None else record.began
     # A template that writes the date always writes the one on which the run began.
-    prepared = job.prepare(service, StillDate(clock, began))
+    with doing(f"Tokenizing {job.material} for {job.settings.base_model}"):
+        prepared = job.prepare(service, StillDate(clock, began))
     if record is not None:
         refuse_other_tokens(record, prepared.rendered)
     plan = _plan(job.settings, job.steps, prepared.judged_by)
@@ -163,6 +170,7 @@ class _Run:
         past = self.place.rewind(start.step if start else -1)
         with ExitStack() as stack:
             diary = self._diary(stack, report, start.step if start else 0)
+            diary.stage(f"loading {settings.base_model}" if start is None else "loading the save")
             training = _model(self.service, settings, start)
             known = self.place.change()
             self.place.change(model_ids=[*known.model_ids, training.model_id])

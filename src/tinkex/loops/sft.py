@@ -15,9 +15,10 @@ from tinkex.loops.batches import (
     trained_weight,
     weighted,
 )
-from tinkex.loops.loop import Pending
+from tinkex.loops.loop import Begun, Pending
 from tinkex.loops.schedule import batch
 from tinkex.loops.source import Source
+from tinkex.loops.submitted import Submitted
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,6 +41,7 @@ class SftJob:
         self.settings = settings
         self._source = Source(settings, "sft", render_all, data, eval_data, epochs=_EPOCHS)
         self.files, self.steps = self._source.files, self._source.steps
+        self.material = self._source.material
 
     def prepare(self, service: ServiceClient, clock: Clock) -> PreparedSft:
         """Render everything; raises DataError with every line that cannot be."""
@@ -78,6 +80,8 @@ class PreparedSft:
 class SftRecipe:
     """Cross-entropy over the tokens that are trained."""
 
+    ahead = True
+
     def __init__(self, prepared: PreparedSft, training: TrainingClient) -> None:
         self._train = prepared.train
         self._settings = prepared.settings
@@ -85,22 +89,24 @@ class SftRecipe:
         self._held_out = [weighted(one, 1.0) for one in prepared.held_out]
         self._held_out_weight = trained_weight(prepared.held_out)
 
-    def step(self, step: int, adam: AdamParams) -> Pending:
+    def begin(self, step: int) -> Begun:
+        """There is nothing to know before a step."""
+        return Begun(lambda adam: self._submit(step, adam))
+
+    def _submit(self, step: int, adam: AdamParams) -> Pending:
         """Submit a batch. Its weights add up to 1, so that gradients do not grow with it."""
         size, seed = self._settings.batch_size, self._settings.seed
         examples = [self._train[i] for i in batch(step, size, len(self._train), seed)]
         factor = 1.0 / trained_weight(examples)
-        passed = self._training.forward_backward(
-            [weighted(one, factor) for one in examples], "cross_entropy"
-        )
-        stepped = self._training.optim_step(adam)
+        data = [weighted(one, factor) for one in examples]
+        sent = Submitted(self._training, data, "cross_entropy", adam)
 
         def wait() -> dict[str, float]:
-            loss = loss_of(passed.result())
-            stepped.result()
+            loss = loss_of(sent.passed.result())
+            sent.stepped.result()
             return {"loss": loss, "tokens": tokens_of(examples)}
 
-        return Pending(wait, stepped)
+        return Pending(wait, sent.stepped, sent.withdraw)
 
     def evaluate(self) -> Pending:
         """Submit the held-out examples."""

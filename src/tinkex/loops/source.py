@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from tinkex.data.jsonl import read_examples
 from tinkex.errors import InputError
-from tinkex.loops.batches import split, total_steps
+from tinkex.loops.batches import counted, split, total_steps
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -49,6 +49,7 @@ class Source(Generic[R]):
         if eval_data is not None:
             self._eval = list(read_examples(eval_data, kind))
         self.steps = total_steps(settings, settings.epochs or epochs, len(self._train))
+        self.material = counted(len(self._train) + len(self._eval), "example")
 
     def rendered(self, renderer: Renderer) -> tuple[list[R], list[R]]:
         """What is trained and what is held out; DataError has every line that cannot be."""

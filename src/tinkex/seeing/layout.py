@@ -22,7 +22,7 @@ _SPARK = 20
 
 def plain_line(state: RunState, width: int) -> str:
     """One step in one line, for files and pipes."""
-    pieces = [f"step {_of(state)}", *_values(state, own_step=True), *_speed(state)]
+    pieces = [f"{state.unit} {_of(state)}", *_values(state, own_step=True), *_speed(state)]
     return cut(as_many_as_fit(pieces, width), width)
 
 
@@ -33,7 +33,7 @@ def live_lines(state: RunState, width: int, *, unicode: bool) -> list[str]:
     values = list(_values(state, own_step=False))
     if spark and values and width >= 2 * _SPARK:
         values[0] = f"{values[0]}  {spark}"
-    measures = [*values, *_speed(state)] if state.latest else ["starting"]
+    measures = [*values, *_speed(state)] if state.latest else [state.stage]
     evaluations = list(_evaluations(state))
     lines = [bar_line(state, width, unicode=unicode), as_many_as_fit(measures, width)]
     if evaluations:
@@ -56,7 +56,7 @@ def summary(state: RunState, width: int, *, unicode: bool) -> str:
     """What happened, in the line that stays."""
     steps = state.step - state.started_at
     of_all = "" if state.is_last else f" of {state.total - state.started_at}" if state.total else ""
-    noun = "step" if steps == 1 and not of_all else "steps"
+    noun = state.unit if steps == 1 and not of_all else f"{state.unit}s"
     pieces = [f"{steps}{of_all} {noun} in {duration(state.elapsed_s)}"]
     losses = [row["loss"] for row in state.measured if "loss" in row]
     if losses:

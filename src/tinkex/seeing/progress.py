@@ -32,7 +32,8 @@ class Progress:
     """Use it as `with Progress(300, "sft SmolLM2") as progress:`; then `progress.step(1, {...})`.
 
     `total` is the number of steps (0: not known), `done` how many an earlier part of the run has
-    done, `stream` standard error if not given. `chart` adds a plot below where there is room.
+    done, `unit` what they are called, `stream` standard error if not given. `chart` adds a plot
+    below where there is room.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class Progress:
         title: str,
         *,
         done: int = 0,
+        unit: str = "step",
         stream: TextIO | None = None,
         clock: Clock | None = None,
         chart: bool = False,
@@ -48,7 +50,7 @@ class Progress:
         self._stream = stream or sys.stderr
         self._clock = clock or SystemClock()
         self._chart = chart
-        self._state = RunState(total, title, done, self._clock.now())
+        self._state = RunState(total, title, done, self._clock.now(), unit=unit)
         # Mutable: None while there is nothing to show it on, or nobody to look any more.
         self._view: View | None = None
 
@@ -59,6 +61,17 @@ class Progress:
     def __exit__(self, *_: object) -> None:
         self._guard(self._close)
         self._view = None
+
+    def stage(self, text: str) -> None:
+        """Say what is being done while there is no step to show yet."""
+
+        def show() -> None:
+            self._state.stage = text
+            if self._view is not None:
+                self._view.stage(text)
+                self._draw()
+
+        self._guard(show)
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
         """Show the numbers of a step; names as in `metrics.jsonl`."""

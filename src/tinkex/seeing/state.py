@@ -15,12 +15,20 @@ _TOKENS_PER_S = "tokens_per_s"
 
 
 class RunState:
-    """What the views show. `now` is in seconds of one clock throughout."""
+    """What the views show.
 
-    def __init__(self, total: int, title: str, done: int, now: float) -> None:
+    `now` is in seconds of one clock throughout, `unit` what is counted.
+    """
+
+    def __init__(
+        self, total: int, title: str, done: int, now: float, *, unit: str = "step"
+    ) -> None:
         self.total = max(total, 0)
         self.title = title
-        # Mutable: where the run is, the newest value of each name and its step, what was measured.
+        self.unit = unit
+        # Mutable: where the run is, the newest value of each name and its step, what was measured,
+        # and what is being done until there is a number to show.
+        self.stage = "starting"
         self.step = self.started_at = max(done, 0)
         self.latest: dict[str, tuple[int, float]] = {}
         self.measured: list[dict[str, float]] = []

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Protocol
 
 from tinkex.seeing.layout import live_lines, plain_line
+from tinkex.seeing.numbers import cut
 from tinkex.seeing.series import EVAL, by_panel, series_of
 from tinkex.seeing.terminal_plot import plot
 
 if TYPE_CHECKING:
+    from collections.abc import Generator
     from typing import TextIO
 
     from rich.console import Console
@@ -37,6 +41,10 @@ class View(Protocol):
 
     def line(self, text: str) -> None:
         """Say something that stays."""
+        ...
+
+    def stage(self, text: str) -> None:
+        """Say what is being done now, before the first step."""
         ...
 
     def close(self) -> None:
@@ -98,6 +106,10 @@ class PlainView:
         """Write the text."""
         _write(self._stream, f"{text}\n")
 
+    def stage(self, text: str) -> None:
+        """Write it, as a sentence."""
+        self.line(f"{text[:1].upper()}{text[1:]} ...")
+
     def close(self) -> None:
         """Nothing to take back."""
 
@@ -146,6 +158,10 @@ class LiveView:
         _write(self._stream, f"\r{_CLEAR_BELOW}{text}\n")
         self._drawn = None
 
+    def stage(self, text: str) -> None:
+        """The next drawing shows it, however soon."""
+        self._drawn = None
+
     def close(self) -> None:
         """Take the block away."""
         _write(self._stream, f"\r{_CLEAR_BELOW}")
@@ -183,3 +199,21 @@ def _write(stream: TextIO, text: str) -> None:
     encoding = getattr(stream, "encoding", None) or "utf-8"
     stream.write(text.encode(encoding, "replace").decode(encoding))
     stream.flush()
+
+
+@contextmanager
+def doing(text: str) -> Generator[None]:
+    """Say on standard error what is being done: a line that a terminal shows until it is over."""
+    stream, clear = sys.stderr, ""
+    with suppress(OSError, ValueError):  # nobody looks
+        if isinstance(open_view(stream, chart=False), LiveView):
+            room = terminal_size(stream)[0] - len(" ...") - 1
+            _write(stream, f"{cut(text, room)} ...\r")
+            clear = f"\r{_CLEAR_BELOW}"
+        else:
+            _write(stream, f"{text} ...\n")
+    try:
+        yield
+    finally:
+        with suppress(OSError, ValueError):
+            _write(stream, clear)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tinkex.cli.main import DONE, FAILED, INTERRUPTED, MISUSED
+from tinkex.cli.main import DONE, FAILED, INTERRUPTED, MISUSED, build_parser
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -93,6 +93,32 @@ def test_everything_it_says_fits_eighty_columns_and_talk_is_no_data(run: Callabl
     assert "step 4/4" in ran.err
     assert "step 4/4" not in ran.out
     assert "\x1b" not in ran.out + ran.err
+
+
+def test_what_happens_before_the_first_step_is_said(run: Callable[..., Ran], server: FakeServer):
+    ran = run("train", "sft", "chats.jsonl", *SHORT, "--eval-fraction", "0.3")
+    lines = ran.err.splitlines()
+    assert lines[:4] == [
+        f"Connecting to {server.url} ...",
+        "Tokenizing 6 examples for tinkex/tiny ...",
+        "Loading tinkex/tiny ...",
+        "Evaluating the model before training ...",
+    ]
+    assert lines[5] == "Computing step 1 ..."
+    assert lines[6].startswith("step 1/4")
+
+
+def test_a_finished_run_ends_with_commands_that_use_it(run: Callable[..., Ran]):
+    ran = run("train", "sft", "chats.jsonl", *SHORT)
+    commands = [line.strip() for line in ran.err.splitlines() if line.startswith("  tinkex ")]
+    assert [shlex.split(command)[1] for command in commands] == [
+        *("chat", "sample", "run", "checkpoint")
+    ]
+    for command in commands:  # each of them is one that the parser takes
+        args, unknown = build_parser().parse_known_args(shlex.split(command)[1:])
+        assert (unknown, bool(args.handler)) == ([], True)
+    plot = next(command for command in commands if " run plot " in command)
+    assert run(*shlex.split(plot)[1:]).status == DONE
 
 
 def test_preferences_are_trained_and_the_base_model_is_asked_once(

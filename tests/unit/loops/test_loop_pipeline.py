@@ -10,14 +10,12 @@ import pytest
 from tinkex.errors import InputError
 from tinkex.loops.early_stop import Patience
 from tinkex.loops.interruption import Interruption
-from tinkex.loops.loop import Loop, Outcome, Pending, Plan
+from tinkex.loops.loop import Begun, Loop, Outcome, Pending, Plan
 from tinkex.loops.run_folder import Checkpoint
 from tinkex.testing import FakeClock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-
-    from tinkex.types import AdamParams
 
 
 @dataclass
@@ -39,11 +37,19 @@ class World:
     loss: Callable[[int], float] = lambda step: 1.0
     events: list[str] = field(default_factory=list[str])
     rows: list[tuple[int, dict[str, float]]] = field(default_factory=list[Any])
+    ahead: bool = True
+    can_withdraw: bool = True
+    on_begin: Callable[[int], None] = lambda step: None
     _now: int = 0
 
     # -- the recipe
 
-    def step(self, step: int, adam: AdamParams) -> Pending:
+    def begin(self, step: int) -> Begun:
+        self.events.append(f"begin {step}")
+        self.on_begin(step)
+        return Begun(lambda adam: self._submit(step), lambda: self.events.append(f"abandon {step}"))
+
+    def _submit(self, step: int) -> Pending:
         self._now = step
         self.events.append(f"submit {step}")
         self.on_step(step)
@@ -52,7 +58,11 @@ class World:
             self.events.append(f"await {step}")
             return {"loss": self.loss(step), "tokens": 10.0}
 
-        return Pending(values)
+        def withdraw() -> bool:
+            self.events.append(f"withdraw {step}")
+            return self.can_withdraw
+
+        return Pending(values, withdraw=withdraw)
 
     def evaluate(self) -> Pending:
         step = self._now
@@ -72,6 +82,10 @@ class World:
 @dataclass
 class Diary:
     world: World
+    stages: list[str] = field(default_factory=list[str])
+
+    def stage(self, text: str) -> None:
+        self.stages.append(text)
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
         self.world.events.append(f"tell {step}")
@@ -94,13 +108,15 @@ def run(
     patience: int | None = None,
     done: int = 0,
     interruption: Interruption | None = None,
+    diary: Diary | None = None,
 ) -> Outcome:
     plan = Plan(total, lambda step: 0.1 * step, save_every, eval_every, judged_by)
     saves = [checkpoint(done)] if done else []
     world._now = done
     client: Any = world
     judge = Patience(patience, higher_is_better=False)
-    loop = Loop(world, client, plan, Diary(world), judge, FakeClock(), checkpoints=saves)
+    diary = diary or Diary(world)
+    loop = Loop(world, client, plan, diary, judge, FakeClock(), checkpoints=saves)
     return loop.run(interruption or Interruption())
 
 
@@ -128,7 +144,8 @@ def test_each_step_is_told_once_in_order_with_its_rate():
 def test_an_evaluation_and_a_save_come_right_after_their_step():
     world = World(evaluations=[3.0] * 5)
     run(world, 4, save_every=2, eval_every=2, judged_by="eval_loss")
-    submitted = [event for event in world.events if not event.startswith(("await", "kept", "tell"))]
+    done = ("await", "begin", "kept", "tell")
+    submitted = [event for event in world.events if not event.startswith(done)]
     assert submitted == [
         *("look 0", "submit 1", "submit 2", "look 2", "save 2"),
         *("submit 3", "submit 4", "look 4", "save 4"),
@@ -157,17 +174,70 @@ def test_a_resumed_run_does_only_the_steps_that_are_left():
     assert outcome.checkpoint == checkpoint(6)
 
 
-def test_an_interruption_finishes_what_was_submitted_saves_and_says_so():
+def asked_in(world: World, step: int) -> Interruption:
+    """Ctrl-C when a step has just been submitted; the one before it is being computed."""
     interruption = Interruption()
 
-    def on_step(step: int) -> None:
-        interruption.asked = step == 3
+    def on_step(submitted: int) -> None:
+        interruption.asked = submitted == step
 
-    world = World(on_step=on_step)
-    outcome = run(world, 10, interruption=interruption)
+    world.on_step = on_step
+    return interruption
+
+
+def test_an_interruption_finishes_the_step_that_is_computed_and_withdraws_the_one_behind_it():
+    world = World()
+    outcome = run(world, 10, interruption=asked_in(world, 3))
+    assert outcome == Outcome("interrupted", 2, checkpoint(2), checkpoint(2))
+    assert [step for step, _ in world.rows] == [1, 2]
+    assert world.events[-5:] == ["withdraw 3", "await 2", "tell 2", "save 2", "kept 2"]
+
+
+def test_a_step_that_cannot_be_withdrawn_is_finished():
+    world = World(can_withdraw=False)
+    outcome = run(world, 10, interruption=asked_in(world, 3))
     assert outcome == Outcome("interrupted", 3, checkpoint(3), checkpoint(3))
     assert [step for step, _ in world.rows] == [1, 2, 3]
-    assert world.events[-2:] == ["save 3", "kept 3"]
+    assert world.events.count("withdraw 3") == 1
+
+
+def test_a_step_with_a_save_behind_it_is_finished():
+    world = World()
+    outcome = run(world, 10, save_every=3, interruption=asked_in(world, 3))
+    assert outcome.step == 3
+    assert not [event for event in world.events if event.startswith("withdraw")]
+
+
+def test_the_first_step_is_finished_when_it_is_the_one_that_is_computed():
+    world = World()
+    assert run(world, 10, interruption=asked_in(world, 1)).step == 1
+
+
+def test_where_steps_follow_from_each_other_an_interrupted_one_ends_before_the_next():
+    interruption = Interruption()
+
+    def on_begin(step: int) -> None:
+        interruption.asked = step == 3
+
+    world = World(ahead=False, on_begin=on_begin)
+    outcome = run(world, 10, interruption=interruption)
+    assert outcome.step == 2
+    assert world.events[-5:] == ["await 2", "tell 2", "abandon 3", "save 2", "kept 2"]
+
+
+def test_where_steps_follow_from_each_other_each_is_told_before_the_next_is_submitted():
+    world = World(ahead=False)
+    run(world, 2)
+    assert world.events[:6] == ["begin 1", "submit 1", "begin 2", "await 1", "tell 1", "submit 2"]
+
+
+def test_what_is_done_before_the_first_step_is_told():
+    world = World(evaluations=[1.0] * 9)
+    diary = Diary(world)
+    run(world, 2, judged_by="eval_loss", diary=diary)
+    assert diary.stages == ["evaluating the model before training", "computing step 1"]
+    run(World(), 6, done=4, diary=diary)
+    assert diary.stages[-1] == "computing step 5"
 
 
 def test_an_interruption_at_the_last_step_is_none():
@@ -176,7 +246,8 @@ def test_an_interruption_at_the_last_step_is_none():
     def on_step(step: int) -> None:
         interruption.asked = step == 4
 
-    assert run(World(on_step=on_step), 4, interruption=interruption).ending == "finished"
+    world = World(on_step=on_step, can_withdraw=False)
+    assert run(world, 4, interruption=interruption).ending == "finished"
 
 
 def test_a_save_that_was_due_is_not_made_again_by_an_interruption():

@@ -1,4 +1,6 @@
-"""A run that only shows itself: one step for each line of standard input, `note` for a note.
+"""A run that only shows itself: one step for each line of standard input.
+
+`note` is a note, `stage` what is done before the first step.
 
 python progress_program.py TOTAL [--without-rich] [--chart] [--ignore-hangup]
 """
@@ -44,6 +46,9 @@ def main(total: int) -> None:
         for line in sys.stdin:
             if line.strip() == "note":
                 progress.note(f"saved tinker://run/weights/step-{step}")
+                continue
+            if line.strip() == "stage":
+                progress.stage("loading a model")
                 continue
             if line.strip() == "print":
                 sys.stderr.write("somebody else has something to say\n")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 import math
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tinkex.seeing.progress import Progress
+from tinkex.seeing.views import doing
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,6 +55,59 @@ def test_a_pipe_gets_a_line_per_step_and_a_summary():
         "step 3/4  loss 2.0000  50 tokens/s  0:02 left  lr 1.00e-04",
         "saved",
         "3 of 4 steps in 0:06  loss 3.0000 → 2.0000  50 tokens/s",
+    ]
+
+
+def test_a_pipe_gets_a_line_for_what_is_done_before_the_first_step():
+    def run(progress: Progress, _: Stopwatch) -> None:
+        progress.stage("loading a model")
+        progress.stage("computing step 1")
+        progress.step(1, {"loss": 3.0})
+
+    assert shown(2, run)[:3] == [
+        "Loading a model ...",
+        "Computing step 1 ...",
+        "step 1/2  loss 3.0000  0:00 left",
+    ]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_pipe_keeps_what_is_being_done_and_a_terminal_clears_it(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    for stream, said in (
+        (io.StringIO(), ["Connecting ...\n", "Connecting ...\n"]),
+        (Terminal(), ["Connecting ...\r", "Connecting ...\r\r\033[J"]),
+    ):
+        monkeypatch.setattr(sys, "stderr", stream)
+        monkeypatch.setenv("TERM", "xterm")
+        with doing("Connecting"):
+            assert stream.getvalue() == said[0]
+        assert stream.getvalue() == said[1]
+
+
+def test_saying_what_is_done_to_a_closed_pipe_does_no_harm(monkeypatch: pytest.MonkeyPatch):
+    stream = io.StringIO()
+    stream.close()
+    monkeypatch.setattr(sys, "stderr", stream)
+    done = []
+    with doing("Connecting"):
+        done.append(1)
+    assert done
+
+
+def test_what_is_counted_may_be_something_else_than_steps():
+    def run(progress: Progress, clock: Stopwatch) -> None:
+        clock.time += 2.0
+        progress.step(1, {"tokens": 10})
+
+    assert shown(2, run, unit="prompt") == [
+        "prompt 1/2  5 tokens/s  0:02 left",
+        "1 of 2 prompts in 0:02  5 tokens/s",
     ]
 
 

@@ -31,6 +31,16 @@ def test_a_run_at_eighty_columns_is_one_block_that_is_drawn_over():
         assert run.screen.wrapped == 0
 
 
+def test_what_is_done_before_the_first_step_is_shown_until_it_comes():
+    with terminal("12") as run:
+        run.until(lambda screen: "starting" in screen.text)
+        run.type("stage\n")
+        run.until(lambda screen: "loading a model" in screen.text)
+        run.type("\n")
+        run.until(lambda screen: "1/12" in screen.text)
+        assert "loading a model" not in run.screen.text
+
+
 @pytest.mark.parametrize("words", [(), ("--without-rich",), ("--chart",)])
 def test_at_the_end_notes_and_a_summary_stay_and_the_block_does_not(words: tuple[str, ...]):
     with terminal("12", *words) as run:

@@ -7,6 +7,7 @@ rewrites them in place; `test_reference.py` fails when a page is behind.
 
 from __future__ import annotations
 
+import argparse
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +53,9 @@ def _usage(argument: Argument) -> str:
     metavar = str(settings.get("metavar", ""))
     if _is_option(argument):
         names = ", ".join(argument.names)
-        return names if settings.get("action") == "store_true" else f"{names} {metavar}"
+        if settings.get("action") is argparse.BooleanOptionalAction:
+            names += "".join(f", --no-{name[2:]}" for name in argument.names)
+        return f"{names} {metavar}".rstrip()
     return {"?": f"[{metavar}]", "*": f"[{metavar} ...]", "+": f"{metavar} ..."}.get(
         settings.get("nargs", ""), metavar
     )

@@ -47,12 +47,12 @@ def test_what_was_answered_is_not_asked_again(
     with started(tmp_path, server.url) as popen:
         assert popen.stderr is not None
         said = iter(popen.stderr)
-        assert any(line.startswith("step 2/6") for line in said)
+        assert any(line.startswith("prompt 2/6") for line in said)
         popen.send_signal(number)
         rest = "".join(said)
     if number is signal.SIGINT:
         assert popen.returncode == 130
-        assert "the same command goes on" in rest
+        assert "the same command continues" in rest
     answered = len((tmp_path / "out.jsonl").read_text().splitlines())
     assert 2 <= answered < PROMPTS
     before = len(server.seen("asample"))

@@ -66,6 +66,11 @@ class Renderer:
         return cls(tokenizer, Turns(tokenizer, template, options, still), train_on)
 
     @property
+    def has_template(self) -> bool:
+        """Whether messages can be rendered, and not only text."""
+        return self._turns is not None
+
+    @property
     def stop(self) -> list[int]:
         """Tokens that end an assistant's message: the template's own, then the end of a text."""
         ends = (self._turns.end if self._turns else None, self._tokenizer.eos_token_id)

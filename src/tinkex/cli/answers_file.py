@@ -75,7 +75,7 @@ class AnswersFile:
         self._file.write(_line(answer))
         self._file.flush()
 
-    def sort(self) -> None:
+    def end(self) -> None:
         """Put the answers into the order of the prompts."""
         answers = self.read()
         ordered = sorted(answers, key=lambda answer: answer[LINE])

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from tinkex.chat.renderer import Renderer
     from tinkex.cli.answers_file import AnswersFile
+    from tinkex.cli.answers_shown import AnswersShown
     from tinkex.cli.prompts import Prompt
     from tinkex.clients.sampling import SamplingClient
     from tinkex.futures.future import APIFuture
@@ -54,6 +55,8 @@ class Tally:
     answered: int = 0
     kept: int = 0
     failed: int = 0
+    samples: int = 0
+    empty: int = 0
     tokens: int = 0
     first_error: str = ""
 
@@ -70,7 +73,7 @@ class Work:
     sampler: SamplingClient
     renderer: Renderer
     args: argparse.Namespace
-    answers: AnswersFile
+    answers: AnswersFile | AnswersShown
     tally: Tally
     waiting: dict[APIFuture[SampleResponse], Question] = field(
         default_factory=dict["APIFuture[SampleResponse]", Question]
@@ -110,8 +113,7 @@ class Work:
             self.answers.add(answer)
 
     def _samples(self, response: SampleResponse) -> list[dict[str, Any]]:
-        self.tally.tokens += sum(len(sequence.tokens) for sequence in response.sequences)
-        return [
+        samples: list[dict[str, Any]] = [
             {
                 "text": self.renderer.text(sequence.tokens),
                 "tokens": len(sequence.tokens),
@@ -119,6 +121,10 @@ class Work:
             }
             for sequence in response.sequences
         ]
+        self.tally.tokens += sum(sample["tokens"] for sample in samples)
+        self.tally.samples += len(samples)
+        self.tally.empty += sum(not sample["text"].strip() for sample in samples)
+        return samples
 
     def give_up(self) -> None:
         """Nobody waits for the rest."""

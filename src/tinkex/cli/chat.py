@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from tinkex.cli import target as targets
 from tinkex.cli.failures import CommandError, report
-from tinkex.cli.output import say
+from tinkex.cli.output import harmless, say
 from tinkex.cli.talking import lines
 from tinkex.cli.talking.columns import Columns, heading
 from tinkex.cli.talking.session import ChatSession, Leave
@@ -21,8 +21,6 @@ from tinkex.errors import TinkerError
 
 if TYPE_CHECKING:
     import argparse
-
-_KEPT = "\n\t"
 
 
 def chat(args: argparse.Namespace) -> None:
@@ -67,7 +65,7 @@ def _answer(session: ChatSession, question: str, args: argparse.Namespace) -> No
         print(json.dumps({"message": question, "answers": told}, ensure_ascii=False), flush=True)
     elif len(session.pairs) == 1:
         for _, piece in session.answers(question, texts):
-            print(_harmless(piece or ""), end="", flush=True)
+            print(harmless(piece or ""), end="", flush=True)
         print(flush=True)
     else:
         _side_by_side(session, question, texts)
@@ -79,11 +77,6 @@ def _side_by_side(session: ChatSession, question: str, texts: list[str]) -> None
     print("\n".join(heading(left, right, width)), flush=True)
     columns = Columns(width)
     for side, piece in session.answers(question, texts):
-        rows = columns.end(side) if piece is None else columns.grow(side, _harmless(piece))
+        rows = columns.end(side) if piece is None else columns.grow(side, harmless(piece))
         for row in rows:
             print(row, flush=True)
-
-
-def _harmless(text: str) -> str:
-    """Without what would steer the reader's terminal."""
-    return "".join(char for char in text if char.isprintable() or char in _KEPT)

@@ -120,6 +120,11 @@ def text(value: object) -> str:
     return shown if shown.isprintable() else shown.encode("unicode_escape").decode()
 
 
+def harmless(text: str) -> str:
+    """Text over several lines, without what would steer the reader's terminal."""
+    return "".join(char for char in text if char.isprintable() or char in "\n\t")
+
+
 def size(size_bytes: int | None) -> str | None:
     """A number of bytes in the largest unit that leaves at least one of it."""
     if size_bytes is None:

@@ -15,7 +15,7 @@ from tinkex.chat.messages import readable_messages
 from tinkex.errors import DataError, DataProblem, InputError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
 _JSON_LINES = (".jsonl", ".ndjson")
@@ -39,6 +39,11 @@ class Prompt:
         """Tells apart what was asked, and how."""
         asked = json.dumps([self.record(), dict(settings)], sort_keys=True)
         return hashlib.sha256(asked.encode()).hexdigest()[:16]
+
+
+def given_prompts(texts: Sequence[str], *, chat: bool) -> list[Prompt]:
+    """Prompts from the command line; raises InputError for one that is empty."""
+    return [Prompt(number, _text(text, chat)) for number, text in enumerate(texts, start=1)]
 
 
 def read_prompts(path: Path, *, chat: bool) -> list[Prompt]:

@@ -1,7 +1,7 @@
-"""`tinkex sample`: a file of prompts in, a file of answers out.
+"""`tinkex sample`: prompts in, answers out, to a file or to standard output.
 
-What was answered stays answered: the same command goes on where it was interrupted, and tries
-again what failed.
+What was written to a file stays answered: the same command continues where it was interrupted, and
+tries again what failed.
 """
 
 from __future__ import annotations
@@ -12,13 +12,16 @@ from typing import TYPE_CHECKING
 from tinkex.chat.renderer import Renderer
 from tinkex.cli import target as targets
 from tinkex.cli.answers_file import ASKED, ERROR, AnswersFile
+from tinkex.cli.answers_shown import AnswersShown
 from tinkex.cli.asking import Question, Tally, Work
 from tinkex.cli.failures import CommandError, misuse
 from tinkex.cli.main import FAILED, INTERRUPTED
 from tinkex.cli.output import say, show_one
-from tinkex.cli.prompts import read_prompts
+from tinkex.cli.prompts import given_prompts, read_prompts
 from tinkex.errors import ChatTemplateError, DataError, DataProblem, InputError, TinkerError
+from tinkex.loops.run_folder import RunFolder
 from tinkex.seeing.progress import Progress
+from tinkex.seeing.views import doing
 
 if TYPE_CHECKING:
     import argparse
@@ -32,27 +35,80 @@ def sample(args: argparse.Namespace) -> int | None:
     """Answer every prompt that has no answer yet."""
     if args.model and args.path:
         raise misuse("give either --model or --path", "A path says which model is under it.")
-    prompts = read_prompts(Path(args.prompts), chat=args.chat)
     chosen = targets.find(args.path or args.model) if args.path or args.model else None
-    answers, tally = AnswersFile(Path(args.output)), Tally()
+    chat = _is_chat(args)
+    prompts = _prompts(args, chat=chat)
+    tally = Tally()
+    if args.output:
+        answers = AnswersFile(Path(args.output))
+    else:
+        answers = AnswersShown(as_json=args.format == "json")
     with targets.connected(chosen) as (service, target):
         left = _left(args, prompts, target, answers, tally)
         if left:
-            sampler = target.open(service)
-            renderer = Renderer.of(sampler.get_tokenizer())
+            with doing(f"Loading {target.name}"):
+                sampler = target.open(service)
+                renderer = Renderer.of(sampler.get_tokenizer())
             work = Work(sampler, renderer, args, answers, tally)
-            if _run(work, _questions(left, renderer, args.prompts), len(prompts)):
+            questions = _questions(left, renderer, args.prompts or "--prompt")
+            try:
+                interrupted = _run(work, questions, len(prompts))
+            finally:
+                if not args.output:
+                    answers.end()
+            _warn_of_nothing(tally, renderer, target.name, chat=chat)
+            if interrupted:
                 say(f"Interrupted. {_go_on(args)}")
                 return INTERRUPTED
-    answers.sort()
+    if args.output:
+        answers.end()
     return _report(args, tally)
+
+
+def _is_chat(args: argparse.Namespace) -> bool:
+    """Whether text is a user's message; if nothing was said, whether the run was trained so."""
+    if args.chat is not None:
+        return args.chat
+    record = RunFolder(Path(args.path)).read() if args.path else None
+    if record is None or not record.chat:
+        return False
+    say(
+        f"{args.path} was trained on chats: each prompt is sent as a user's message.\n"
+        "--no-chat sends it as plain text."
+    )
+    return True
+
+
+def _prompts(args: argparse.Namespace, *, chat: bool) -> list[Prompt]:
+    if bool(args.prompts) == bool(args.given):
+        raise misuse(
+            "give either a file of prompts or --prompt",
+            'For example:  tinkex sample --prompt "Hello!"  or  tinkex sample prompts.txt',
+        )
+    if args.given:
+        return given_prompts(args.given, chat=chat)
+    try:
+        return read_prompts(Path(args.prompts), chat=chat)
+    except FileNotFoundError:
+        raise CommandError(
+            f"There is no file {args.prompts}", "A prompt itself is given with --prompt TEXT."
+        ) from None
+
+
+def _warn_of_nothing(tally: Tally, renderer: Renderer, name: str, *, chat: bool) -> None:
+    """A model that was tuned for chats often ends at once when it is given plain text."""
+    if 2 * tally.empty < max(tally.samples, 1):
+        return
+    say(f"Warning: {tally.empty} of {tally.samples} answers are empty.")
+    if renderer.has_template and not chat:
+        say(f"{name} has a chat template. --chat sends each prompt as a user's message.")
 
 
 def _left(
     args: argparse.Namespace,
     prompts: Sequence[Prompt],
     target: Target,
-    answers: AnswersFile,
+    answers: AnswersFile | AnswersShown,
     tally: Tally,
 ) -> list[tuple[Prompt, str]]:
     """What is still to be asked; the file is left with nothing but good answers to the rest."""
@@ -98,7 +154,7 @@ def _run(work: Work, questions: Sequence[Question], total: int) -> bool:
     tally = work.tally
     with (
         work.answers,
-        Progress(total, f"sampling {Path(work.args.prompts).name}", done=tally.kept) as progress,
+        Progress(total, _title(work.args), done=tally.kept, unit="prompt") as progress,
     ):
         try:
             waiting = iter(questions)
@@ -120,30 +176,38 @@ def _run(work: Work, questions: Sequence[Question], total: int) -> bool:
     return False
 
 
+def _title(args: argparse.Namespace) -> str:
+    return f"sampling {Path(args.prompts).name}" if args.prompts else "sampling"
+
+
 def _go_on(args: argparse.Namespace) -> str:
-    return f"What was answered is in {args.output}; the same command goes on from there."
+    if not args.output:
+        return "With -o OUT answers are kept, and the same command continues after them."
+    return f"The answers so far are in {args.output}; the same command continues after them."
 
 
 def _report(args: argparse.Namespace, tally: Tally) -> int | None:
-    show_one(
-        args,
-        {
-            "output": args.output,
-            "answered": tally.answered,
-            "kept": tally.kept,
-            "failed": tally.failed,
-            "tokens": tally.tokens,
-        },
-        [
-            ("Answers", args.output),
-            ("Answered", tally.answered),
-            ("There already", tally.kept or None),
-            ("Failed", tally.failed or None),
-            ("Tokens", tally.tokens),
-        ],
-    )
+    if args.output:
+        show_one(
+            args,
+            {
+                "output": args.output,
+                "answered": tally.answered,
+                "kept": tally.kept,
+                "failed": tally.failed,
+                "tokens": tally.tokens,
+            },
+            [
+                ("Answers", args.output),
+                ("Answered", tally.answered),
+                ("There already", tally.kept or None),
+                ("Failed", tally.failed or None),
+                ("Tokens", tally.tokens),
+            ],
+        )
     if not tally.failed:
         return None
-    say(f"{tally.failed} failed, the first at {tally.first_error}")
-    say(f"Their lines in {args.output} say why; the same command tries them again.")
+    if args.output:
+        say(f"{tally.failed} failed, the first at {tally.first_error}")
+        say(f"Their lines in {args.output} say why; the same command tries them again.")
     return FAILED

@@ -53,7 +53,7 @@ class DpoJob:
         self.settings = settings
         self._source = Source(settings, "preference", render_pairs, data, eval_data, epochs=_EPOCHS)
         self.files, self.steps = self._source.files, self._source.steps
-        self.material = self._source.material
+        self.material, self.chat = self._source.material, self._source.chat
 
     def prepare(self, service: ServiceClient, clock: Clock) -> PreparedDpo:
         """Render everything; raises DataError with every line that cannot be."""

@@ -47,6 +47,7 @@ class RlJob:
         self.steps = total_steps(settings, _EPOCHS, len(self._task.prompts))
         prompts = len(self._task.prompts) + len(self._task.eval_prompts)
         self.material = counted(prompts, "prompt")
+        self.chat = not all(isinstance(prompt, str) for prompt in self._task.prompts)
 
     def prepare(self, service: ServiceClient, clock: Clock) -> PreparedRl:
         """Turn the prompts to tokens."""

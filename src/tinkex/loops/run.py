@@ -56,6 +56,11 @@ class Job(Protocol):
         """What is turned to tokens, such as "120 examples"."""
         ...
 
+    @property
+    def chat(self) -> bool:
+        """Whether it has messages, which the model's chat template renders."""
+        ...
+
     def prepare(self, service: ServiceClient, clock: Clock) -> Prepared:
         """Turn everything to tokens; raises for what cannot be. Makes no model."""
         ...
@@ -251,6 +256,7 @@ def _new_record(job: Job, prepared: Prepared, began: float) -> Record:
         steps=job.steps,
         version=__version__,
         began=began,
+        chat=job.chat,
     )
 
 

@@ -62,6 +62,8 @@ class Record:
     """The training runs on the server: one for the beginning, one for each time it was resumed."""
     adapter_path: str | None = None
     """What to sample from, once the run is over."""
+    chat: bool | None = None
+    """Whether it is trained on messages, so that prompts need the chat template; None: unknown."""
 
 
 class RunFolder:

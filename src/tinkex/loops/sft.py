@@ -41,7 +41,7 @@ class SftJob:
         self.settings = settings
         self._source = Source(settings, "sft", render_all, data, eval_data, epochs=_EPOCHS)
         self.files, self.steps = self._source.files, self._source.steps
-        self.material = self._source.material
+        self.material, self.chat = self._source.material, self._source.chat
 
     def prepare(self, service: ServiceClient, clock: Clock) -> PreparedSft:
         """Render everything; raises DataError with every line that cannot be."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
+from tinkex.chat.examples import ChatExample, PreferenceExample
 from tinkex.data.jsonl import read_examples
 from tinkex.errors import InputError
 from tinkex.loops.batches import counted, split, total_steps
@@ -49,6 +50,7 @@ class Source(Generic[R]):
         if eval_data is not None:
             self._eval = list(read_examples(eval_data, kind))
         self.steps = total_steps(settings, settings.epochs or epochs, len(self._train))
+        self.chat = any(map(_has_messages, self._train))
         self.material = counted(len(self._train) + len(self._eval), "example")
 
     def rendered(self, renderer: Renderer) -> tuple[list[R], list[R]]:
@@ -61,3 +63,9 @@ class Source(Generic[R]):
 
     def _rendered(self, renderer: Renderer, examples: list[Any], source: Path) -> list[R]:
         return self._render(renderer, examples, max_tokens=self._max_tokens, source=str(source))
+
+
+def _has_messages(example: Any) -> bool:
+    if isinstance(example, PreferenceExample):
+        return not isinstance(example.prompt, str)
+    return isinstance(example, ChatExample)

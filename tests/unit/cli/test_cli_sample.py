@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tinkex.cli.main import DONE, FAILED, MISUSED
+from tinkex.cli.output import harmless
 from tinkex.errors import RequestFailedError
 from tinkex.testing import faults
 
@@ -226,7 +227,7 @@ def test_a_lost_server_ends_the_command_and_what_was_answered_stays(run: Run, se
     server.faults.on("asample", faults.reply(401), nth=1, times=None)
     ran = run("sample", path, "-o", "out.jsonl", *MODEL, *SHORT, "--concurrency", 1)
     assert ran.status == FAILED
-    assert "the same command goes on" in ran.err
+    assert "the same command continues" in ran.err
     assert len(answers()) == 1
 
 
@@ -263,6 +264,126 @@ def test_numbers_that_make_no_sense_are_a_misuse(run: Run, words: tuple[str, str
 @pytest.mark.usefixtures("server")
 def test_progress_goes_to_standard_error_without_colours(run: Run):
     ran = run("sample", prompts("one", "two"), "-o", "out.jsonl", *MODEL, *SHORT)
-    assert "2/2" in ran.err
+    assert "prompt 2/2" in ran.err
+    assert "2 prompts in" in ran.err
+    assert "step" not in ran.err
     assert "\033" not in ran.err + ran.out
     assert max(map(len, (ran.err + ran.out).splitlines())) <= 80
+
+
+# -- without a file -------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("server")
+def test_one_prompt_prints_its_answer_and_nothing_else(run: Run):
+    ran = run("sample", "--prompt", "one", *MODEL, *SHORT)
+    assert ran.status == DONE, ran.err
+    assert run("sample", prompts("one"), "-o", "out.jsonl", *MODEL, *SHORT).status == DONE
+    assert ran.out.strip("\n") == harmless(answers()[0]["samples"][0]["text"]).strip("\n")
+
+
+@pytest.mark.usefixtures("server")
+def test_several_answers_are_printed_in_order_below_their_prompts(run: Run):
+    words = ("--prompt", "one", "--prompt", "two\nlines", *MODEL, *SHORT, "--num-samples", 2)
+    ran = run("sample", *words)
+    assert ran.status == DONE, ran.err
+    assert [line for line in ran.out.splitlines() if line.startswith("---")] == [
+        "--- prompt 1, sample 1: one",
+        "--- prompt 1, sample 2: one",
+        "--- prompt 2, sample 1: two lines",
+        "--- prompt 2, sample 2: two lines",
+    ]
+    assert "prompt 2/2" in ran.err
+    assert "2/2" not in ran.out
+
+
+@pytest.mark.usefixtures("server")
+def test_without_a_file_json_lines_go_to_standard_output(run: Run):
+    path = prompts("one", {"prompt": "two", "id": "b"})
+    ran = run("sample", path, *MODEL, *SHORT, "-f", "json")
+    assert run("sample", path, "-o", "out.jsonl", *MODEL, *SHORT).status == DONE
+    assert [json.loads(line) for line in ran.out.splitlines()] == answers()
+
+
+def test_a_prompt_that_fails_is_told_and_the_others_are_printed(run: Run, server: FakeServer):
+    server.engine.fail_next("sample", RequestFailedError("No such luck.", None, "user"))
+    words = ("--prompt", "one", "--prompt", "two", *MODEL, *SHORT, "--concurrency", 1)
+    ran = run("sample", *words)
+    assert ran.status == FAILED
+    assert "prompt 1 failed: No such luck." in ran.err
+    assert ran.out.strip()
+    assert "No such luck" not in ran.out
+
+
+def test_a_lost_server_does_not_take_the_answers_along(run: Run, server: FakeServer):
+    server.faults.on("asample", faults.reply(401), nth=1, times=None)
+    words = ("--prompt", "one", "--prompt", "two", *MODEL, *SHORT, "--concurrency", 1)
+    ran = run("sample", *words, "-f", "json")
+    assert ran.status == FAILED
+    assert ran.json["prompt"] == "one"
+    assert "With -o OUT answers are kept" in ran.err
+
+
+@pytest.mark.parametrize("words", [(), ("prompts.txt", "--prompt", "one")])
+def test_prompts_come_from_a_file_or_from_the_command_line(run: Run, words: tuple[str, ...]):
+    ran = run("sample", *words, *MODEL)
+    assert ran.status == MISUSED
+    assert "tinkex sample --prompt" in ran.err
+
+
+def test_text_that_is_no_file_is_told_from_a_prompt(run: Run):
+    ran = run("sample", "What is the capital of France?", *MODEL)
+    assert ran.status == FAILED
+    assert "There is no file What is the capital of France?" in ran.err
+    assert "--prompt TEXT" in ran.err
+
+
+# -- models that were tuned for chats -------------------------------------------------------------
+
+
+def trained(run: Run, *rows: dict[str, Any], more: tuple[object, ...] = ()) -> str:
+    """The folder of a short run on these examples."""
+    Path("data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ("train", "sft", "data.jsonl", *MODEL, "--steps", 1, "--batch-size", 1)
+    assert run(*words, *more).status == DONE
+    return "runs/data-sft"
+
+
+CHAT = {
+    "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
+}
+
+
+@pytest.mark.usefixtures("server")
+def test_a_run_that_was_trained_on_chats_is_asked_as_in_a_chat(run: Run):
+    folder = trained(run, CHAT)
+    words = ("sample", "--prompt", "one", "--path", folder, *SHORT, "-f", "json")
+    ran = run(*words)
+    assert ran.json["messages"] == [{"role": "user", "content": "one"}]
+    assert "was trained on chats" in ran.err
+    assert run(*words, "--no-chat").json["prompt"] == "one"
+
+
+@pytest.mark.usefixtures("server")
+def test_a_run_that_was_trained_on_text_is_asked_with_text(run: Run):
+    folder = trained(run, {"prompt": "a", "completion": "b"})
+    words = ("sample", "--prompt", "one", "--path", folder, *SHORT, "-f", "json")
+    ran = run(*words)
+    assert ran.json["prompt"] == "one"
+    assert "chat" not in ran.err
+    assert run(*words, "--chat").json["messages"] == [{"role": "user", "content": "one"}]
+
+
+@pytest.mark.usefixtures("server")
+def test_empty_answers_of_a_model_with_a_template_lead_to_chat(run: Run):
+    # A run that has learned to say spaces and then nothing.
+    folder = trained(run, {"prompt": "a", "completion": " "}, more=("--learning-rate", 50))
+    words = ("sample", "--prompt", "one", *SHORT)
+    ran = run(*words, "--path", folder)
+    assert ran.status == DONE
+    assert "Warning: 1 of 1 answers are empty." in ran.err
+    assert "--chat sends each prompt as a user's message" in ran.err
+    ran = run(*words, "--path", folder, "--chat")
+    assert "answers are empty" in ran.err
+    assert "--chat sends" not in ran.err
+    assert "empty" not in run(*words, *MODEL).err

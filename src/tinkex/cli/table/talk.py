@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+
 from tinkex.cli.table.base import Argument, Command, real_number, whole_number
 
 _WHOLE = whole_number(1)
@@ -46,19 +48,35 @@ CHAT = Command(
 
 SAMPLE = Command(
     "sample:sample",
-    "answer a file of prompts",
+    "answer prompts, from a file or from the command line",
     Argument(
         "prompts",
+        nargs="?",
         metavar="PROMPTS",
         help=".jsonl: in each line a string, or an object with prompt or messages; "
         "any other file: each line is a prompt",
     ),
     Argument(
-        "-o", "--output", required=True, metavar="OUT", help="JSON lines, one for each prompt"
+        "--prompt",
+        dest="given",
+        action="append",
+        metavar="TEXT",
+        help="a prompt, instead of a file; may be given again",
+    ),
+    Argument(
+        "-o",
+        "--output",
+        metavar="OUT",
+        help="write JSON lines, one for each prompt (default: print the answers)",
     ),
     Argument("--model", metavar="NAME", help="a base model (default: the server's only one)"),
     Argument("--path", metavar="PATH", help="a tinker:// path, or the folder of a training run"),
-    Argument("--chat", action="store_true", help="text is a user's message, not a beginning"),
+    Argument(
+        "--chat",
+        action=argparse.BooleanOptionalAction,
+        help="text is a user's message, not the beginning of a text (default: as the run of "
+        "--path was trained, else --no-chat)",
+    ),
     Argument(
         "--max-tokens", type=_WHOLE, default=256, metavar="N", help="of a sample (default: 256)"
     ),

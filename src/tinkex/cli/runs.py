@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tinkex.cli.connect import rest_client
 from tinkex.cli.failures import misuse
 from tinkex.cli.output import plain, show, show_one, when
 from tinkex.cli.paging import every_page
+from tinkex.cli.run_status import standings
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable
 
+    from tinkex.cli.run_status import Standing
     from tinkex.types import TrainingRun
 
 _PAGE = 100
 
-_COLUMNS: dict[str, tuple[str, Callable[[TrainingRun], object]]] = {
-    "id": ("Run ID", lambda run: run.training_run_id),
-    "model": ("Base Model", lambda run: run.base_model),
-    "owner": ("Owner", lambda run: run.model_owner),
-    "lora": ("LoRA", lambda run: _lora(run)),
-    "updated": ("Last Update", lambda run: when(run.last_request_time)),
-    "status": ("Status", lambda run: "Failed" if run.corrupted else "Active"),
-    "checkpoint": ("Last Checkpoint", lambda run: _last(run)[0]),
-    "checkpoint_time": ("Checkpoint Time", lambda run: _last(run)[1]),
+_COLUMNS: dict[str, tuple[str, Callable[[TrainingRun, Standing], object]]] = {
+    "id": ("Run ID", lambda run, _: run.training_run_id),
+    "model": ("Base Model", lambda run, _: run.base_model),
+    "owner": ("Owner", lambda run, _: run.model_owner),
+    "lora": ("LoRA", lambda run, _: _lora(run)),
+    "updated": ("Last Update", lambda run, _: when(run.last_request_time)),
+    "status": ("Status", lambda _, standing: standing.status.capitalize()),
+    "checkpoint": ("Last Checkpoint", lambda run, _: _last(run)[0]),
+    "checkpoint_time": ("Checkpoint Time", lambda run, _: _last(run)[1]),
+    "folder": ("Folder", lambda _, standing: standing.folder),
 }
 
 
@@ -41,11 +44,13 @@ def list_all(args: argparse.Namespace) -> None:
                 _PAGE,
             )
         )
+        found = standings(rest, runs)
+        known = [(run, found[run.training_run_id]) for run in runs]
     show(
         args,
-        {"runs": [plain(run) for run in runs]},
+        {"runs": [_plain(run, standing) for run, standing in known]},
         [_COLUMNS[name][0] for name in columns],
-        [[_COLUMNS[name][1](run) for name in columns] for run in runs],
+        [[_COLUMNS[name][1](run, standing) for name in columns] for run, standing in known],
         empty="No training runs.",
     )
 
@@ -54,17 +59,20 @@ def info(args: argparse.Namespace) -> None:
     """Show one training run."""
     with rest_client() as rest:
         run = rest.get_training_run(args.run_id).result()
-    checkpoint, saved = _last(run)
+        standing = standings(rest, [run])[run.training_run_id]
     show_one(
         args,
-        plain(run),
+        _plain(run, standing),
         [
-            *((title, value(run)) for title, value in list(_COLUMNS.values())[:6]),
-            ("Last Checkpoint", checkpoint),
-            ("Checkpoint Time", saved),
+            *((title, value(run, standing)) for title, value in _COLUMNS.values()),
             *((f"Metadata {name}", value) for name, value in (run.user_metadata or {}).items()),
         ],
     )
+
+
+def _plain(run: TrainingRun, standing: Standing) -> dict[str, Any]:
+    folder = {} if standing.folder is None else {"folder": str(standing.folder)}
+    return {**plain(run), "status": standing.status, **folder}
 
 
 def _chosen(text: str) -> list[str]:

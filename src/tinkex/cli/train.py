@@ -132,6 +132,8 @@ def _train(args: argparse.Namespace, place: RunFolder, job: Job) -> int | None:
                 say(f"Interrupted after step {outcome.step}; everything up to there is saved.")
                 say(f"Resume it with:\n  {again}")
                 _summary(args, place, outcome, None)
+                # Nothing was raised here, so the server has to be told.
+                service.close("interrupted", f"stopped after step {outcome.step}").result()
                 return INTERRUPTED
             with doing("Drawing the curves"):
                 _draw(place, job.settings)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import io
+import json
+import os
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from conftest import Ran, Saved
+    from tinkex.clients.service import CloseStatus
     from tinkex.testing import FakeServer
 
     Run = Callable[..., Ran]
@@ -68,6 +71,71 @@ def test_one_run_is_shown_with_its_last_checkpoint(run: Run, saved: Saved):
     shown = run("run", "info", saved.run_id)
     assert "Base Model:       tinkex/tiny" in shown.out
     assert run("run", "info", saved.run_id, "-f", "json").json["lora_rank"] == 4
+
+
+def made(status: CloseStatus | None = None) -> str:
+    """A run of a session that ended so; None: it goes on."""
+    service = ServiceClient()
+    run_id = service.create_lora_training_client("tinkex/tiny", rank=1).model_id
+    if status is not None:
+        service.close(status).result()
+    return run_id
+
+
+def shown_status(run: Run, run_id: str) -> str:
+    listed = run("run", "list", "--limit", "0", "-f", "json").json["runs"]
+    status = {one["training_run_id"]: one["status"] for one in listed}[run_id]
+    assert f"Status:       {status.capitalize()}" in run("run", "info", run_id).out
+    return status
+
+
+@pytest.mark.usefixtures("server")
+@pytest.mark.parametrize(
+    ("ending", "status"),
+    [("success", "finished"), ("interrupted", "interrupted"), ("errored", "failed")],
+)
+def test_a_run_stands_as_its_session_ended(run: Run, ending: CloseStatus, status: str):
+    assert shown_status(run, made(ending)) == status
+
+
+@pytest.mark.usefixtures("server")
+def test_a_run_of_an_open_session_is_running(run: Run):
+    with ServiceClient() as service:
+        run_id = service.create_lora_training_client("tinkex/tiny", rank=1).model_id
+        assert shown_status(run, run_id) == "running"
+    assert shown_status(run, run_id) == "finished"
+
+
+def test_a_server_that_does_not_tell_of_sessions_leaves_the_status_open(
+    run: Run, server: FakeServer
+):
+    run_id = made("success")
+    server.faults.on("search_sessions", faults.reply(404), times=None)
+    assert shown_status(run, run_id) == "unknown"
+
+
+@pytest.mark.usefixtures("server")
+@pytest.mark.parametrize(
+    ("about", "status"),
+    [
+        ({"status": "finished"}, "finished"),
+        ({"status": "failed"}, "failed"),
+        ({"status": "interrupted"}, "interrupted"),
+        ({"status": "running", "pid": os.getpid()}, "running"),
+        ({"status": "running", "pid": 2**30}, "interrupted"),  # there is no such process
+        ({}, "unknown"),
+    ],
+)
+def test_a_run_with_a_folder_stands_as_the_folder_says(
+    run: Run, about: dict[str, object], status: str
+):
+    earlier, run_id = made("success"), made("success")
+    folder = Path("runs/mine")
+    folder.mkdir(parents=True)
+    (folder / "run.json").write_text(json.dumps({**about, "model_ids": [earlier, run_id]}))
+    assert shown_status(run, run_id) == status
+    assert shown_status(run, earlier) == "interrupted", "it was resumed as another run"
+    assert "runs/mine" in run("run", "list", "--limit", "0", "-c", "id,folder").out
 
 
 @pytest.mark.usefixtures("server")

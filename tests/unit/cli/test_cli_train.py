@@ -142,6 +142,10 @@ def test_an_interrupted_run_says_how_to_go_on_and_does(run: Callable[..., Ran], 
     assert f"Interrupted after step {last}" in ran.err
     command = ran.err.strip().splitlines()[-1].strip()
     assert command == "tinkex train rl task.py --output runs/task-rl --resume"
+    (model_id,) = record(work, "task-rl")["model_ids"]
+    (work / "runs").rename(work / "elsewhere")  # so that only the server can tell
+    assert run("run", "info", model_id, "-f", "json").json["status"] == "interrupted"
+    (work / "elsewhere").rename(work / "runs")
     again = run(*shlex.split(command)[1:])
     assert again.status == DONE, again.err
     assert [row["step"] for row in rows(work, "task-rl")] == [1, 2, 3, 4]

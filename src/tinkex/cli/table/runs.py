@@ -27,8 +27,8 @@ RUN: Verbs = (
                 "--columns",
                 metavar="A,B",
                 default="id,model,lora,updated,status",
-                help="of id, model, owner, lora, updated, status, checkpoint, checkpoint_time "
-                "(default: id,model,lora,updated,status)",
+                help="of id, model, owner, lora, updated, status, checkpoint, checkpoint_time, "
+                "folder (default: id,model,lora,updated,status)",
             ),
         ),
         "info": Command("runs:info", "show one training run", Argument("run_id", metavar="RUN_ID")),

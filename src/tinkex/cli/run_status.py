@@ -1,0 +1,132 @@
+"""How training runs stand: by their folders here, else by their sessions on the server.
+
+A folder knows best: it belongs to the program that trains. A server knows whether the session that
+made a run is open, and how it ended. Where neither says anything, nothing is claimed.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from tinkex.errors import APIStatusError, ExperimentalWarning
+from tinkex.seeing.run_info import RUN, read_run
+from tinkex.types import ClientSessionFinished, SessionSearchRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from tinkex.clients.rest import RestClient
+    from tinkex.types import SessionStatus, SessionSummary, TrainingRun
+
+Status = Literal["running", "finished", "interrupted", "failed", "unknown"]
+
+_RUNS = Path("runs")
+# Newest sessions come first; a run of somebody else's is on no page.
+_PAGE, _PAGES = 200, 5
+_BY_REASON: dict[str, Status] = {
+    "success": "finished",
+    "errored": "failed",
+    "interrupted": "interrupted",
+}
+# The server ends a session whose program is gone, or whose owner cancels it.
+_BY_TYPE: dict[str, Status] = {"active": "running", "cancelled": "interrupted", "failed": "failed"}
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """How a run stands; `folder` is where it was trained, if that is known here."""
+
+    status: Status
+    folder: Path | None = None
+
+
+def standings(rest: RestClient, runs: Sequence[TrainingRun]) -> dict[str, Standing]:
+    """How each run stands, by its id."""
+    known = in_folders(_RUNS)
+    sessions: dict[str, SessionStatus] = {}
+    asked = {run.training_run_id for run in runs if not run.corrupted} - known.keys()
+    if asked:
+        sessions = _sessions(rest, {_session_of(run_id) for run_id in asked})
+    return {run.training_run_id: _standing(run, known, sessions) for run in runs}
+
+
+def in_folders(place: Path) -> dict[str, Standing]:
+    """Runs whose folders lie in a folder."""
+    found: dict[str, Standing] = {}
+    for folder in sorted(place.glob("*")):
+        *earlier, last = _model_ids(folder) or [""]
+        # A run that was resumed is another one on the server.
+        found |= dict.fromkeys(earlier, Standing("interrupted", folder))
+        found[last] = Standing(_in_folder(folder), folder)
+    found.pop("", None)
+    return found
+
+
+def _model_ids(folder: Path) -> list[str]:
+    try:
+        ids: Any = json.loads((folder / RUN).read_bytes())["model_ids"]
+        return [str(each) for each in ids]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+def _in_folder(folder: Path) -> Status:
+    info = read_run(folder)
+    if info.status is None:
+        return "unknown"
+    ending = info.ended(None)
+    if ending == "gone":  # its process is, and it did not finish
+        return "interrupted"
+    return ending or "running"
+
+
+def _standing(
+    run: TrainingRun, known: Mapping[str, Standing], sessions: Mapping[str, SessionStatus]
+) -> Standing:
+    here = known.get(run.training_run_id)
+    if run.corrupted:
+        return Standing("failed", here.folder if here else None)
+    return here or Standing(_by_session(sessions.get(_session_of(run.training_run_id))))
+
+
+def _by_session(status: SessionStatus | None) -> Status:
+    if status is None:
+        return "unknown"
+    if isinstance(status, ClientSessionFinished):
+        return _BY_REASON.get(status.reason.type, "unknown")
+    return _BY_TYPE.get(status.type, "unknown")
+
+
+def _session_of(run_id: str) -> str:
+    return run_id.partition(":")[0]
+
+
+def _sessions(rest: RestClient, wanted: set[str]) -> dict[str, SessionStatus]:
+    """The sessions among the caller's; a server that knows none of them has none to tell."""
+    found: dict[str, SessionStatus] = {}
+    request: SessionSearchRequest | None = SessionSearchRequest(limit=_PAGE)
+    for _ in range(_PAGES):
+        if request is None or wanted <= found.keys():
+            break
+        try:
+            page = _search(rest, request)
+        except APIStatusError:  # a server without the route
+            break
+        found |= {one.session_id: one.status for one in page[0] if one.status is not None}
+        request = page[1]
+    return found
+
+
+def _search(
+    rest: RestClient, request: SessionSearchRequest
+) -> tuple[list[SessionSummary], SessionSearchRequest | None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ExperimentalWarning)
+        page = rest.search_sessions(request).result()
+    if page.next_cursor is None or not page.sessions:
+        return page.sessions, None
+    return page.sessions, SessionSearchRequest(limit=_PAGE, cursor=page.next_cursor)

@@ -49,9 +49,14 @@ def delete(args: argparse.Namespace) -> int | None:
 
 def _check(args: argparse.Namespace) -> None:
     if bool(args.paths) == bool(args.run_id):
-        raise misuse("give either checkpoint paths or --run-id")
+        raise misuse(
+            "Give either checkpoint paths or --run-id", "`tinkex checkpoint list` shows both."
+        )
     if not args.run_id and (args.kind or args.before or args.after):
-        raise misuse("--type, --before and --after need --run-id")
+        raise misuse(
+            "--type, --before and --after choose among the checkpoints of a run",
+            "Name the run with --run-id; `tinkex run list` shows the ids.",
+        )
     for path in args.paths:
         ParsedCheckpointTinkerPath.from_tinker_path(path)
 

@@ -57,7 +57,7 @@ _TABLE: tuple[tuple[type[Exception], str, str], ...] = (
     (APIError, "API error occurred", ""),
     (ServerSilentError, "No answer", "Try again later."),
     (ClosedError, "Connection closed", "Try again."),
-    (DataError, "The data cannot be used", "Correct the file and run the command again."),
+    (DataError, "The data cannot be used", "Correct the file, or name another one."),
     (ChatTemplateError, "The chat template cannot be used", ""),
     (InputError, "Invalid argument", ""),
     (RequestFailedError, "Request failed", ""),

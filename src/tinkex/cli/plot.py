@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tinkex.cli.failures import CommandError
+from tinkex.cli.failures import CommandError, misuse
 from tinkex.cli.output import print_json, say
 from tinkex.seeing.history import read_metrics
 from tinkex.seeing.picture import write_picture
@@ -42,6 +42,11 @@ def _series(folders: list[Path], metrics: list[str]) -> dict[str, Points]:
     labels = _labels(folders)
     found: dict[str, Points] = {}
     for folder, label in zip(folders, labels, strict=True):
+        if not folder.is_dir():
+            raise misuse(
+                f"There is no folder {folder}",
+                "Give the folder of a run, such as those that `tinkex train` makes in runs/.",
+            )
         rows = read_metrics(folder)
         if not rows:
             raise CommandError(

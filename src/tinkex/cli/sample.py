@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 def sample(args: argparse.Namespace) -> int | None:
     """Answer every prompt that has no answer yet."""
     if args.model and args.path:
-        raise misuse("give either --model or --path", "A path says which model is under it.")
+        raise misuse("Give either --model or --path", "A path says which model is under it.")
+    _check_path(args.path)
     chosen = targets.find(args.path or args.model) if args.path or args.model else None
     chat = _is_chat(args)
     prompts = _prompts(args, chat=chat)
@@ -65,6 +66,15 @@ def sample(args: argparse.Namespace) -> int | None:
     return _report(args, tally)
 
 
+def _check_path(path: str | None) -> None:
+    if path and not path.startswith("tinker://") and not Path(path).exists():
+        raise CommandError(
+            f"There is no folder {path}",
+            "--path takes a tinker:// path or the folder of a training run; a base model is named\n"
+            "with --model.",
+        )
+
+
 def _is_chat(args: argparse.Namespace) -> bool:
     """Whether text is a user's message; if nothing was said, whether the run was trained so."""
     if args.chat is not None:
@@ -82,7 +92,7 @@ def _is_chat(args: argparse.Namespace) -> bool:
 def _prompts(args: argparse.Namespace, *, chat: bool) -> list[Prompt]:
     if bool(args.prompts) == bool(args.given):
         raise misuse(
-            "give either a file of prompts or --prompt",
+            "Give either a file of prompts or --prompt",
             'For example:  tinkex sample --prompt "Hello!"  or  tinkex sample prompts.txt',
         )
     if args.given:

@@ -70,7 +70,7 @@ class OnData(Settings):
         at_least(self.epochs, 1, "epochs")
         at_least(self.max_tokens, 2, "max_tokens")
         if self.steps is not None and self.epochs is not None:
-            raise InputError("give either steps or epochs, not both", "epochs")
+            raise InputError("cannot be combined with steps; give one of them", "epochs")
         if self.eval_fraction is not None and not 0 < self.eval_fraction < 1:
             raise InputError(f"must be between 0 and 1, not {self.eval_fraction}", "eval_fraction")
 

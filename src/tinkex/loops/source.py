@@ -41,7 +41,7 @@ class Source(Generic[R]):
         epochs: int,
     ) -> None:
         if eval_data is not None and settings.eval_fraction is not None:
-            raise InputError("give either a file or a fraction, not both", "eval_fraction")
+            raise InputError("cannot be combined with a file; give one of them", "eval_fraction")
         self.files = {"data": data} | ({} if eval_data is None else {"eval": eval_data})
         self._render = render
         self._max_tokens = settings.max_tokens

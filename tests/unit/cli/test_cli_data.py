@@ -178,7 +178,7 @@ def test_the_next_step_fits_what_is_wrong_with_the_file(run: Callable[..., Ran])
     assert last(write("nonsense")) == "Correct this line and run the command again."
     assert last("nothing.jsonl") == "Check the path of the file."
     Path("empty.jsonl").touch()
-    assert last("empty.jsonl") == "Correct the file and run the command again."
+    assert last("empty.jsonl") == "Correct the file, or name another one."
 
 
 def test_json_lists_every_bad_line_too(run: Callable[..., Ran]):

@@ -86,7 +86,7 @@ def test_bad_questions_are_answered_with_what_to_do(run: Callable[..., Ran]):
     made("a")
     Path("empty").mkdir()
     for words, status, said in (
-        (("nowhere",), MISUSED, "there is no folder nowhere"),
+        (("nowhere",), MISUSED, "There is no folder nowhere\n  Give the folder of a run"),
         (("empty",), MISUSED, "empty is no run's folder"),
         (("a", "-m", "reward"), MISUSED, "there are loss, tokens, eval_loss"),
         (("a", "-o", "curve.pdf"), MISUSED, "must end in .svg or .png"),

@@ -238,6 +238,13 @@ def test_a_model_has_to_be_named_where_there_are_several(run: Run):
     assert "tinkex/tiny-2" in ran.err
 
 
+def test_a_path_that_is_not_there_is_not_taken_for_a_model(run: Run):
+    ran = run("sample", "--prompt", "one", "--path", "runs/nothing")
+    assert ran.status == FAILED
+    assert "There is no folder runs/nothing" in ran.err
+    assert "--model" in ran.err
+
+
 def test_a_model_and_a_path_are_one_too_many(run: Run):
     ran = run("sample", prompts("one"), "-o", "o.jsonl", *MODEL, "--path", "tinker://x/y/z")
     assert ran.status == MISUSED

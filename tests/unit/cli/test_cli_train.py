@@ -217,10 +217,10 @@ def test_what_cannot_be_rendered_is_refused_before_a_model_is_made(
 
 BAD = {
     "--learning-rate must be a finite number above 0": ("--learning-rate", "0"),
-    "--epochs give either steps or epochs, not both": ("--epochs", "2", "--steps", "3"),
+    "--epochs cannot be combined with steps": ("--epochs", "2", "--steps", "3"),
     "--warmup must be fewer than the 3 steps": ("--warmup", "3", "--steps", "3"),
     "--warmup must be fewer than the 9 steps of the run": ("--warmup", "9", "--batch-size", "2"),
-    "--eval-fraction give either a file or a fraction": (
+    "--eval-fraction cannot be combined with a file": (
         *("--eval-fraction", "0.5", "--eval", "chats.jsonl"),
     ),
     "--patience needs something to evaluate with": ("--patience", "2"),

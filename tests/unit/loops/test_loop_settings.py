@@ -14,7 +14,7 @@ BAD: list[tuple[type[Any], dict[str, Any], str]] = [
     (SftSettings, {"model": "=/tmp/model"}, "model: must not be empty"),
     (SftSettings, {"steps": 0}, "steps: must be at least 1, not 0"),
     (SftSettings, {"epochs": 0}, "epochs: must be at least 1, not 0"),
-    (SftSettings, {"steps": 3, "epochs": 1}, "epochs: give either steps or epochs"),
+    (SftSettings, {"steps": 3, "epochs": 1}, "epochs: cannot be combined with steps"),
     (SftSettings, {"batch_size": -1}, "batch_size: must be at least 1, not -1"),
     (SftSettings, {"rank": 0}, "rank: must be at least 1"),
     (SftSettings, {"learning_rate": 0.0}, "learning_rate: must be a finite number above 0"),

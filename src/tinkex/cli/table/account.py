@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tinkex.cli.table.base import Argument, Command, Verbs
+from tinkex.cli.table.base import Argument, Command, Verbs, whole_number
 
 _SERVER = (
     Argument("--data-dir", metavar="DIR", help="the server's folder (default: ./tinkex-data)"),
@@ -68,7 +68,7 @@ KEY: Verbs = (
         "revoke": Command(
             "keys:revoke",
             "let a key in no more",
-            Argument("key_id", type=int, metavar="ID", help="as in `tinkex key list`"),
+            Argument("key_id", type=whole_number(1), metavar="ID", help="as in `tinkex key list`"),
             *_SERVER,
         ),
     },

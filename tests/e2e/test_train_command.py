@@ -203,7 +203,7 @@ def test_a_second_ctrl_c_leaves_at_once_and_the_run_goes_on_from_its_last_save(w
         with train(work, "sft", "broken", server=server.url) as command:
             command.wait_for(f"step  5/{STEPS}")
             command.popen.send_signal(signal.SIGINT)
-            command.wait_for("Stopping: the step that is being computed")
+            command.wait_for("Stopping after the step that is being computed")
             command.popen.send_signal(signal.SIGINT)
             assert command.end() == 130, command.text
         assert "--output broken --resume" in command.text

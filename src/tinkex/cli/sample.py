@@ -83,8 +83,8 @@ def _is_chat(args: argparse.Namespace) -> bool:
     if record is None or not record.chat:
         return False
     say(
-        f"{args.path} was trained on chats: each prompt is sent as a user's message.\n"
-        "--no-chat sends it as plain text."
+        f"{args.path} was trained on chats:\n"
+        "each prompt is sent as a user's message (--no-chat: as text)."
     )
     return True
 

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from tinkex.futures.future import APIFuture
 
 _MESSAGE = (
-    b"Stopping: the step that is being computed is finished and saved.\n"
-    b"Ctrl-C again aborts at once; steps after the last save are then lost.\n"
+    b"Stopping after the step that is being computed; saving it.\n"
+    b"Ctrl-C again aborts: steps after the last save are lost.\n"
 )
 # On a terminal the live view is cleared first: the cursor stands at its beginning.
 _CLEAR = b"\r\033[J"

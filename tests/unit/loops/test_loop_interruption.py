@@ -17,7 +17,7 @@ def test_the_first_signal_only_asks(number: signal.Signals, capfd: pytest.Captur
         signal.raise_signal(number)
         assert interruption.asked
     said = capfd.readouterr().err
-    assert "the step that is being computed is finished and saved" in said
+    assert "Stopping after the step that is being computed" in said
     assert "Ctrl-C again aborts" in said
 
 

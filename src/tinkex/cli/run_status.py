@@ -54,6 +54,22 @@ def standings(rest: RestClient, runs: Sequence[TrainingRun]) -> dict[str, Standi
     return {run.training_run_id: _standing(run, known, sessions) for run in runs}
 
 
+async def status_of(rest: RestClient, run_id: str) -> Status:
+    """How one run stands, by its folder here or by its session."""
+    here = in_folders(_RUNS).get(run_id)
+    if here is not None:
+        return here.status
+    session_id = _session_of(run_id)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ExperimentalWarning)
+            page = await rest.search_sessions_async(SessionSearchRequest(session_id=session_id))
+    except APIStatusError:  # a server without the route
+        return "unknown"
+    found = [one.status for one in page.sessions if one.session_id == session_id]
+    return _by_session(found[0] if found else None)
+
+
 def in_folders(place: Path) -> dict[str, Standing]:
     """Runs whose folders lie in a folder."""
     found: dict[str, Standing] = {}

@@ -9,28 +9,43 @@ from typing import TYPE_CHECKING
 
 from tinkex.cli.connect import rest_client
 from tinkex.cli.main import FAILED
-from tinkex.cli.output import plain, text
+from tinkex.cli.output import plain, say, text
+from tinkex.cli.run_status import status_of
 from tinkex.clock import SystemClock
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncGenerator, Awaitable, Callable
     from datetime import datetime
 
+    from tinkex.cli.run_status import Status
     from tinkex.clients.rest import RestClient
     from tinkex.clock import Clock
     from tinkex.types import Checkpoint, TrainingRun
 
+_SAID: dict[Status, str] = {
+    "running": "The run's session is open.",
+    "finished": "The run has finished.",
+    "interrupted": "The run was interrupted.",
+    "failed": "The run has failed.",
+}
 _ASK_EVERY_S = 2.0
 # A run that is busy asks all the time; nobody wants a line for each request.
 _BUSY_EVERY_S = 30.0
 
 
 def watch_server(args: argparse.Namespace) -> int | None:
-    """Show the run's state and every change, until it fails; servers know no other end."""
+    """Show the run's state and every change, until its session has ended; fails if the run did."""
 
-    async def show(rest: RestClient) -> bool:
-        states = changes(rest, args.run, SystemClock(), once=args.once)
+    async def show(rest: RestClient) -> Status:
+        status: Status = "unknown"
+
+        async def is_over() -> bool:
+            nonlocal status
+            status = await status_of(rest, args.run)
+            return status not in ("running", "unknown")
+
+        states = changes(rest, args.run, SystemClock(), is_over, once=args.once)
         before: TrainingRun | None = None
         async for run in states:
             if args.format == "json":
@@ -40,23 +55,33 @@ def watch_server(args: argparse.Namespace) -> int | None:
             sys.stdout.write(f"{line}\n")
             sys.stdout.flush()
             before = run
-        return before is not None and before.corrupted
+        return "failed" if before is not None and before.corrupted else status
 
     with rest_client() as rest:
-        return FAILED if asyncio.run(show(rest)) else None
+        status = asyncio.run(show(rest))
+    if status != "unknown":
+        say(_SAID[status])
+    return FAILED if status == "failed" else None
 
 
 async def changes(
-    rest: RestClient, run_id: str, clock: Clock, *, once: bool
+    rest: RestClient,
+    run_id: str,
+    clock: Clock,
+    is_over: Callable[[], Awaitable[bool]],
+    *,
+    once: bool,
 ) -> AsyncGenerator[TrainingRun]:
-    """The run as it is, and whenever something about it is new; ends when it has failed."""
+    """The run as it is, and whenever something about it is new; ends when it has ended."""
     shown: TrainingRun | None = None
     while True:
+        # Asked first, so that the state of a run that is over is its last.
+        over = await is_over()
         run = await rest.get_training_run_async(run_id)
         if shown is None or _is_news(shown, run):
             shown = run
             yield run
-        if run.corrupted or once:
+        if run.corrupted or once or over:
             return
         await clock.sleep(_ASK_EVERY_S)
 

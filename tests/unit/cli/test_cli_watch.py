@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from tinkex.cli.main import DONE, FAILED, MISUSED
 from tinkex.cli.watch_server import changes
+from tinkex.clients.service import ServiceClient
 from tinkex.seeing.history import METRICS, write_line
 from tinkex.testing import FakeClock
 from tinkex.types import Checkpoint, TrainingRun
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
     from conftest import Ran, Saved
     from tinkex.clients.rest import RestClient
+    from tinkex.clients.service import CloseStatus
 
 
 def made(status: str | None, *, steps: int = 3, total: int = 3, **more: Any) -> Path:
@@ -179,6 +181,32 @@ def test_only_what_is_new_is_told_and_a_failure_ends_it():
     async def watch() -> list[TrainingRun]:
         clock = FakeClock()
         async with clock.running():
-            return [each async for each in changes(rest, "run", clock, once=False)]
+            states = changes(rest, "run", clock, _is_open, once=False)
+            return [each async for each in states]
 
     assert asyncio.run(watch()) == [QUIET, busier, saved, failed]
+
+
+async def _is_open() -> bool:
+    return False
+
+
+@pytest.mark.usefixtures("server")
+@pytest.mark.parametrize(
+    ("ending", "status", "said"),
+    [
+        ("success", 0, "The run has finished.\n"),
+        ("interrupted", 0, "The run was interrupted.\n"),
+        ("errored", FAILED, "The run has failed.\n"),
+    ],
+)
+def test_a_run_whose_session_has_ended_is_not_waited_for(
+    run: Callable[..., Ran], ending: CloseStatus, status: int, said: str
+):
+    service = ServiceClient()
+    run_id = service.create_lora_training_client("tinkex/tiny", rank=1).model_id
+    assert run("run", "watch", run_id, "--once").err == "The run's session is open.\n"
+    service.close(ending).result()
+    ran = run("run", "watch", run_id)
+    assert (ran.status, ran.err) == (status, said)
+    assert "last request" in ran.out

@@ -162,11 +162,11 @@ def cpu_isa(env: Mapping[str, str] | None = None) -> CpuIsa:
 
     `TINKEX_CPU_ISA` imitates an older processor for the engine's own machine code.
     """
-    given = (os.environ if env is None else env).get(_CPU_ISA) or CPU_ISAS[-1]
-    found = next((isa for isa in CPU_ISAS if isa == given.strip().lower()), None)
-    if found is None:
-        raise InputError(f"must be one of {', '.join(CPU_ISAS)}", _CPU_ISA)
-    return found
+    given = (os.environ if env is None else env).get(_CPU_ISA) or "avx512"
+    for isa in CPU_ISAS:
+        if isa == given.strip().lower():
+            return isa
+    raise InputError(f"must be one of {', '.join(CPU_ISAS)}", _CPU_ISA)
 
 
 def announce_to_children(folder: Path) -> None:

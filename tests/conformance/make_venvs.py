@@ -6,7 +6,8 @@
     official-0.18.2   the same for the oldest client that must be served
     official-0.22.7 and so on: the same for each one between, with `--all`
 
-and unpack the cookbook's source, whose tests are run, next to them. What is already there is kept.
+With `--all` the cookbook's source, whose tests are run, is unpacked next to them. What is already
+there is kept.
 
     python tests/conformance/make_venvs.py [--all]
 """
@@ -131,7 +132,8 @@ def main(arguments: list[str]) -> int:
     make_official(root / "official", OFFICIAL, packages)
     for version in older:
         make_official(root / f"official-{version}", f"tinker=={version}", packages)
-    unpack_source(root)
+    if "--all" in arguments:
+        unpack_source(root)
     done.write_text(stamp)
     return 0
 

@@ -43,6 +43,7 @@ def test_cookbook_environment_has_no_official_client(
     )
 
 
+@pytest.mark.exhaustive
 def test_unit_tests_that_pass_officially_pass_on_tinkex(
     interpreters: Interpreters, tmp_path: Path
 ) -> None:

@@ -43,7 +43,13 @@ def for_the_official_client(recipe: str) -> str:
     return re.sub(r"^    sys\.exit\((.*)\)$", leave, text, flags=re.MULTILINE)
 
 
-@pytest.mark.parametrize("recipe", SHORTENED)
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "pipeline.py",
+        *(pytest.param(r, marks=pytest.mark.exhaustive) for r in SHORTENED if r != "pipeline.py"),
+    ],
+)
 def test_the_recipe_runs_with_the_official_client(
     recipe: str, url: str, interpreters: Interpreters, tmp_path: Path
 ) -> None:

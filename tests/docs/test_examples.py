@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.docs.blocks import PAGES, ROOT, Block, blocks_of, page_named, script_of
+from tests.patience import PATIENCE_S
 from tinkex.cli.main import main
 from tinkex.clients.service import ServiceClient
 from tinkex.testing import API_KEY, FakeServer
@@ -40,7 +41,6 @@ REAL = {
 }
 PUBLIC = {"tinkex", "tinkex.chat", "tinkex.data", "tinkex.testing", "tinkex.types"}
 LANGUAGES = {"python", "sh", "text"}
-LIMIT_S = 150.0  # seconds are enough, except where many tests share two cores
 TRAINING_DATA = (
     '{"messages": [{"role": "user", "content": "What is the capital of France?"}, '
     '{"role": "assistant", "content": "Paris"}]}\n'
@@ -61,7 +61,7 @@ NOT_RUN = {
     "testing.md": 1,  # a script of the reader's
 }
 
-pytestmark = [pytest.mark.req("B22"), pytest.mark.timeout(LIMIT_S + 10)]
+pytestmark = [pytest.mark.req("B22")]
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ def _finished(
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=LIMIT_S,
+        timeout=PATIENCE_S,
         check=False,
     )
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.e2e.terminal import COLUMNS, CTRL_D, UP, WAIT_S, on_terminal
+from tests.e2e.terminal import COLUMNS, CTRL_D, UP, on_terminal
+from tests.patience import PATIENCE_S
 from tinkex.errors import RequestFailedError
 from tinkex.testing import API_KEY, FakeServer, faults
 
@@ -84,7 +85,7 @@ def test_the_answer_is_seen_while_it_is_drawn_and_ctrl_c_ends_it_but_not_the_cha
         terminal.until("Once upon a time")
         assert not left.is_set()
         terminal.interrupt("(stopped)")
-        assert left.wait(WAIT_S), "the server still draws"
+        assert left.wait(PATIENCE_S), "the server still draws"
         terminal.until("> ")
         terminal.type("go on\n")
         terminal.until("> ")

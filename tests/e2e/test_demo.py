@@ -95,6 +95,7 @@ def serves(work: Path, command: list[str]) -> None:
             popen.kill()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_demo_that_was_cut_off_goes_on(tmp_path: Path, number: signal.Signals):
     with subprocess.Popen(

@@ -35,7 +35,7 @@ peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 
 TINY = "tinkex/tiny"
-MODELS = [TINY, pytest.param(DEFAULT_MODEL, marks=pytest.mark.smollm2)]
+MODELS = [TINY, pytest.param(DEFAULT_MODEL, marks=(pytest.mark.smollm2, pytest.mark.exhaustive))]
 TEXT = list(b"to export is to part with something and still have it")
 TOLERANCE = 2e-4
 """Float32 through two programs that add up in different orders."""

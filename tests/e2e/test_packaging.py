@@ -6,7 +6,7 @@ import json
 import re
 import subprocess
 import zipfile
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -66,6 +66,7 @@ PROMISED = {
 # Building is not counted: it is done once, for all of them.
 NOT_FOR_USERS = {"dev", "docs"}
 TOGETHER = {"all"}
+USUAL = {"", "server,engine", "cli"}
 
 
 @pytest.fixture(scope="module")
@@ -172,7 +173,15 @@ def test_every_extra_has_a_promise_that_is_tried():
     assert tried == extras().keys() - NOT_FOR_USERS - TOGETHER
 
 
-@pytest.mark.parametrize("chosen", PROMISED, ids=lambda chosen: chosen or "none")
+def _chosen() -> list[Any]:
+    """Every extra; those that most people install also in `make test`."""
+    return [
+        pytest.param(one, id=one or "none", marks=() if one in USUAL else pytest.mark.exhaustive)
+        for one in PROMISED
+    ]
+
+
+@pytest.mark.parametrize("chosen", _chosen())
 def test_the_extra_brings_what_it_promises_and_nothing_else_is_needed(
     chosen: str, built: Built, clean: Venv
 ):

@@ -184,6 +184,7 @@ def test_a_run_that_is_broken_off_again_and_again_ends_with_the_same_adapter(wor
     assert [row["step"] for row in metrics(work, "whole")] == list(range(STEPS + 1))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["dpo", "rl"])
 def test_the_other_kinds_of_run_go_on_to_the_same_adapter(work: Path, kind: str):
     chosen = random.Random(kind)
@@ -222,6 +223,7 @@ def test_a_run_is_not_resumed_on_a_server_that_does_not_have_it(work: Path):
     assert "this server does not have tinker://" in command.text
 
 
+@pytest.mark.exhaustive
 @pytest.mark.smollm2
 def test_a_real_model_learns_what_it_was_not_shown(tmp_path: Path):
     data, held_out = write_data(tmp_path)
@@ -233,6 +235,7 @@ def test_a_real_model_learns_what_it_was_not_shown(tmp_path: Path):
     assert load_file(run / "adapter" / "adapter_model.safetensors")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.smollm2
 def test_a_real_model_finds_out_what_is_rewarded(tmp_path: Path):
     run = tmp_path / "run"

@@ -147,7 +147,7 @@ def _answers(
         one = future.result().sequences[0]
         cut_off = " …" if one.stop_reason == "length" else ""
         answers.append(renderer.text(one.tokens).strip() + cut_off)
-        progress.detail(f"{asking}: {len(answers)} answered")
+        progress.stage(f"{asking}: {len(answers)} answered")
     return answers
 
 

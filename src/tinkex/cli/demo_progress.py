@@ -53,7 +53,7 @@ class DemoProgress:
         self._began = self._clock.now()
         self._write(self._live_line(text) if self._live else f"{text}\n")
 
-    def detail(self, text: str) -> None:
+    def stage(self, text: str) -> None:
         """Replace the line on a terminal; plain output does not have these."""
         if self._live:
             self._write(self._live_line(text))

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 class Display(Protocol):
     """Shows a run to a person; `tinkex.seeing.progress.Progress` is the usual one."""
 
+    def stage(self, text: str) -> None: ...
+
     def step(self, step: int, values: Mapping[str, float]) -> None: ...
 
     def note(self, text: str) -> None: ...
@@ -29,7 +31,7 @@ class Writer:
 
     def stage(self, text: str) -> None:
         """What is being done now."""
-        self._progress.stage(text)
+        self._display.stage(text)
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
         """A step's numbers; step 0 is the evaluation of what has not been trained yet."""

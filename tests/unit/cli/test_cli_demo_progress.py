@@ -41,7 +41,7 @@ def demonstrate(stream: io.StringIO, *, steps: int = 32, first: int = 1) -> str:
     clock = Stopwatch()
     with DemoProgress(steps, stream=stream, clock=clock) as progress:
         progress.phase("Asking …")
-        progress.detail("Asking: 1 answered")
+        progress.stage("Asking: 1 answered")
         progress.phase("Training …")
         for step in range(first, steps + 1):
             clock.time += 2.0

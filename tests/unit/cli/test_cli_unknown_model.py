@@ -39,7 +39,8 @@ def test_an_unknown_model_is_said_once_with_what_there_is(
     monkeypatch.setattr("sys.stdin", io.StringIO("hi\n"))
     ran = run(*words)
     assert ran.status == FAILED
-    assert ran.err.count("tinkex/tinny") == 1
+    _, _, error = ran.err.partition("Error: ")
+    assert error.count("tinkex/tinny") == 1
     assert "is not served here; there is: tinkex/tiny" in ran.err
     assert "Did you mean 'tinkex/tiny'?" in ran.err
     assert "tokenizer" not in ran.err

@@ -47,7 +47,8 @@ def for_the_official_client(recipe: str) -> str:
     "recipe",
     [
         "pipeline.py",
-        *(pytest.param(r, marks=pytest.mark.exhaustive) for r in SHORTENED if r != "pipeline.py"),
+        pytest.param("sweep.py", marks=pytest.mark.exhaustive),
+        pytest.param("rollout_processes.py", marks=pytest.mark.exhaustive),
     ],
 )
 def test_the_recipe_runs_with_the_official_client(

@@ -29,7 +29,7 @@ else ifdef CPU
 $(error CPU is avx2 or portable, not $(CPU))
 endif
 
-.PHONY: all demo test test-all unit conformance gpu check fix types bench docs clean
+.PHONY: all demo test exhaustive test-all unit conformance gpu check fix types bench docs clean
 
 all: check test
 
@@ -50,9 +50,11 @@ demo: $(TRIABLE)
 test: $(READY) $(PEERS)
 	$(PYTEST) $(WORKERS) -m "not exhaustive" --durations 20 tests
 
-# Also what is exhaustive: every official client, fifty kills, whole demos and recipes.
-test-all: $(READY) $(ALL_PEERS)
-	$(PYTEST) $(WORKERS) --durations 20 tests
+# What is exhaustive: every official client, fifty kills, whole demos and recipes.
+exhaustive: $(READY) $(ALL_PEERS)
+	$(PYTEST) $(WORKERS) -m exhaustive --durations 20 tests
+
+test-all: test exhaustive
 
 unit: $(READY)
 	$(PYTEST) $(WORKERS) -m "not exhaustive" tests/unit tests/contracts tests/property

@@ -155,7 +155,7 @@ if __name__ == "__main__":
     queue = context.Queue()
     process = context.Process(target=child, args=(queue,))
     process.start()
-    print(queue.get(timeout=PATIENCE_S), types.Datum.__module__, neighbour.NAME)
+    print(queue.get(timeout=240), types.Datum.__module__, neighbour.NAME)
     process.join()
 """
 

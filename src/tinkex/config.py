@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 from tinkex.announcement import announced
 from tinkex.errors import InputError, InputTypeError
+from tinkex.transport import proxy as proxies
 from tinkex.transport import urls
 from tinkex.transport.credentials import credentials_path, read_store
+from tinkex.transport.proxy import ProxyRules
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -45,7 +47,8 @@ CPU_ISAS: Final[tuple[CpuIsa, ...]] = get_args(CpuIsa)
 """Instruction sets that the engine distinguishes, each with those before it."""
 _ON = frozenset({"1", "true", "yes", "on"})
 # Never shown and never pickled: a process resolves credentials of its own.
-_SECRETS = frozenset({"api_key", "stored_key", "credential_cmd", "headers"})
+_SECRETS = frozenset({"api_key", "stored_key", "credential_cmd", "headers", "proxy"})
+_PROXY_VARIABLES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")
 
 
 def _secret(default: Any) -> Any:
@@ -57,8 +60,9 @@ class Config:
     """Everything a client was told. Use `Config.load()`; the constructor reads nothing.
 
     `api_key` is the key given or found in `TINKER_API_KEY`, `stored_key` the default of the
-    credentials file. Both, the credential command and the extra headers stay out of `repr` and
-    of pickles: an unpickled Config takes them from its own process.
+    credentials file. `proxy` is the URL of a proxy for every request, or the rules that
+    `Config.load()` found in the environment. All of them, the credential command and the extra
+    headers stay out of `repr` and of pickles: an unpickled Config takes them from its own process.
     """
 
     base_url: str = DEFAULT_BASE_URL
@@ -66,6 +70,7 @@ class Config:
     credential_cmd: str | None = _secret(None)
     stored_key: str | None = _secret(None)
     headers: Mapping[str, str] = field(default_factory=dict[str, str], repr=False, hash=False)
+    proxy: ProxyRules | str | None = field(default=None, repr=False, hash=False)
     project_id: str | None = None
     tags: tuple[str, ...] = ()
     telemetry: bool = True
@@ -84,6 +89,7 @@ class Config:
         object.__setattr__(self, "base_url", base_url)
         object.__setattr__(self, "headers", MappingProxyType(_headers(self.headers)))
         object.__setattr__(self, "tags", _distinct(self.tags))
+        object.__setattr__(self, "proxy", _proxy(self.proxy))
         for name in (f.name for f in fields(self) if f.name.endswith("_s")):
             value = getattr(self, name)
             if value is not None and not (value > 0 and math.isfinite(value)):
@@ -92,6 +98,10 @@ class Config:
     def __reduce__(self) -> tuple[Any, ...]:
         public = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _SECRETS}
         return _from_pickle, (public,)
+
+    def proxy_secrets(self) -> tuple[str, ...]:
+        """The password of the proxy to `base_url`, in the forms that must never be recorded."""
+        return proxies.rules(self.proxy).secrets(urls.parse(self.base_url))
 
     @property
     def has_credential(self) -> bool:
@@ -106,6 +116,7 @@ class Config:
         api_key: str | None = None,
         project_id: str | None = None,
         headers: Mapping[str, str] | None = None,
+        proxy: str | None = None,
         env: Mapping[str, str] | None = None,
         home: Path | None = None,
     ) -> Config:
@@ -130,17 +141,24 @@ class Config:
         if not (key or command or by_name):
             # A file nobody needs may be as damaged as it likes.
             stored = read_store(credentials_path(home or Path.home())).default_key
+        address = urls.normalise(url, setting=setting) if url else DEFAULT_BASE_URL
+        embedded = by_name or not (url or key or command or stored)
+        chosen = _proxy(proxy or _proxies_of(env))
+        if not embedded:
+            # A bad variable is an error here, where it is used, and harmless elsewhere.
+            proxies.rules(chosen).choose(urls.parse(address))
         return cls(
-            base_url=urls.normalise(url, setting=setting) if url else DEFAULT_BASE_URL,
+            base_url=address,
             api_key=key,
             credential_cmd=command,
             stored_key=stored,
             headers={**_cloudflare(env), **_headers({} if headers is None else headers)},
+            proxy=chosen,
             project_id=project_id or env.get("TINKER_PROJECT_ID") or None,
             tags=_distinct(env.get("TINKER_TAGS", "").split(",")),
             telemetry=env.get("TINKER_TELEMETRY", "1").strip().lower() in _ON,
             log_level=_level(env.get("TINKER_LOG", "")),
-            embedded=by_name or not (url or key or command or stored),
+            embedded=embedded,
             embedded_models=_distinct(env.get("TINKEX_EMBEDDED_MODELS", "").split(",")),
             data_dir=Path(env["TINKEX_DATA_DIR"]) if env.get("TINKEX_DATA_DIR") else None,
         )
@@ -197,6 +215,28 @@ def _cloudflare(env: Mapping[str, str]) -> dict[str, str]:
     return {header: env[name] for header, name in names.items() if env.get(name)}
 
 
+def _proxies_of(env: Mapping[str, str]) -> ProxyRules | None:
+    """What the environment says about proxies.
+
+    A lower-case variable beats its upper-case twin, also when it is empty.
+    """
+    found: dict[str, tuple[str, str]] = {}
+    for upper in _PROXY_VARIABLES:
+        name = upper.lower() if upper.lower() in env else upper
+        # In a CGI script HTTP_PROXY is the header `Proxy:` of whoever asks.
+        if env.get(name) and not (name == "HTTP_PROXY" and "REQUEST_METHOD" in env):
+            found[upper.lower()] = (name, env[name])
+    return ProxyRules.from_variables(found) if found.keys() - {"no_proxy"} else None
+
+
+def _proxy(value: object) -> ProxyRules | None:
+    """Rules that hold for a proxy given as a URL; the error never repeats it."""
+    if value is None or isinstance(value, ProxyRules):
+        return value
+    _check_text(value, proxies.SETTING)
+    return proxies.rules(str(value)) if value else None
+
+
 def _check_text(value: object, setting: str) -> None:
     if not (value is None or isinstance(value, str)):
         raise InputTypeError(f"must be a string, not {type(value).__name__}", setting)
@@ -224,6 +264,11 @@ def _headers(headers: Mapping[str, str]) -> dict[str, str]:
             raise InputError("must be one line of ASCII text", f"headers[{name!r}]")
         if name.lower() == "x-api-key":
             raise InputError("is set by the client; pass api_key= instead", f"headers[{name!r}]")
+        if name.lower() == "proxy-authorization":
+            raise InputError(
+                "is set by the client; pass proxy=http://user:password@host:port instead",
+                f"headers[{name!r}]",
+            )
         by_name[name.lower()] = (name, value)
     return dict(by_name.values())
 

@@ -64,7 +64,8 @@ async def connect(config: Config) -> Config:
     # A thread of its own and not the executor's, for which a program that is interrupted waits.
     threading.Thread(target=work, name="tinkex-embedded-start", daemon=True).start()
     server = await found
-    return replace(config, base_url=server.url, api_key=server.key, embedded=False)
+    # Without a proxy, even one given by name: it could not reach this machine's loopback address.
+    return replace(config, base_url=server.url, api_key=server.key, proxy=None, embedded=False)
 
 
 def reach(config: Config) -> Reached:

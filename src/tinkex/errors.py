@@ -14,8 +14,9 @@
     │   │   ├── UnprocessableEntityError   422
     │   │   ├── RateLimitError             429
     │   │   └── InternalServerError        >= 500
-    │   └── APIConnectionError
-    │       └── APITimeoutError
+    │   ├── APIConnectionError
+    │   │   └── APITimeoutError
+    │   └── ProxyError                  + status_code: a proxy refused the connection
     ├── RequestFailedError              message, request_id, category
     ├── InputError          (ValueError)    a bad argument, named by its path
     │   ├── InputTypeError  (TypeError)     ... of the wrong type
@@ -204,6 +205,19 @@ class APITimeoutError(APIConnectionError):
 
     def __init__(self, request: Any = None, message: str = "Request timed out.") -> None:
         super().__init__(request, message)
+
+
+class ProxyError(APIError):
+    """The proxy between this process and the server refused; the server was not asked.
+
+    `status_code` is the proxy's answer: 407 wants other credentials, 403 forbids the server.
+    """
+
+    code = "proxy"
+
+    def __init__(self, message: str, request: Any = None, *, status_code: int) -> None:
+        super().__init__(message, request)
+        self.status_code = status_code
 
 
 class RequestFailedError(TinkerError):

@@ -335,6 +335,7 @@ def test_a_batch_is_sound_or_refused_by_its_path_before_it_is_sent(
             "base_url",
             "api_key",
             "default_headers_overrides",
+            "proxy",
         ]
     ),
     st.one_of(wrong_types, st.sampled_from(["\ud800", 7, True])),

@@ -12,6 +12,7 @@ import pytest
 import tinkex
 from tinkex.config import DEFAULT_BASE_URL, Config
 from tinkex.errors import CredentialError, InputError
+from tinkex.transport import urls
 from tinkex.transport.credentials import (
     CredentialStore,
     StoredKey,
@@ -22,6 +23,13 @@ from tinkex.transport.credentials import (
 
 def load(tmp_path: Path, env: dict[str, str] | None = None, **arguments) -> Config:
     return Config.load(env=env or {}, home=tmp_path, **arguments)
+
+
+def proxy_of(config: Config, url: str | None = None) -> str | None:
+    """The proxy that requests to a server (None: the configured one) go through."""
+    assert not isinstance(config.proxy, str)
+    chosen = config.proxy.choose(urls.parse(url or config.base_url)) if config.proxy else None
+    return None if chosen is None else str(chosen)
 
 
 def test_an_argument_beats_the_environment_which_beats_the_default(tmp_path):
@@ -119,6 +127,49 @@ def test_cloudflare_headers_are_added_and_can_be_overridden_in_any_case(tmp_path
 
 
 @pytest.mark.parametrize(
+    ("env", "plain", "secure"),
+    [
+        ({}, None, None),
+        ({"NO_PROXY": "x.org"}, None, None),
+        ({"HTTP_PROXY": "http://p:1"}, "http://p:1", None),
+        ({"HTTPS_PROXY": "http://p:1"}, None, "http://p:1"),
+        ({"ALL_PROXY": "p:1"}, "http://p:1", "http://p:1"),
+        ({"all_proxy": "p:1", "https_proxy": "q:1"}, "http://p:1", "http://q:1"),
+        ({"HTTP_PROXY": "upper:1", "http_proxy": "lower:1"}, "http://lower:1", None),
+        ({"HTTP_PROXY": "upper:1", "http_proxy": ""}, None, None),
+        ({"ALL_PROXY": "p:1", "http_proxy": ""}, "http://p:1", "http://p:1"),
+        ({"ALL_PROXY": "p:1", "NO_PROXY": "x.org"}, None, None),
+        ({"ALL_PROXY": "p:1", "NO_PROXY": "x.org", "no_proxy": ""}, "http://p:1", "http://p:1"),
+        ({"HTTP_PROXY": "p:1", "REQUEST_METHOD": "GET"}, None, None),
+        ({"http_proxy": "p:1", "REQUEST_METHOD": "GET"}, "http://p:1", None),
+    ],
+)
+def test_proxy_variables_are_read_in_both_cases(tmp_path, env, plain, secure):
+    config = load(tmp_path, env, base_url="http://x.org")
+    assert proxy_of(config) == plain
+    assert proxy_of(config, "https://x.org") == secure
+    assert proxy_of(config, "http://localhost:8000") is None
+
+
+def test_a_proxy_given_by_name_beats_the_environment(tmp_path):
+    env = {"ALL_PROXY": "p:1", "NO_PROXY": "*", "TINKER_API_KEY": "tml-x"}
+    assert proxy_of(load(tmp_path, env, proxy="q:1")) == "http://q:1"
+    assert proxy_of(load(tmp_path, env, proxy="q:1"), "http://127.0.0.1:8000") == "http://q:1"
+    assert proxy_of(Config(base_url="http://h", proxy="q:1")) == "http://q:1"
+    assert proxy_of(Config(base_url="http://h", proxy="")) is None
+    assert proxy_of(Config(base_url="http://h")) is None
+
+
+def test_a_bad_proxy_variable_harms_only_those_whom_it_concerns(tmp_path):
+    env = {"ALL_PROXY": "socks5://p:1"}
+    assert load(tmp_path, env).embedded
+    assert load(tmp_path, env, base_url="http://127.0.0.1:8000").proxy_secrets() == ()
+    assert (
+        load(tmp_path, env | {"NO_PROXY": "x.org"}, base_url="http://x.org").proxy_secrets() == ()
+    )
+
+
+@pytest.mark.parametrize(
     ("env", "arguments", "key"),
     [
         ({"TINKER_BASE_URL": "localhost:8000"}, {}, "TINKER_BASE_URL"),
@@ -126,6 +177,11 @@ def test_cloudflare_headers_are_added_and_can_be_overridden_in_any_case(tmp_path
         ({"TINKER_LOG": "loud"}, {}, "TINKER_LOG"),
         ({}, {"headers": {"X": "a\r\nb"}}, "headers\\['X'\\]"),
         ({}, {"headers": {"x-api-key": "tml-x"}}, "headers\\['x-api-key'\\]"),
+        ({}, {"headers": {"Proxy-Authorization": "x"}}, "pass proxy="),
+        ({}, {"proxy": "ftp://p"}, "proxy"),
+        ({}, {"proxy": 7}, "proxy"),
+        ({"TINKER_API_KEY": "tml-x", "https_proxy": "socks5://p"}, {}, "https_proxy.*SOCKS"),
+        ({"TINKER_BASE_URL": "http://h", "ALL_PROXY": "http://p:port"}, {}, "ALL_PROXY"),
     ],
 )
 def test_a_malformed_setting_is_named(tmp_path, env, arguments, key):
@@ -172,6 +228,7 @@ def test_secrets_are_neither_shown_nor_pickled(monkeypatch, tmp_path):
         stored_key="tml-canary2",
         credential_cmd="echo tml-canary3",
         headers={"CF-Access-Client-Secret": "canary4"},
+        proxy="http://me:canary5@p:3128",
         tags=("t",),
         telemetry=False,
     )
@@ -179,10 +236,12 @@ def test_secrets_are_neither_shown_nor_pickled(monkeypatch, tmp_path):
     data = pickle.dumps(config)
     assert b"canary" not in data
     monkeypatch.setenv("TINKER_API_KEY", "tml-of-this-process")
+    monkeypatch.setenv("http_proxy", "http://proxy-of-this-process")
     monkeypatch.setenv("HOME", str(tmp_path))
     there = pickle.loads(data)
     assert (there.base_url, there.tags, there.telemetry) == ("http://h:1", ("t",), False)
     assert there.api_key == "tml-of-this-process"
+    assert proxy_of(there) == "http://proxy-of-this-process"
 
 
 @pytest.mark.req("S30")

@@ -63,6 +63,7 @@ TINKEX = [
     "PerDatumLossFn",
     "PermissionDeniedError",
     "PromiseLostError",
+    "ProxyError",
     "PromptProvenanceSpan",
     "RateLimitError",
     "RequestErrorCategory",

@@ -153,7 +153,8 @@ def _ask_server(key: str | None, route: Route[None, T]) -> T:
 
     async def ask() -> T:
         config, clock = load_config(api_key=key), SystemClock()
-        api = connect(config, HttpTransport(config.base_url, clock), clock)
+        transport = HttpTransport(config.base_url, clock, proxy=config.proxy)
+        api = connect(config, transport, clock)
         try:
             return await api.call(route)
         finally:

@@ -25,6 +25,7 @@ from tinkex.errors import (
     InternalServerError,
     NotFoundError,
     PermissionDeniedError,
+    ProxyError,
     RateLimitError,
     RequestFailedError,
     ResultError,
@@ -54,6 +55,7 @@ _TABLE: tuple[tuple[type[Exception], str, str], ...] = (
     (APITimeoutError, "Request timeout", _REACH),
     (APIConnectionError, "Connection failed", ""),  # the message says what to check
     (APIResponseValidationError, "Unexpected answer", "Is TINKER_BASE_URL a Tinker server?"),
+    (ProxyError, "The proxy refused the connection", ""),  # the message says what to do
     (APIError, "API error occurred", ""),
     (ServerSilentError, "No answer", "Try again later."),
     (ClosedError, "Connection closed", "Try again."),

@@ -162,7 +162,9 @@ class Connection:
         """The credentials in use, so that none is ever recorded."""
         if self._api is not None:
             return self._api.auth.secrets()
-        return [key for key in (self.config.api_key, self.config.stored_key) if key]
+        config = self.config
+        values = (config.api_key, config.stored_key, *config.proxy_secrets())
+        return [value for value in values if value]
 
     async def refresh_flags(self) -> None:
         """Keep the dynamic flags fresh until cancelled; a failed refresh keeps the old ones."""
@@ -189,4 +191,9 @@ class Connection:
 def _http_transport(config: Config, clock: Clock) -> Transport:
     from tinkex.transport.http import HttpTransport
 
-    return HttpTransport(config.base_url, clock, connect_timeout_s=config.connect_timeout_s)
+    return HttpTransport(
+        config.base_url,
+        clock,
+        connect_timeout_s=config.connect_timeout_s,
+        proxy=config.proxy,
+    )

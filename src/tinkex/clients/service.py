@@ -61,6 +61,7 @@ class ServiceClient:
         base_url: str | None = None,
         api_key: str | None = None,
         default_headers_overrides: Mapping[str, str] | None = None,
+        proxy: str | None = None,
         config: Config | None = None,
         **kwargs: Any,
     ) -> None:
@@ -75,8 +76,9 @@ class ServiceClient:
                 api_key=api_key,
                 project_id=project_id,
                 headers=default_headers_overrides,
+                proxy=proxy,
             )
-        elif any((base_url, api_key, project_id, default_headers_overrides)):
+        elif any((base_url, api_key, project_id, default_headers_overrides, proxy)):
             raise InputError("says all of it already; put the other settings into it", "config")
         self._begin(
             Session(

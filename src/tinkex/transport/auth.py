@@ -149,8 +149,9 @@ class Credentials:
     def secrets(self) -> Iterable[str]:
         """Everything that must not show up anywhere."""
         config = self._config
-        values = (config.api_key, config.stored_key, self._raw, self._token)
-        return {value for value in (*values, *_secret_headers(config)) if value}
+        keys = (config.api_key, config.stored_key, self._raw, self._token)
+        values = (*keys, *_secret_headers(config), *config.proxy_secrets())
+        return {value for value in values if value}
 
     async def _raw_credential(self) -> str:
         if self._raw is not None and self._clock.now() < self._raw_until:

@@ -1,8 +1,8 @@
 """The seam to the network: one request in, one reply out.
 
 A transport knows nothing of training, retries or credentials. It raises
-`APIConnectionError` or `APITimeoutError`, `InputError` for a request that cannot be written
-down, and nothing else; any status is a `Reply`.
+`APIConnectionError`, `APITimeoutError` or `ProxyError`, `InputError` for a request that cannot be
+written down, and nothing else; any status of the server is a `Reply`.
 """
 
 from __future__ import annotations

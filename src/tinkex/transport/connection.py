@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import httptools
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import AsyncIterator
 
 # No server needs more for its headers; without a limit a stranger could fill our memory.
@@ -153,6 +154,30 @@ class Connection(asyncio.Protocol):
         if self._transport is not None and not self._transport.is_closing():
             self._transport.resume_reading()
 
+    # -- through a proxy ----------------------------------------------------------------------
+
+    async def open_tunnel(self, target: str, authorization: str | None, timeout_s: float) -> int:
+        """Ask the proxy at the other end for a connection to `target`; returns its status."""
+        lines = [f"CONNECT {target} HTTP/1.1", f"Host: {target}"]
+        if authorization is not None:
+            lines.append(f"Proxy-Authorization: {authorization}")
+        head = "\r\n".join([*lines, "", ""]).encode("ascii")
+        # Streamed, because the answer to CONNECT has no body: what follows is the tunnel.
+        status, _, _ = await self.stream(head, None, timeout_s)
+        return status
+
+    async def start_tls(self, context: ssl.SSLContext, host: str) -> Connection:
+        """A connection inside the tunnel, encrypted for `host`; this one is used up."""
+        transport = self._transport
+        if transport is None or transport.is_closing():
+            raise ConnectionResetError("the proxy closed the tunnel")
+        inner = Connection(self._loop)
+        secured = await self._loop.start_tls(transport, inner, context, server_hostname=host)
+        if secured is None:
+            raise ConnectionResetError("the proxy closed the tunnel")
+        inner.connection_made(secured)
+        return inner
+
     # -- asyncio ------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -193,7 +218,7 @@ class Connection(asyncio.Protocol):
         elif self._head_complete:
             self._fail(BrokenReply("the connection closed in the middle of the answer"))
         else:
-            self._fail(ConnectionResetError("the server closed the connection without an answer"))
+            self._fail(ConnectionResetError("the connection was closed without an answer"))
 
     def _ends_with_connection(self) -> bool:
         return (

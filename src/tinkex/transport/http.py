@@ -1,7 +1,9 @@
 """Sockets: each kind of traffic has connections of its own, and one carries one request at a time.
 
 Owns the pools, the spelling of a request on the wire, and the translation of everything that can
-go wrong into `APIConnectionError` and `APITimeoutError`. HTTP/1.1 only; no retries.
+go wrong into `APIConnectionError`, `APITimeoutError` and `ProxyError`. HTTP/1.1 only; no retries.
+
+A proxy is asked for a tunnel to an https server, and is sent the whole request for an http one.
 """
 
 from __future__ import annotations
@@ -12,31 +14,60 @@ import os
 import socket
 import ssl
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from urllib.parse import urljoin, urlsplit
 
 from tinkex.clock import SystemClock
-from tinkex.errors import APIConnectionError, APITimeoutError, InputError, RequestInfo
+from tinkex.errors import (
+    APIConnectionError,
+    APIError,
+    APITimeoutError,
+    InputError,
+    ProxyError,
+    RequestInfo,
+)
+from tinkex.transport import proxy as proxies
 from tinkex.transport import urls
 from tinkex.transport.base import Pool, Reply, Request, StreamedReply
 from tinkex.transport.connection import BrokenReply
 from tinkex.transport.decode import decode_body, decode_chunks
 from tinkex.transport.pool import ConnectionPool, ConnectTimeout, Dialer
+from tinkex.transport.proxy_failure import ProxyFailure, refusal
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Mapping
 
     from tinkex.clock import Clock
+    from tinkex.transport.proxy import Proxy, ProxyRules
 
-_REDIRECTS = frozenset({301, 302, 303, 307, 308})
-_MAX_REDIRECTS = 5
+REDIRECTS = frozenset({301, 302, 303, 307, 308})
+MAX_REDIRECTS = 5
 # What may be said to another server than the one the user chose.
 _PORTABLE_HEADERS = frozenset({"accept", "accept-encoding", "user-agent"})
 _MAX_CONNECTIONS = 2048
 
 
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How requests to one origin travel: `forwarder` is the proxy that is sent whole requests."""
+
+    base: urls.BaseUrl
+    proxy: Proxy | None
+
+    @property
+    def forwarder(self) -> Proxy | None:
+        return None if self.base.secure else self.proxy
+
+    def __str__(self) -> str:
+        return str(self.base) if self.proxy is None else f"{self.base} (through {self.proxy})"
+
+
 class HttpTransport:
-    """A `Transport` over sockets; belongs to the event loop that uses it first."""
+    """A `Transport` over sockets; belongs to the event loop that uses it first.
+
+    `proxy` is the URL of one for every request, or rules that choose one per origin.
+    """
 
     def __init__(
         self,
@@ -46,9 +77,13 @@ class HttpTransport:
         connect_timeout_s: float = 4.0,
         ssl_context: ssl.SSLContext | None = None,
         max_connections: int | None = None,
+        proxy: ProxyRules | str | None = None,
     ) -> None:
         # Mutable state: the pools, and the process and loop they belong to.
         self._base = urls.parse(base_url)
+        self._rules = proxies.rules(proxy)
+        self._way = Way(self._base, self._rules.choose(self._base))
+        self._forwarder = self._way.forwarder
         self._clock = clock or SystemClock()
         self._connect_timeout_s = connect_timeout_s
         self._ssl_context = ssl_context
@@ -60,17 +95,25 @@ class HttpTransport:
 
     async def send(self, request: Request) -> Reply:
         """One exchange; the time-out starts when a connection is free."""
-        head = _head(request, self._base.target(request.path, request.query), self._base.authority)
+        head = self._head(request)
         try:
-            reply = await self._exchange(request, self._base, head)
-            if request.follow_redirects and reply.status in _REDIRECTS:
+            reply = await self._exchange(request, self._way, head)
+            if self._forwarder is not None:
+                _check_forwarded(self._forwarder, reply.status, reply.headers)
+            if request.follow_redirects and reply.status in REDIRECTS:
                 reply = await self._follow(request, reply)
         except (OSError, BrokenReply) as error:  # TimeoutError and ssl.SSLError are OSErrors
             raise self._translate(error, request) from error
         return reply
 
-    async def _exchange(self, request: Request, base: urls.BaseUrl, head: bytes) -> Reply:
-        pool = self._pool(base, request.pool)
+    def _head(self, request: Request) -> bytes:
+        target = self._base.target(request.path, request.query)
+        if self._forwarder is None:
+            return _head(request, target, self._base.authority)
+        return _forwarded(self._forwarder, self._base, request, target)
+
+    async def _exchange(self, request: Request, way: Way, head: bytes) -> Reply:
+        pool = self._pool(way, request.pool)
         connection = await pool.take()
         try:
             status, headers, body = await connection.send(head, request.body, request.timeout_s)
@@ -84,8 +127,8 @@ class HttpTransport:
     @asynccontextmanager
     async def stream(self, request: Request) -> AsyncGenerator[StreamedReply]:
         """One exchange whose body is read as it comes; leaving early closes the connection."""
-        head = _head(request, self._base.target(request.path, request.query), self._base.authority)
-        pool = self._pool(self._base, request.pool)
+        head = self._head(request)
+        pool = self._pool(self._way, request.pool)
         try:
             connection = await pool.take()
         except OSError as error:
@@ -106,6 +149,8 @@ class HttpTransport:
                 status, headers, sink = await connection.stream(
                     head, request.body, request.timeout_s
                 )
+                if self._forwarder is not None:
+                    _check_forwarded(self._forwarder, status, headers)
             except (OSError, BrokenReply) as error:
                 raise self._translate(error, request) from error
             body = chunks()
@@ -124,16 +169,19 @@ class HttpTransport:
             pool.close()
         self._pools.clear()
 
-    def _pool(self, base: urls.BaseUrl, kind: Pool) -> ConnectionPool:
+    def _pool(self, way: Way, kind: Pool) -> ConnectionPool:
         home = (os.getpid(), asyncio.get_running_loop())
         if home != self._home:
             self._move_in(home)
-        key = (urls.pool_key(base), kind)
+        # The rules never change, so an origin has one way.
+        key = (urls.pool_key(way.base), kind)
         pool = self._pools.get(key)
         if pool is None:
             dialer = self._dialers.get(key[0])
             if dialer is None:
-                dialer = Dialer(base, self._clock, self._connect_timeout_s, self._ssl_context)
+                dialer = Dialer(
+                    way.base, self._clock, self._connect_timeout_s, self._ssl_context, way.proxy
+                )
                 self._dialers[key[0]] = dialer
             pool = ConnectionPool(dialer, self._clock, self._max_connections)
             self._pools[key] = pool
@@ -153,7 +201,7 @@ class HttpTransport:
     async def _follow(self, request: Request, reply: Reply) -> Reply:
         """Follow redirects of a read; another server hears no credentials."""
         here = self._base.origin + self._base.target(request.path, request.query)
-        for _ in range(_MAX_REDIRECTS):
+        for _ in range(MAX_REDIRECTS):
             try:
                 here = urljoin(here, reply.headers.get("location", ""))
                 parts = urlsplit(here)
@@ -167,23 +215,46 @@ class HttpTransport:
                 headers = {k: v for k, v in headers.items() if k.lower() in _PORTABLE_HEADERS}
             target = f"{parts.path or '/'}?{parts.query}" if parts.query else parts.path or "/"
             hop = Request("GET", parts.path, request.pool, request.timeout_s, headers=headers)
-            reply = await self._exchange(hop, base, _head(hop, target, base.authority))
-            if reply.status not in _REDIRECTS:
+            reply = await self._hop(hop, base, target)
+            if reply.status not in REDIRECTS:
                 return reply
-        raise BrokenReply(f"the server redirects more than {_MAX_REDIRECTS} times")
+        raise BrokenReply(f"the server redirects more than {MAX_REDIRECTS} times")
 
-    def _translate(self, error: Exception, request: Request) -> APIConnectionError:
+    async def _hop(self, request: Request, base: urls.BaseUrl, target: str) -> Reply:
+        """One exchange with a server that we were redirected to, by the way that it needs."""
+        way = Way(base, self._rules.choose(base))
+        forwarder = way.forwarder
+        if forwarder is None:
+            return await self._exchange(request, way, _head(request, target, base.authority))
+        reply = await self._exchange(request, way, _forwarded(forwarder, base, request, target))
+        _check_forwarded(forwarder, reply.status, reply.headers)
+        return reply
+
+    def _translate(self, error: Exception, request: Request) -> APIError:
         url = urls.join(self._base, request.path, request.query)
         info = RequestInfo(request.method, url)
-        message = describe(error, str(self._base))
+        if isinstance(error, ProxyFailure):
+            return _proxy_error(error, info, str(self._base))
+        message = describe(error, str(self._way))
         if isinstance(error, TimeoutError) and error.errno is None:
             return APITimeoutError(info, message)
         return APIConnectionError(info, message)
 
 
-def describe(error: Exception, base_url: str) -> str:
-    """What went wrong and what to do about it, in one line."""
-    where = "check that the server runs and that TINKER_BASE_URL (or base_url=) is right"
+def _proxy_error(failure: ProxyFailure, info: RequestInfo, server: str) -> APIError:
+    message, problem = failure.describe(server), failure.problem
+    if isinstance(problem, int) and failure.final:
+        return ProxyError(message, info, status_code=problem)
+    if isinstance(problem, TimeoutError) and problem.errno is None:
+        return APITimeoutError(info, message)
+    return APIConnectionError(info, message)
+
+
+_CHECK = "check that the server runs and that TINKER_BASE_URL (or base_url=) is right"
+
+
+def describe(error: Exception, base_url: str, where: str = _CHECK) -> str:
+    """What went wrong and, with `where`, what to do about it, in one line."""
     match error:
         case ConnectionRefusedError():
             return f"Nothing listens at {base_url} (connection refused); {where}."
@@ -231,6 +302,21 @@ def _head(request: Request, target: str, authority: str) -> bytes:
     if not head or text.count("\n") != breaks or text.count("\r") != breaks or "\0" in text:
         raise InputError(_culprit(request.headers), "headers")
     return head
+
+
+def _forwarded(proxy: Proxy, base: urls.BaseUrl, request: Request, target: str) -> bytes:
+    """The head of a request that the proxy passes on: with the whole URL, and for its eyes."""
+    head = _head(request, base.origin + target, base.authority)
+    if proxy.authorization is None:
+        return head
+    first, _, rest = head.partition(b"\r\n")
+    return b"%b\r\nProxy-Authorization: %b\r\n%b" % (first, proxy.authorization.encode(), rest)
+
+
+def _check_forwarded(proxy: Proxy, status: int, headers: Mapping[str, str]) -> None:
+    failure = refusal(proxy, status, headers) if status >= 400 else None
+    if failure is not None:
+        raise failure
 
 
 def _culprit(headers: Mapping[str, str]) -> str:

@@ -1,6 +1,7 @@
 """Connections to one origin for one kind of traffic: opened when needed, kept, never shared.
 
-Owns the idle connections, the limit on how many exist, and how one is opened (addresses, TLS).
+Owns the idle connections, the limit on how many exist, and how one is opened (addresses, TLS, the
+tunnel through a proxy).
 """
 
 from __future__ import annotations
@@ -12,10 +13,14 @@ import ssl
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from tinkex.transport.connection import Connection
+from tinkex.transport.connection import BrokenReply, Connection
+from tinkex.transport.proxy_failure import ProxyFailure
 
 if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
     from tinkex.clock import Clock
+    from tinkex.transport.proxy import Proxy
     from tinkex.transport.urls import BaseUrl
 
 # Shorter than the idle time-out of common load balancers (60 s), so that they rarely close first.
@@ -30,7 +35,10 @@ class ConnectTimeout(TimeoutError):
 
 
 class Dialer:
-    """Opens connections to one origin; remembers its addresses for a while, the good one first."""
+    """Opens connections to one origin, through `proxy` if there is one.
+
+    Remembers the addresses of the host it dials for a while, the good one first.
+    """
 
     def __init__(
         self,
@@ -38,9 +46,12 @@ class Dialer:
         clock: Clock,
         connect_timeout_s: float,
         ssl_context: ssl.SSLContext | None = None,
+        proxy: Proxy | None = None,
     ) -> None:
         # Mutable state: the addresses and when they were looked up, and the TLS settings.
         self._base = base
+        self._proxy = proxy
+        self._dialled = base if proxy is None else proxy.address
         self._clock = clock
         self._connect_timeout_s = connect_timeout_s
         self._ssl_context = ssl_context
@@ -49,25 +60,56 @@ class Dialer:
         self._lock = asyncio.Lock()
 
     async def open(self) -> Connection:
-        """A fresh connection; raises OSError, of which ConnectTimeout is one."""
+        """A fresh connection; raises OSError: ConnectTimeout and ProxyFailure are two of them."""
+        if self._proxy is None:
+            return await self._in_time(self._reach())
+        try:
+            connection = await self._in_time(self._reach_through(self._proxy))
+        except ProxyFailure:
+            raise
+        except (OSError, BrokenReply) as error:
+            raise ProxyFailure(self._proxy, error) from error
+        # From here on the server answers, so failures are its own.
+        return await self._in_time(self._secure(connection)) if self._base.secure else connection
+
+    async def _in_time(self, opening: Coroutine[Any, Any, Connection]) -> Connection:
         try:
             async with asyncio.timeout(self._connect_timeout_s):
-                return await self._open()
+                return await opening
         except TimeoutError as error:
             if isinstance(error, ConnectTimeout):
                 raise
             raise ConnectTimeout(f"no connection within {self._connect_timeout_s:g} s") from None
 
-    async def _open(self) -> Connection:
+    async def _reach_through(self, proxy: Proxy) -> Connection:
+        """A connection to the proxy, which forwards what is sent on it: a tunnel for https."""
+        connection = await self._reach()
+        if self._base.secure:
+            status = await connection.open_tunnel(
+                self._base.host_and_port, proxy.authorization, self._connect_timeout_s
+            )
+            if not 200 <= status < 300:
+                connection.abort()
+                raise ProxyFailure(proxy, status)
+        return connection
+
+    async def _secure(self, tunnel: Connection) -> Connection:
+        try:
+            return await tunnel.start_tls(await self._tls(), self._base.host)
+        except BaseException:
+            tunnel.abort()
+            raise
+
+    async def _reach(self) -> Connection:
         loop = asyncio.get_running_loop()
-        context = await self._tls() if self._base.secure else None
+        context = await self._tls() if self._dialled.secure else None
         sock = await self._dial(loop)
         try:
             _, connection = await loop.create_connection(
                 lambda: Connection(loop),
                 sock=sock,
                 ssl=context,
-                server_hostname=self._base.host if context else None,
+                server_hostname=self._dialled.host if context else None,
             )
         except BaseException:
             sock.close()
@@ -76,7 +118,7 @@ class Dialer:
 
     async def _dial(self, loop: asyncio.AbstractEventLoop) -> socket.socket:
         addresses = await self._resolve(loop)
-        failure: OSError = OSError(f"{self._base.host} has no address")
+        failure: OSError = OSError(f"{self._dialled.host} has no address")
         for address in addresses:
             try:
                 # One dead address must not use up the time of the others.
@@ -96,7 +138,7 @@ class Dialer:
     async def _resolve(self, loop: asyncio.AbstractEventLoop) -> list[Address]:
         if self._clock.now() - self._looked_up < _ADDRESSES_FRESH_S:
             return self._addresses
-        host, port = self._base.host, self._base.port
+        host, port = self._dialled.host, self._dialled.port
         if (literal := _literal(host, port)) is not None:
             return [literal]
         async with self._lock:  # a burst of connections asks the resolver once

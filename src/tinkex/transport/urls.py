@@ -38,6 +38,12 @@ class BaseUrl:
         return host if self.port == _DEFAULT_PORTS[self.scheme] else f"{host}:{self.port}"
 
     @property
+    def host_and_port(self) -> str:
+        """Host and port as CONNECT wants them: always with the port, IPv6 in brackets."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
+    @property
     def origin(self) -> str:
         """Scheme and authority: what a connection belongs to."""
         return f"{self.scheme}://{self.authority}"

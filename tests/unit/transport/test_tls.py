@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 import ssl
-import subprocess
-from typing import TYPE_CHECKING
 
 import pytest
 from transport_fakes import read_request, reply_bytes
@@ -15,26 +12,8 @@ from tinkex.errors import APIConnectionError
 from tinkex.transport.base import Pool, Request
 from tinkex.transport.http import HttpTransport
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-pytestmark = [
-    pytest.mark.anyio,
-    pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate"),
-]
+pytestmark = pytest.mark.anyio
 REQUEST = Request("POST", "/api/v1/x", Pool.TRAIN, 5.0, body=b"{}")
-
-
-@pytest.fixture
-def certificate(tmp_path: Path) -> tuple[str, str]:
-    """A self-signed certificate for localhost, and its key."""
-    cert, key = str(tmp_path / "cert.pem"), str(tmp_path / "key.pem")
-    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2"
-    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
-    subprocess.run(
-        [*command.split(), "-keyout", key, "-out", cert, *names], check=True, capture_output=True
-    )
-    return cert, key
 
 
 async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

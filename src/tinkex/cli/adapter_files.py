@@ -63,7 +63,7 @@ def _fetch_archive(rest: RestClient, path: str, folder: Path) -> bool:
     except APIStatusError:  # it has none such; what is wrong with the path shows elsewhere
         return False
     archive = folder / _ARCHIVE
-    size_bytes = fetch(url, archive, "the adapter")
+    size_bytes = fetch(url, archive, "the adapter", rest.holder.config)
     with writing_into(folder, size_bytes):
         unpack(archive, folder)
     archive.unlink()

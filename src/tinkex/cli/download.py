@@ -102,7 +102,7 @@ def fetch_export(rest: RestClient, path: str, folder: Path, *, temporary: bool) 
             links = _sign(rest, path, temporary)
         if name not in links.urls:
             raise CommandError(f"{path} changed during the download", "Run the command again.")
-        total += fetch(links.urls[name], folder / _inside(name), name)
+        total += fetch(links.urls[name], folder / _inside(name), name, rest.holder.config)
     return total
 
 

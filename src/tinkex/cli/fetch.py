@@ -2,73 +2,147 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
-import urllib.error
-import urllib.request
+from http import HTTPStatus
 from typing import TYPE_CHECKING
+from urllib.parse import urljoin, urlsplit
 
 from tinkex.cli.disk_space import writing_into
 from tinkex.cli.failures import CommandError
 from tinkex.cli.output import size
+from tinkex.errors import APIConnectionError, ProxyError
 from tinkex.new_files import new_file
+from tinkex.transport import urls
+from tinkex.transport.base import Pool, Request
+from tinkex.transport.headers import user_agent
+from tinkex.transport.http import MAX_REDIRECTS, REDIRECTS, HttpTransport, describe
+from tinkex.transport.proxy_failure import ProxyFailure
 
 if TYPE_CHECKING:
     from pathlib import Path
     from typing import BinaryIO
 
-_CHUNK = 1 << 20
-_TIMEOUT_S = 60.0
-_SCHEMES = ("http://", "https://")
+    from tinkex.config import Config
+    from tinkex.transport.base import StreamedReply
+
+_SILENCE_S = 60.0
+_CONNECT_S = 20.0
+_AGAIN = "Run the command again."
 
 
-def fetch(url: str, target: Path, label: str) -> int:
-    """Download to `target`, which is there completely or not at all; returns its size."""
-    if not url.startswith(_SCHEMES):
-        raise CommandError(f"The server gave a link that is no web address for {label}")
+def fetch(url: str, target: Path, label: str, config: Config) -> int:
+    """Download to `target`, which is there completely or not at all; returns its size.
+
+    Of the settings only the proxy counts.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     handle, part = new_file(target.parent, f".{target.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
-            received = _receive(url, file, target.parent, label)
+            download = _Download(file, target.parent, label, config)
+            asyncio.run(download.run(url))
         part.replace(target)
     except BaseException:
         part.unlink()
         raise
-    return received
+    return download.received
 
 
-def _receive(url: str, file: BinaryIO, folder: Path, label: str) -> int:
-    received, expected = 0, None
-    progress = _Progress(label)
+class _Download:
+    """One file on its way."""
+
+    def __init__(self, file: BinaryIO, folder: Path, label: str, config: Config) -> None:
+        # Mutable state: how much is here, and how much there is.
+        self._file = file
+        self._folder = folder
+        self._label = label
+        self._config = config
+        self._expected: int | None = None
+        self.received = 0
+
+    async def run(self, url: str) -> None:
+        """Follow redirects and save what is at the end of them."""
+        for _ in range(MAX_REDIRECTS):
+            location = await self._ask(url)
+            if location is None:
+                return
+            secure = url.startswith("https://")
+            url = urljoin(url, location)
+            if secure and not url.startswith("https://"):
+                raise self._failed("the server redirects to an address that is not https")
+        raise self._failed(f"the server redirects more than {MAX_REDIRECTS} times")
+
+    async def _ask(self, url: str) -> str | None:
+        """Save what is at `url`, or return where else it is."""
+        origin, target = self._parts(url)
+        headers = {"Accept-Encoding": "identity", "User-Agent": user_agent()}
+        request = Request("GET", target, Pool.REST, _SILENCE_S, headers=headers)
+        transport = HttpTransport(origin, connect_timeout_s=_CONNECT_S, proxy=self._config.proxy)
+        try:
+            async with transport.stream(request) as reply:
+                if reply.status in REDIRECTS and "location" in reply.headers:
+                    return reply.headers["location"]
+                await self._save(reply)
+        except ProxyError as error:
+            raise self._failed(error.message, "") from None
+        except APIConnectionError as error:
+            raise self._broken(error, origin) from error
+        finally:
+            await transport.aclose()
+        return None
+
+    def _parts(self, url: str) -> tuple[str, str]:
+        """Origin and request target of a link."""
+        try:
+            parts = urlsplit(url)
+            origin = urls.normalise(f"{parts.scheme}://{parts.netloc}")
+        except ValueError:  # InputError is one
+            raise CommandError(
+                f"The server gave a link that is no web address for {self._label}"
+            ) from None
+        path = parts.path or "/"
+        return origin, f"{path}?{parts.query}" if parts.query else path
+
+    async def _save(self, reply: StreamedReply) -> None:
+        if not 200 <= reply.status < 300:
+            raise self._failed(
+                f"the server answered {reply.status} {_phrase(reply.status)}".rstrip(),
+                f"The link may have expired. {_AGAIN}",
+            )
+        length = reply.headers.get("content-length", "")
+        if length.isdigit() and "content-encoding" not in reply.headers:
+            self._expected = int(length)
+        progress = _Progress(self._label)
+        try:
+            with writing_into(self._folder, self._expected):
+                async for chunk in reply.chunks:
+                    self._file.write(chunk)
+                    self.received += len(chunk)
+                    progress.show(self.received, self._expected)
+                self._file.flush()
+        finally:
+            progress.end()
+
+    def _broken(self, error: APIConnectionError, origin: str) -> CommandError:
+        cause = error.__cause__
+        if self.received and self._expected is not None:
+            so_far = f"{size(self.received)} of {size(self._expected)}"
+            return CommandError(f"The download of {self._label} broke off after {so_far}", _AGAIN)
+        if isinstance(cause, ProxyFailure) or not isinstance(cause, Exception):
+            return self._failed(error.message)
+        return self._failed(describe(cause, origin, "check the network"))
+
+    def _failed(self, reason: str, hint: str = _AGAIN) -> CommandError:
+        return CommandError(f"Could not download {self._label}: {reason}", hint)
+
+
+def _phrase(status: int) -> str:
     try:
-        with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as reply:
-            length = reply.headers.get("Content-Length", "")
-            expected = int(length) if length.isdigit() else None
-            with writing_into(folder, expected):
-                while chunk := reply.read(_CHUNK):
-                    file.write(chunk)
-                    received += len(chunk)
-                    progress.show(received, expected)
-                file.flush()
-    except urllib.error.HTTPError as error:
-        raise CommandError(
-            f"Could not download {label}: the server answered {error.code} {error.reason}",
-            "The link may have expired; run the command again.",
-        ) from None
-    except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
-        reason = getattr(error, "reason", None) or error
-        raise CommandError(
-            f"Could not download {label}: {reason}", "Check the network and run the command again."
-        ) from error
-    finally:
-        progress.end()
-    if expected is not None and received != expected:
-        raise CommandError(
-            f"The download of {label} broke off after {size(received)} of {size(expected)}",
-            "Run the command again.",
-        )
-    return received
+        return HTTPStatus(status).phrase
+    except ValueError:
+        return ""
 
 
 class _Progress:

@@ -59,13 +59,14 @@ def export_trace(args: argparse.Namespace) -> None:
         if args.format == "table" and not args.url_only:
             say("Waiting for the server to write the trace …")
         url = rest.export_session_trace(args.session_id).result()
+        config = rest.holder.config
     if args.url_only:
         if args.format == "json":
             print_json({"session_id": args.session_id, "url": url})
         else:
             print(url)
         return
-    size_bytes = fetch(url, target, target.name)
+    size_bytes = fetch(url, target, target.name, config)
     show_one(
         args,
         {

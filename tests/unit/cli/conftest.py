@@ -32,10 +32,15 @@ class Ran:
         return json.loads(self.out)
 
 
+def _is_proxy(name: str) -> bool:
+    return name.lower().endswith("_proxy")
+
+
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty home, no settings, an 80-column terminal, and a folder to work in."""
-    for name in [name for name in os.environ if name.startswith(("TINKER_", "CLOUDFLARE_"))]:
+    ours = ("TINKER_", "CLOUDFLARE_")
+    for name in [name for name in os.environ if name.startswith(ours) or _is_proxy(name)]:
         monkeypatch.delenv(name)
     home = tmp_path / "home"
     work = tmp_path / "work"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.forward_proxy import ForwardProxy
 from tinkex.cli.main import DONE, FAILED
 from tinkex.testing import FakeServer, faults
 
@@ -155,3 +156,66 @@ def test_an_export_without_files_fails(run: Run, saved: Saved, server: FakeServe
     ran = run("checkpoint", "download", saved.external)
     assert ran.status == FAILED
     assert "no files" in ran.err
+
+
+# -- where a link leads ----------------------------------------------------------------------------
+
+
+def give_links(server: FakeServer, **links: str) -> None:
+    answer = faults.reply(200, {"urls": links, "expires": LATER})
+    server.faults.on("get_external_weights_urls", answer)
+
+
+def test_redirects_are_followed_but_not_for_ever(run: Run, saved: Saved, server: FakeServer):
+    def hop(path: str, location: str) -> None:
+        effect = faults.reply(302, headers={"Location": location})
+        server.faults.on(None, effect, times=None, when=lambda seen: seen.path == path)
+
+    hop("/hop", "/api/v1/healthz")
+    give_links(server, a=f"{server.url}/hop")
+    assert run("checkpoint", "download", saved.external, "-o", "there").status == DONE
+    (folder,) = Path("there").iterdir()
+    assert b"ok" in files_in(folder)["a"]
+    hop("/round", "/round")
+    give_links(server, a=f"{server.url}/round")
+    ran = run("checkpoint", "download", saved.external)
+    assert ran.status == FAILED
+    assert "redirects more than 5 times" in ran.err
+
+
+def test_a_server_of_files_that_is_not_there_is_said_with_its_address(
+    run: Run, saved: Saved, server: FakeServer
+):
+    give_links(server, a="http://127.0.0.1:9/gone")
+    ran = run("checkpoint", "download", saved.external)
+    assert ran.status == FAILED
+    assert "Could not download a: Nothing listens at http://127.0.0.1:9" in ran.err
+    assert "TINKER_BASE_URL" not in ran.err
+
+
+def test_commands_and_downloads_go_through_the_proxy_of_the_environment(
+    run: Run, saved: Saved, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+):
+    with ForwardProxy(upstream=server.url.removeprefix("http://")) as proxy:
+        monkeypatch.setenv("TINKER_BASE_URL", "http://tinker.invalid")
+        monkeypatch.setenv("http_proxy", proxy.url())
+        assert run("checkpoint", "download", saved.external).status == DONE
+    downloads = [line for line in proxy.request_lines if "/files/" in line]
+    assert downloads
+    assert all(line.startswith("GET http://tinker.invalid/") for line in downloads)
+
+
+def test_a_download_that_the_proxy_refuses_names_the_proxy_and_loopback_needs_none(
+    run: Run, saved: Saved, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+):
+    with ForwardProxy(answer=b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\n\r\n") as proxy:
+        monkeypatch.setenv("ALL_PROXY", proxy.url("me:canary"))
+        assert run("checkpoint", "download", saved.external).status == DONE
+        assert proxy.request_lines == []
+        give_links(server, a="http://files.invalid/a")
+        ran = run("checkpoint", "download", saved.external, "-o", "elsewhere")
+    assert ran.status == FAILED
+    assert f"The proxy {proxy.url()} refused to connect to http://files.invalid" in ran.err
+    assert "NO_PROXY" in ran.err
+    assert "canary" not in ran.err
+    assert proxy.request_lines == ["GET http://files.invalid/a HTTP/1.1"]

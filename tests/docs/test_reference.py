@@ -55,7 +55,8 @@ def test_what_is_printed_from_the_program_is_current(name: str):
 
 def _variables() -> set[str]:
     source = (ROOT / "src" / "tinkex" / "config.py").read_text()
-    return set(re.findall(r'"((?:TINKER|TINKEX|CLOUDFLARE)_[A-Z_]*[A-Z])"', source))
+    names = r'"((?:TINKER|TINKEX|CLOUDFLARE)_[A-Z_]*[A-Z]|[A-Z]+_PROXY)"'
+    return set(re.findall(names, source))
 
 
 def test_the_settings_page_lists_exactly_the_variables_that_are_read():

@@ -25,6 +25,8 @@ from tinkex.transport.proxy import ProxyRules
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from tinkex.transport.proxy import Proxy
+
 DEFAULT_BASE_URL = "https://tinker.thinkingmachines.dev/services/tinker-prod"
 EMBEDDED = "embedded"
 DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -99,9 +101,20 @@ class Config:
         public = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _SECRETS}
         return _from_pickle, (public,)
 
+    @property
+    def server_proxy(self) -> Proxy | None:
+        """The proxy that requests to `base_url` go through."""
+        if self.embedded:
+            return None
+        return proxies.rules(self.proxy).choose(urls.parse(self.base_url))
+
     def proxy_secrets(self) -> tuple[str, ...]:
-        """The password of the proxy to `base_url`, in the forms that must never be recorded."""
-        return proxies.rules(self.proxy).secrets(urls.parse(self.base_url))
+        """The password of the server's proxy, in the forms that must never be recorded."""
+        try:
+            chosen = self.server_proxy
+        except InputError:  # never used, then
+            return ()
+        return () if chosen is None else chosen.secrets()
 
     @property
     def has_credential(self) -> bool:
@@ -141,27 +154,24 @@ class Config:
         if not (key or command or by_name):
             # A file nobody needs may be as damaged as it likes.
             stored = read_store(credentials_path(home or Path.home())).default_key
-        address = urls.normalise(url, setting=setting) if url else DEFAULT_BASE_URL
-        embedded = by_name or not (url or key or command or stored)
-        chosen = _proxy(proxy or _proxies_of(env))
-        if not embedded:
-            # A bad variable is an error here, where it is used, and harmless elsewhere.
-            proxies.rules(chosen).choose(urls.parse(address))
-        return cls(
-            base_url=address,
+        loaded = cls(
+            base_url=urls.normalise(url, setting=setting) if url else DEFAULT_BASE_URL,
             api_key=key,
             credential_cmd=command,
             stored_key=stored,
             headers={**_cloudflare(env), **_headers({} if headers is None else headers)},
-            proxy=chosen,
+            proxy=proxy or _proxies_of(env),
             project_id=project_id or env.get("TINKER_PROJECT_ID") or None,
             tags=_distinct(env.get("TINKER_TAGS", "").split(",")),
             telemetry=env.get("TINKER_TELEMETRY", "1").strip().lower() in _ON,
             log_level=_level(env.get("TINKER_LOG", "")),
-            embedded=embedded,
+            embedded=by_name or not (url or key or command or stored),
             embedded_models=_distinct(env.get("TINKEX_EMBEDDED_MODELS", "").split(",")),
             data_dir=Path(env["TINKEX_DATA_DIR"]) if env.get("TINKEX_DATA_DIR") else None,
         )
+        # Raises for a bad proxy variable if it is to be used; what is for others does no harm.
+        _ = loaded.server_proxy
+        return loaded
 
 
 def server_environment(env: Mapping[str, str] | None = None) -> dict[str, str]:

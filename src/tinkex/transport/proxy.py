@@ -149,14 +149,6 @@ class ProxyRules:
         setting, url = given
         return parse(url, setting)
 
-    def secrets(self, base: BaseUrl) -> tuple[str, ...]:
-        """What must never be recorded of the proxy for `base`."""
-        try:
-            chosen = self.choose(base)
-        except InputError:  # never used, then
-            return ()
-        return () if chosen is None else chosen.secrets()
-
 
 NO_PROXIES = ProxyRules()
 

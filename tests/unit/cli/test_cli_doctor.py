@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.forward_proxy import ForwardProxy
 from tinkex.cli.doctor import _lines
 from tinkex.cli.examination import extras, machine
 from tinkex.cli.examination.finding import Finding
@@ -88,6 +89,22 @@ def test_a_server_that_is_not_there_is_a_failure_with_a_next_step(
     assert "connection refused" in checks(ran)["server"]["found"]
     assert "tinkex serve" in checks(ran)["server"]["todo"]
     assert ran.err == "", "the table says it, so no warning does"
+
+
+def test_a_proxy_is_named_and_so_is_its_refusal(run: Run, monkeypatch: pytest.MonkeyPatch):
+    with ForwardProxy(user_info="me:right") as proxy:
+        monkeypatch.setenv("TINKER_BASE_URL", "https://tinker.invalid")
+        monkeypatch.setenv("TINKER_API_KEY", API_KEY)
+        monkeypatch.setenv("HTTPS_PROXY", proxy.url("me:canary"))
+        ran = run("doctor", "-f", "json")
+    assert ran.status == FAILED
+    found = checks(ran)
+    assert (
+        found["settings"]["found"] == f"the server at https://tinker.invalid; proxy {proxy.url()}"
+    )
+    assert "refused the user name or the password in HTTPS_PROXY" in found["server"]["found"]
+    assert "serve" not in found["server"].get("todo", "")
+    assert "canary" not in ran.out + ran.err
 
 
 def test_a_refused_key_is_told_from_a_missing_server(run: Run, server: FakeServer):

@@ -16,7 +16,7 @@ from tinkex.cli.failures import describe, next_step
 from tinkex.clients.connection import Connection
 from tinkex.clients.resource import Owned
 from tinkex.config import DATA_DIR, DEFAULT_BASE_URL, server_environment
-from tinkex.errors import APIError, MissingPackageError, TinkerError
+from tinkex.errors import APIError, MissingPackageError, ProxyError, TinkerError
 from tinkex.transport.auth import choose
 from tinkex.transport.credentials import credentials_path
 from tinkex.wire import routes
@@ -74,6 +74,7 @@ def settings(config: Config) -> Finding:
     given = [
         f"{name} {value}"
         for name, value in (
+            ("proxy", config.server_proxy),
             ("project", config.project_id),
             ("tags", ", ".join(config.tags)),
             ("extra headers", ", ".join(config.headers)),
@@ -129,7 +130,9 @@ def server(config: Config) -> Finding:
             replace(config, bootstrap_deadline_s=_PATIENCE_S, submit_deadline_s=_PATIENCE_S)
         )
     except TinkerError as error:
-        return Finding("server", "fail", describe(error), next_step(error) or _START)
+        # What a proxy refuses is said with its own next step.
+        start = "" if isinstance(error, ProxyError) else _START
+        return Finding("server", "fail", describe(error), next_step(error) or start)
     return Finding("server", "ok", _offer(seen))
 
 

@@ -139,7 +139,8 @@ class Config:
         marked `embedded`. Raises InputError naming the setting that is malformed.
         """
         env = os.environ if env is None else env
-        for name, value in (("base_url", base_url), ("project_id", project_id)):
+        given = (("base_url", base_url), ("project_id", project_id), (proxies.SETTING, proxy))
+        for name, value in given:
             _check_text(value, name)
         url = base_url or env.get("TINKER_BASE_URL") or ""
         by_name = url == EMBEDDED

@@ -33,6 +33,7 @@ from tinkex.errors import (
     DataProblem,
     InputTypeError,
     MissingPackageError,
+    ProxyError,
     RequestFailedError,
     RequestInfo,
     ResponseInfo,
@@ -66,6 +67,8 @@ def _example(kind: type[TinkerError]) -> TinkerError:
         return kind("refused", response, {"detail": "no"})
     if issubclass(kind, APIConnectionError):
         return kind(request, "gone")
+    if issubclass(kind, ProxyError):
+        return kind("refused", request, status_code=407)
     if issubclass(kind, APIError):
         return kind("odd", request, body=[1])
     if issubclass(kind, RequestFailedError):

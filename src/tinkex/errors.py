@@ -395,5 +395,13 @@ def status_error(response: ResponseInfo, body: object) -> APIStatusError:
     return kind(f"Error code: {response.status_code} - {body}", response, body)
 
 
+def code_of(error: BaseException) -> str:
+    """The code of an error's class in this tree; `other` for somebody else's error."""
+    for kind in type(error).__mro__:
+        if kind.__module__ == __name__ and issubclass(kind, TinkerError):
+            return kind.code
+    return "other"
+
+
 class ExperimentalWarning(FutureWarning):
     """Marks calls whose shape may still change."""

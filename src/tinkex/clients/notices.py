@@ -50,7 +50,7 @@ class QueueNotices:
         state = "active" if pending.queue_state == "unknown" else pending.queue_state
         changed, self._state = state != self._state, state
         if changed:
-            self._tell(state, pending.reason)
+            self._tell(state, pending.reason, promise.standing.request_id)
         now = self._clock.now()
         if state == "active":
             if changed:
@@ -61,11 +61,12 @@ class QueueNotices:
             reason = pending.reason or _DEFAULT_REASONS.get(state, "no reason given")
             _log.warning("%s is paused (%s): %s", self._subject, state, reason)
 
-    def _tell(self, state: str, reason: str | None) -> None:
+    def _tell(self, state: str, reason: str | None, request_id: str | None) -> None:
         try:
             self._on_change(state, reason)
         except Exception:  # noqa: BLE001 - the user's hook is no part of the operation
             _log.exception("on_queue_state_change failed")
         if self._telemetry is not None:
-            data = {"subject": self._subject, "queue_state": state, "reason": reason}
+            # Not the reason: it is the server's text.
+            data = {"queue_state": state, "request_id": request_id}
             self._telemetry.event("queue_state_changed", data)

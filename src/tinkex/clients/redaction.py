@@ -1,112 +1,108 @@
-"""What may be said about an error, or about anything else, outside this process.
+"""What telemetry may say about an error, or about anything else.
 
-Pure. The rule is to let through what we know to be harmless rather than to hunt for what is not:
-numbers, short texts without secrets, the types of errors, and where in the code they came from.
+Pure. Texts are not cleaned, they are never taken: a server's message may quote a prompt, and an
+exception, its notes, its traceback's values and source lines may hold anything. What is taken is
+known to be harmless: the types of errors, the codes, categories and statuses of our own error tree,
+ids that look like ids, and places in our own code.
 """
 
 from __future__ import annotations
 
-import math
+import os
 import re
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
+from tinkex import errors
 from tinkex.errors import (
+    APIResponseValidationError,
     APIStatusError,
     CredentialError,
+    ErrorCategory,
     InputError,
     RequestFailedError,
     TinkerError,
+    code_of,
 )
+from tinkex.wire.results import QueueState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
-_MARK = "[redacted]"
-# Keys of the hosted service; JSON web tokens, which all begin with an encoded `{"`; what follows
-# "Bearer"; and the user part of a URL.
-_CREDENTIALS = re.compile(
-    r"\btml-[\w-]+|\beyJ[\w-]+(?:\.[\w-]*){0,4}|(?i:\bbearer\s+\S+)|(?<=://)[^/\s@]+(?=@)"
-)
-# Members that hold a request's credentials or its content, wherever they appear.
-_DROPPED = frozenset(
-    {
-        *("headers", "request_headers", "response_headers", "authorization", "cookie"),
-        *("api_key", "x_api_key", "key", "secret", "password", "token", "jwt"),
-        *("prompt", "prompts", "tokens", "target_tokens", "model_input", "chunks", "text"),
-        *("body", "content", "data", "messages"),
-    }
-)
-_MAX_TEXT = 500
-_MAX_ITEMS = 50
-_MAX_DEPTH = 4
-_MAX_FRAMES = 50
+EventName = Literal["queue_state_changed", "user_error", "other"]
+"""The events with a name; their number is fixed."""
+
+# Keys of the hosted service; JSON web tokens, which all begin with an encoded `{"`.
+_CREDENTIALS = re.compile(r"tml-|eyJ")
+_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
+_TYPE = re.compile(r"[\w.<>]{1,200}")
+_CATEGORIES = frozenset(get_args(ErrorCategory))
+_QUEUE_STATES = frozenset(get_args(QueueState))
+_PACKAGE = os.path.dirname(os.path.abspath(errors.__file__)) + os.sep
+_ELSEWHERE = "  (code outside of tinkex)"
+_MAX_LINKS = 20
+_MAX_LINES = 50
 
 
 class Redactor:
-    """Removes what must not leave the process; `secrets` gives the credentials in use now."""
+    """Takes what may leave the process; `secrets` gives the credentials in use now."""
 
     def __init__(self, secrets: Callable[[], Iterable[str]] = tuple) -> None:
         self._secrets = secrets
 
-    def text(self, text: str, limit: int = _MAX_TEXT) -> str:
-        """`text` without credentials, cut to `limit` characters."""
-        for secret in self._secrets():
-            if secret:
-                text = text.replace(secret, _MARK)
-        text = _CREDENTIALS.sub(_MARK, text)
-        return text if len(text) <= limit else text[:limit] + "…"
+    def members(self, data: Mapping[str, Any]) -> dict[str, Any]:
+        """The members of an event that it may have, as far as their values are what they should."""
+        taken = {name: self.identifier(data.get(name)) for name in ("queue_state", "request_id")}
+        if taken["queue_state"] not in _QUEUE_STATES:
+            del taken["queue_state"]
+        return {name: value for name, value in taken.items() if value is not None}
 
-    def members(self, data: Mapping[str, Any], depth: int = 0) -> dict[str, Any]:
-        """`data` as plain JSON values, without credentials and without what requests contain."""
-        kept = [(name, value) for name, value in data.items() if not _is_dropped(name)]
-        return {
-            self.text(str(name)): self._value(value, depth) for name, value in kept[:_MAX_ITEMS]
-        }
-
-    def _value(self, value: Any, depth: int) -> Any:
-        if value is None or isinstance(value, bool | int):
-            return value
-        if isinstance(value, float):
-            return value if math.isfinite(value) else str(value)
-        if isinstance(value, str):
-            return self.text(value)
-        if depth < _MAX_DEPTH and isinstance(value, dict):
-            return self.members(cast("dict[str, Any]", value), depth + 1)
-        if depth < _MAX_DEPTH and isinstance(value, list | tuple):
-            items = cast("list[Any]", value)
-            return [self._value(item, depth + 1) for item in items[:_MAX_ITEMS]]
-        # Never its repr: that may hold anything.
-        return type(value).__name__
+    def facts(self, error: BaseException) -> dict[str, Any]:
+        """What is known of an error without reading its text."""
+        facts: dict[str, Any] = {"error_type": self._type(type(error).__name__)}
+        if isinstance(error, TinkerError):
+            facts["code"] = code_of(error)
+            facts["request_id"] = self.identifier(error.request_id)
+        if isinstance(error, APIStatusError | APIResponseValidationError):
+            facts["status_code"] = error.status_code if type(error.status_code) is int else None
+        if isinstance(error, RequestFailedError):
+            facts["category"] = error.category if error.category in _CATEGORIES else None
+        return {name: value for name, value in facts.items() if value is not None}
 
     def message(self, error: BaseException) -> str:
-        """What an error says, as far as its author is known.
-
-        A server's reply may quote the request, a bad argument is quoted in its error, and what
-        is in somebody else's exception nobody knows.
-        """
-        if isinstance(error, APIStatusError):
-            return f"HTTP status {error.status_code}"
-        if isinstance(error, InputError):
-            return self.text(f"bad value of {error.path}" if error.path else "bad value")
-        return self.text(str(error)) if isinstance(error, TinkerError) else ""
+        """The same as one line, without the type."""
+        facts = {k: v for k, v in self.facts(error).items() if k != "error_type"}
+        return ", ".join(f"{name} {value}" for name, value in facts.items())
 
     def frames(self, error: BaseException) -> str | None:
-        """Where an error and its causes came from: files, lines and functions.
-
-        Neither values nor source lines, which may hold a literal key or prompt.
-        """
-        parts = [part for link in chain(error) for part in self._frames_of(link)]
-        return "\n".join(parts[:_MAX_FRAMES]) or None
+        """Where in our code an error, its causes and the members of its group came from."""
+        lines = [line for link in chain(error) for line in self._frames_of(link)]
+        return "\n".join(lines[:_MAX_LINES]) or None
 
     def _frames_of(self, error: BaseException) -> Iterator[str]:
-        if error.__traceback__ is None:
-            return
-        yield _type_name(error)
         trace = error.__traceback__
+        if trace is None:
+            return
+        kind = type(error)
+        builtin = kind.__module__ == "builtins"
+        yield self._type(kind.__name__ if builtin else f"{kind.__module__}.{kind.__qualname__}")
+        last = ""
         while trace is not None:
-            code = trace.tb_frame.f_code
-            yield self.text(f"  {_short(code.co_filename)}:{trace.tb_lineno} in {code.co_name}")
-            trace = trace.tb_next
+            line = _place(trace.tb_frame.f_code.co_filename, trace.tb_lineno)
+            if line != last or line != _ELSEWHERE:
+                yield line
+            last, trace = line, trace.tb_next
+
+    def identifier(self, value: object) -> str | None:
+        """`value` if it looks like an id and holds no credential, else None."""
+        return value if isinstance(value, str) and self._harmless(_ID, value) else None
+
+    def _type(self, name: str) -> str:
+        return name if self._harmless(_TYPE, name) else "Exception"
+
+    def _harmless(self, shape: re.Pattern[str], text: str) -> bool:
+        if not shape.fullmatch(text) or _CREDENTIALS.search(text):
+            return False
+        return not any(secret and secret in text for secret in self._secrets())
 
 
 def is_user_error(error: BaseException) -> bool:
@@ -123,28 +119,23 @@ def _is_users_fault(error: BaseException) -> bool:
 
 
 def chain(error: BaseException) -> Iterator[BaseException]:
-    """An error and what it came from, outermost first."""
+    """An error, what it came from and what a group holds; outermost first, not without end."""
     seen: set[int] = set()
-    link: BaseException | None = error
-    while link is not None and id(link) not in seen:
+    waiting: list[BaseException | None] = [error]
+    while waiting and len(seen) < _MAX_LINKS:
+        link = waiting.pop()
+        if link is None or id(link) in seen:
+            continue
         seen.add(id(link))
         yield link
-        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+        waiting.append(link.__cause__ or (None if link.__suppress_context__ else link.__context__))
+        if isinstance(link, BaseExceptionGroup):
+            group = cast("BaseExceptionGroup[BaseException]", link)
+            waiting.extend(reversed(group.exceptions[:_MAX_LINKS]))
 
 
-def _is_dropped(name: object) -> bool:
-    return str(name).lower().replace("-", "_") in _DROPPED
-
-
-def _short(path: str) -> str:
-    """The end of a path: enough to find the file, without the name of somebody's home."""
-    return "/".join(path.replace("\\", "/").split("/")[-3:])
-
-
-def _type_name(error: BaseException) -> str:
-    kind = type(error)
-    return (
-        kind.__qualname__
-        if kind.__module__ == "builtins"
-        else f"{kind.__module__}.{kind.__qualname__}"
-    )
+def _place(path: str, line: int) -> str:
+    """A line of our code. The names of somebody else's files and functions are theirs."""
+    if not path.startswith(_PACKAGE):
+        return _ELSEWHERE
+    return f"  tinkex/{path.removeprefix(_PACKAGE).replace(os.sep, '/')}:{line}"

@@ -14,13 +14,14 @@ import logging
 import os
 import threading
 import uuid
+import weakref
 from collections import deque
 from datetime import UTC, datetime, timedelta
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tinkex._version import PROTOCOL_VERSION
-from tinkex.clients.redaction import Redactor, is_user_error
+from tinkex.clients.redaction import Redactor, chain, is_user_error
 from tinkex.clock import time_limit
 from tinkex.errors import ClosedError, NotFoundError, TinkerError
 from tinkex.types import (
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from tinkex.clients.portal import Portal
+    from tinkex.clients.redaction import EventName
     from tinkex.clock import Clock
     from tinkex.transport.api import Api
     from tinkex.types import Severity, TelemetryEvent
@@ -45,8 +47,12 @@ _BATCH = 100
 _QUEUE = 10_000
 _EVERY_S = 10.0
 _ATTEMPTS = 3
-_NAMES = 100
+_NAMES: frozenset[EventName] = frozenset({"queue_state_changed", "user_error"})
 _FLUSH_S = 2.0
+# The severities of errors that reached the user.
+_URGENT = ("WARNING", "ERROR")
+# So many errors are remembered, lest one is reported twice.
+_REMEMBERED = 32
 
 
 # What the sending loop can be told.
@@ -95,9 +101,9 @@ class Telemetry:
         session_id: str | None = None,
         secrets: Callable[[], Iterable[str]] = tuple,
     ) -> None:
-        # Mutable state: the queue, the counters and the names seen, behind one lock that is held
-        # for moments; the sending loop's signals, and what it was told since it last sent;
-        # whether the server has said that it takes no telemetry.
+        # Mutable state: the queue, the batch under way, the counters and the errors reported last,
+        # behind one lock that is held for moments; the sending loop, its signals, and what it was
+        # told since it last sent; whether the server has said that it takes no telemetry.
         self.session_id = session_id
         self.dropped = 0
         self._api = api
@@ -106,9 +112,12 @@ class Telemetry:
         self._redactor = Redactor(secrets)
         # Re-entrant: a signal handler may record while its own thread is recording.
         self._lock = threading.RLock()
+        self._sent = threading.Condition(self._lock)
         self._queue: deque[TelemetryEvent] = deque()
+        self._sending: list[TelemetryEvent] = []
         self._next_index = 0
-        self._names: set[str] = set()
+        self._reported: deque[weakref.ref[BaseException]] = deque(maxlen=_REMEMBERED)
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._signals: _Signals | None = None
         self._told = _NOTHING
         self._refused = False
@@ -119,17 +128,28 @@ class Telemetry:
     # -- recording, from any thread -----------------------------------------------------------
 
     def event(
-        self, name: str, data: Mapping[str, Any] | None = None, severity: Severity = "INFO"
+        self, name: EventName, data: Mapping[str, Any] | None = None, severity: Severity = "INFO"
     ) -> None:
-        """Record that something happened; `name` is one of few, ids belong into `data`."""
-        self._record(lambda stamp: self._generic(stamp, name, data or {}), severity)
+        """Record that something happened; of `data` only ids and known words are taken."""
+
+        def make(stamp: _Stamp) -> TelemetryEvent:
+            return self._generic(stamp, name, self._redactor.members(data or {}))
+
+        self._record(make, severity)
 
     def exception(self, error: BaseException) -> None:
-        """Record an error that reached the user, and send it soon."""
+        """Record an error that reached the user, once, and send it soon."""
         if not isinstance(error, Exception) or isinstance(error, ClosedError):
             # Interrupts, cancellations and closing are how programs end.
             return
-        if is_user_error(error):
+        try:
+            if not self._usable() or self._known(error):
+                return
+            users = is_user_error(error)
+        except Exception:  # noqa: BLE001 - an error of somebody's own may break any rule
+            _log.debug("an error could not be looked at", exc_info=True)
+            return
+        if users:
             self._record(lambda stamp: self._user_error(stamp, error), "WARNING", urgent=True)
         else:
             self._record(lambda stamp: self._unhandled(stamp, error), "ERROR", urgent=True)
@@ -167,8 +187,7 @@ class Telemetry:
         *,
         urgent: bool = False,
     ) -> None:
-        # In a forked child the loop is gone, and the lock may be held by a thread that is too.
-        if self._refused or os.getpid() != self._pid:
+        if not self._usable():
             return
         try:
             with self._lock:
@@ -178,6 +197,20 @@ class Telemetry:
         except Exception:  # noqa: BLE001 - telemetry breaks nobody
             _log.debug("an event could not be recorded", exc_info=True)
 
+    def _usable(self) -> bool:
+        # In a forked child the loop is gone, and the lock may be held by a thread that is too.
+        return not self._refused and os.getpid() == self._pid
+
+    def _known(self, error: Exception) -> bool:
+        """Whether an error, or one that it came from, was reported; from now on it was."""
+        links = list(chain(error))
+        with self._lock:
+            if any(ref() is link for ref in self._reported for link in links):
+                return True
+            with contextlib.suppress(TypeError):  # Python's own errors cannot be referred to
+                self._reported.append(weakref.ref(error))
+        return False
+
     def _put(self, make: Callable[[_Stamp], TelemetryEvent], severity: Severity) -> None:
         if len(self._queue) >= _QUEUE:
             self.dropped += 1
@@ -186,38 +219,23 @@ class Telemetry:
         self._queue.append(make(_Stamp(str(uuid.uuid4()), self._next_index, severity, timestamp)))
         self._next_index += 1
 
-    def _generic(self, stamp: _Stamp, name: str, data: Mapping[str, Any]) -> GenericEvent:
+    def _generic(self, stamp: _Stamp, name: EventName, data: dict[str, Any]) -> GenericEvent:
         return GenericEvent(
             event_id=stamp.event_id,
-            event_name=self._known(name),
+            event_name=name if name in _NAMES else "other",
             event_session_index=stamp.session_index,
             severity=stamp.severity,
             timestamp=stamp.timestamp,
-            event_data=self._redactor.members(data),
+            event_data=data,
         )
 
-    def _known(self, name: str) -> str:
-        """`name`, unless so many are in use that somebody must be putting ids into them."""
-        if name not in self._names:
-            if len(self._names) >= _NAMES:
-                return "other"
-            self._names.add(name)
-        return name
-
     def _user_error(self, stamp: _Stamp, error: Exception) -> GenericEvent:
-        data = {
-            "error_type": type(error).__name__,
-            "code": getattr(error, "code", None),
-            "status_code": getattr(error, "status_code", None),
-            "request_id": getattr(error, "request_id", None),
-            "message": self._redactor.message(error),
-        }
-        return self._generic(stamp, "user_error", {k: v for k, v in data.items() if v is not None})
+        return self._generic(stamp, "user_error", self._redactor.facts(error))
 
     def _unhandled(self, stamp: _Stamp, error: Exception) -> UnhandledExceptionEvent:
         return UnhandledExceptionEvent(
             error_message=self._redactor.message(error),
-            error_type=type(error).__name__,
+            error_type=self._redactor.facts(error)["error_type"],
             event_id=stamp.event_id,
             event_session_index=stamp.session_index,
             severity=stamp.severity,
@@ -238,6 +256,7 @@ class Telemetry:
     async def run(self) -> None:
         """Send what is queued within ten seconds, or at once when asked, until cancelled."""
         signals = self._signals = _Signals()
+        self._loop = asyncio.get_running_loop()
         try:
             while not self._refused:
                 # An idle client has no timer.
@@ -263,7 +282,9 @@ class Telemetry:
 
     def _take(self) -> list[TelemetryEvent]:
         with self._lock:
-            return [self._queue.popleft() for _ in range(min(_BATCH, len(self._queue)))]
+            count = min(_BATCH, len(self._queue))
+            self._sending = [self._queue.popleft() for _ in range(count)]
+            return self._sending
 
     async def _deliver(self, batch: list[TelemetryEvent]) -> bool:
         """Send one batch, a few times if need be; True when the server has it."""
@@ -275,21 +296,43 @@ class Telemetry:
             except asyncio.CancelledError:
                 with self._lock:
                     self._queue.extendleft(reversed(batch))
+                    self._sending = []
                 raise
             except Exception as error:  # noqa: BLE001 - telemetry breaks nobody
                 _log.debug("telemetry was not delivered: %s", self._redactor.message(error))
                 if not self._may_try_again(error):
                     break
             else:
+                self._ended(dropped=0)
                 return True
-        with self._lock:
-            self.dropped += len(batch)
+        self._ended(dropped=len(batch))
         return False
+
+    def _ended(self, dropped: int) -> None:
+        """Nothing is under way any more; tell whoever waits for that."""
+        with self._sent:
+            self._sending = []
+            self.dropped += dropped
+            self._sent.notify_all()
 
     def _may_try_again(self, error: Exception) -> bool:
         # A server without the route will not grow one during this session.
         self._refused = isinstance(error, NotFoundError)
         return isinstance(error, TinkerError) and error.retryable
+
+    # -- at the end of the process, from its main thread -------------------------------------
+
+    def wait_sent(self, limit_s: float) -> None:
+        """Block until no error waits to be sent, for at most `limit_s`."""
+        if self._usable():
+            with self._sent:
+                self._sent.wait_for(lambda: not self._owes(), max(limit_s, 0.0))
+
+    def _owes(self) -> bool:
+        """Whether an error is not sent yet, and still can be."""
+        if self._refused or self._loop is None or not self._loop.is_running():
+            return False
+        return any(event.severity in _URGENT for event in (*self._sending, *self._queue))
 
     def _request(self, batch: list[TelemetryEvent]) -> TelemetrySendRequest:
         import platform

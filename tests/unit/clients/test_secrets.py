@@ -1,4 +1,7 @@
-"""No credential leaves the process except in its header: a canary through every error path."""
+"""No credential leaves the process except in its header: a canary through every error path.
+
+Nor does a prompt that a server's error quotes reach telemetry.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,15 @@ from tests.unit.clients.world import MODEL, World, datum
 from tinkex import Config, RestClient, ServiceClient, TinkerError
 from tinkex.testing import faults
 
-pytestmark = pytest.mark.req("B1")
+pytestmark = [pytest.mark.req("B1"), pytest.mark.req("S34")]
 
 KEY = "tml-canary-Zq9xKtLw"
 HEADER = "header-canary-8Hs2"
+PROMPT = "a canary of a prompt"
 QUOTED = {
-    "detail": f"The key {KEY} is not good enough.",
-    "error": f"api_key={KEY}",
+    "detail": f"The key {KEY} is not good enough for '{PROMPT}'.",
+    "error": f"api_key={KEY}: {PROMPT}",
+    "queue_state_reason": PROMPT,
     "headers": {"x-api-key": KEY, "x-secret": HEADER},
 }
 # What a server may say in its own words, the key included, and what happens to connections.
@@ -30,7 +35,7 @@ SAYING = {
         f"{status} quoting the key": lambda status=status: faults.reply(status, QUOTED)
         for status in (200, 302, 400, 401, 402, 403, 404, 409, 410, 422, 429, 500, 503)
     },
-    "text quoting the key": lambda: faults.reply(400, f"bad key {KEY}".encode()),
+    "text quoting the key": lambda: faults.reply(400, f"bad key {KEY}: {PROMPT}".encode()),
     **{name: FAULTS[name] for name in ("refused", "dropped midway", "hangs", "garbage")},
 }
 
@@ -83,7 +88,9 @@ def check_world(used: World, caplog: pytest.LogCaptureFixture) -> None:
     for seen in used.server.requests:
         check(seen.raw_body.decode("latin-1"), f"the body of {seen.route}")
         check(seen.path + seen.query, f"the address of {seen.route}")
-    assert used.server.seen("telemetry"), "telemetry was on"
+    sent = [seen.raw_body.decode() for seen in used.server.seen("telemetry")]
+    assert sent, "telemetry was on"
+    assert "canary" not in "".join(sent)
 
 
 async def cast_of(used: World) -> Cast:

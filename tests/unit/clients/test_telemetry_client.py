@@ -176,7 +176,8 @@ def test_a_change_of_the_queue_is_an_event() -> None:
         e["event_data"] for e in events(world) if e.get("event_name") == "queue_state_changed"
     ]
     assert changes[0]["queue_state"] == "paused_capacity"
-    assert changes[0]["reason"] == "busy"
+    # The reason is the server's text; the log and the callback have it.
+    assert set(changes[0]) == {"queue_state", "request_id"}
     assert len(changes) <= 2
 
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import os
 import sys
+import threading
 from typing import TYPE_CHECKING
 
-from tinkex import AdamParams, Datum, ModelInput, SamplingParams, ServiceClient
+from tinkex import AdamParams, Datum, ModelInput, SamplingParams, ServiceClient, TinkerError
 
 if TYPE_CHECKING:
-    from tinkex import SamplingClient
+    from collections.abc import Callable
+
+    from tinkex import SamplingClient, TrainingClient
 
 MODEL = "tinkex/tiny"
 PROMPT = ModelInput.from_ints([1, 2, 3])
@@ -60,6 +66,87 @@ def leave_without_closing(url: str) -> None:
     futures += [sampler.sample(PROMPT, 1, PARAMS) for _ in range(3)]
     training.optim_step(AdamParams())
     print(len(futures), flush=True)  # noqa: T201
+
+
+def die(url: str, way: str) -> None:
+    """Ends with an error and without closing anything, in one of several ways."""
+    service = ServiceClient(base_url=url, api_key="tml-test")
+    training = service.create_lora_training_client(MODEL, rank=2)
+    WAYS[way](training, url)
+
+
+def _fail(training: TrainingClient, _: str) -> None:
+    training.forward_backward([datum()], "cross_entropy").result()
+
+
+def _fail_and_exit(training: TrainingClient, _: str) -> None:
+    try:
+        training.forward_backward([datum()], "cross_entropy").result()
+    except TinkerError:
+        sys.exit(3)
+
+
+def _fail_in_main_coroutine(training: TrainingClient, _: str) -> None:
+    async def main() -> None:
+        await training.forward_backward([datum()], "cross_entropy")
+
+    asyncio.run(main())
+
+
+def _fail_in_forgotten_task(training: TrainingClient, _: str) -> None:
+    async def step() -> None:
+        await training.forward_backward([datum()], "cross_entropy")
+
+    async def main() -> None:
+        tasks = [asyncio.create_task(step())]
+        await asyncio.wait(tasks)
+
+    asyncio.run(main())
+
+
+def _fail_in_thread(training: TrainingClient, url: str) -> None:
+    thread = threading.Thread(target=_fail, args=(training, url))
+    thread.start()
+    thread.join()
+
+
+def _own_error(*_: object) -> None:
+    raise LookupError("canary prompt")
+
+
+def _own_error_in_thread(*_: object) -> None:
+    thread = threading.Thread(target=_own_error)
+    thread.start()
+    thread.join()
+
+
+def _fail_in_forked_child(training: TrainingClient, url: str) -> None:
+    # Python cannot fork while another thread is importing, as the first calls do.
+    training.forward([datum()], "cross_entropy").result()
+    child = os.fork()
+    if child == 0:
+        die(url, "result")
+    os.waitpid(child, 0)
+
+
+def _fail_and_wait_for_ever(training: TrainingClient, _: str) -> None:
+    with contextlib.suppress(TinkerError):
+        training.forward_backward([datum()], "cross_entropy").result()
+    print("waiting", flush=True)  # noqa: T201
+    threading.Event().wait()
+
+
+WAYS: dict[str, Callable[[TrainingClient, str], None]] = {
+    "result": _fail,
+    "sys.exit": _fail_and_exit,
+    "asyncio.run": _fail_in_main_coroutine,
+    "task": _fail_in_forgotten_task,
+    "thread": _fail_in_thread,
+    "own error": _own_error,
+    "own error in a thread": _own_error_in_thread,
+    "forked child": _fail_in_forked_child,
+    "interrupted": _fail_and_wait_for_ever,
+}
 
 
 if __name__ == "__main__":

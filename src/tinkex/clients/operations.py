@@ -41,7 +41,8 @@ class Operations:
         self.portal = portal
         self.clock = clock
         self.keep_alive = keep_alive
-        # Hears every error that ends an operation, after its caller was told.
+        # Hears every error that ends an operation, before its caller does: a caller that is told
+        # may end the process.
         self.on_error = on_error
 
     def promise(self, *, parts: int = 0) -> Promise[Any]:
@@ -105,9 +106,11 @@ async def _end_with(
         promise.fail(ClosedError("the client was closed while this operation was under way"))
         raise
     except BaseException as error:  # noqa: BLE001 - the future is where it ends
-        promise.fail(error)
-        if on_error is not None:
-            on_error(error)
+        try:
+            if on_error is not None:
+                on_error(error)
+        finally:
+            promise.fail(error)
 
 
 def _begin(promise: Promise[Any], action: Callable[[], object]) -> None:

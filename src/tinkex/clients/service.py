@@ -381,6 +381,7 @@ class ServiceClient:
         error: BaseException | None,
         tb: TracebackType | None,
     ) -> None:
+        self._report(error)
         self.close(_status_of(kind)).result()
 
     async def __aenter__(self) -> ServiceClient:
@@ -392,7 +393,13 @@ class ServiceClient:
         error: BaseException | None,
         tb: TracebackType | None,
     ) -> None:
+        self._report(error)
         await self.close_async(_status_of(kind))
+
+    def _report(self, error: BaseException | None) -> None:
+        """The session ends with this error, so it is the last chance to say so."""
+        if error is not None:
+            self.holder.report(error)
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise TypeError(

@@ -3,7 +3,7 @@
 Recording an event puts it into a bounded queue and returns, from any thread; a loop on the
 client's own event loop sends what is queued. Nothing here blocks, raises into its caller or
 delays an error: a dead telemetry route costs some events, which are counted. What events may
-say is decided in `redaction`.
+say is decided in `redaction`; what happens when the process ends, in `at_exit`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tinkex._version import PROTOCOL_VERSION
+from tinkex.clients import at_exit
 from tinkex.clients.redaction import Redactor, chain, is_user_error
 from tinkex.clock import time_limit
 from tinkex.errors import ClosedError, NotFoundError, TinkerError
@@ -257,6 +258,7 @@ class Telemetry:
         """Send what is queued within ten seconds, or at once when asked, until cancelled."""
         signals = self._signals = _Signals()
         self._loop = asyncio.get_running_loop()
+        at_exit.watch(self)
         try:
             while not self._refused:
                 # An idle client has no timer.

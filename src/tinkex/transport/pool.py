@@ -143,7 +143,12 @@ class Dialer:
             return [literal]
         async with self._lock:  # a burst of connections asks the resolver once
             if self._clock.now() - self._looked_up >= _ADDRESSES_FRESH_S:
-                found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+                try:
+                    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+                except RuntimeError:
+                    # The process is ending and starts no threads, of which the resolver needs
+                    # one. What it found last is good enough for the last request.
+                    return self._addresses
                 self._addresses = [(family, address) for family, _, _, _, address in found]
                 self._looked_up = self._clock.now()
         return self._addresses

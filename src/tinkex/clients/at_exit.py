@@ -1,0 +1,86 @@
+"""The end of the process: errors that telemetry has recorded are sent before it dies.
+
+Telemetry is sent by the client's loop, which runs in a daemon thread and ends with the process.
+So the exit waits for errors that are not sent yet, for two seconds at most, and for nothing else.
+Errors that no client has seen, of the main thread or of another one, are recorded too.
+`os._exit` and signals that kill the process leave no time for any of this.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+import weakref
+from typing import TYPE_CHECKING
+
+from tinkex.clock import SystemClock
+
+if TYPE_CHECKING:
+    from tinkex.clients.telemetry import Telemetry
+
+LIMIT_S = 2.0
+
+
+def watch(telemetry: Telemetry) -> None:
+    """Have the errors of `telemetry` sent before the process ends."""
+    _watch.add(telemetry)
+
+
+class _Watch:
+    """The telemetry of this process."""
+
+    def __init__(self) -> None:
+        # Mutable state: who is watched, and the hook for threads that was there before ours.
+        self._watched: weakref.WeakSet[Telemetry] = weakref.WeakSet()
+        self._lock = threading.Lock()
+        self._earlier_hook = None
+
+    def add(self, telemetry: Telemetry) -> None:
+        with self._lock:
+            self._watched.add(telemetry)
+            # Again each time: callbacks run in reverse order, and this one must come before that
+            # of an embedded server, which may have been registered since.
+            atexit.unregister(self._flush)
+            atexit.register(self._flush)
+            if self._earlier_hook is None:
+                self._earlier_hook = threading.excepthook
+                threading.excepthook = self._thread_failed
+
+    def _thread_failed(self, args: threading.ExceptHookArgs) -> None:
+        if args.exc_value is not None:
+            self._report(args.exc_value)
+        assert self._earlier_hook is not None
+        self._earlier_hook(args)
+
+    def _report(self, error: BaseException) -> None:
+        for telemetry in self._all():
+            telemetry.exception(error)
+
+    def _all(self) -> list[Telemetry]:
+        with self._lock:
+            return list(self._watched)
+
+    def _flush(self) -> None:
+        try:
+            # What Python has printed as the error that ended the program.
+            error = getattr(sys, "last_value", None)
+            if error is not None:
+                self._report(error)
+            clock = SystemClock()
+            give_up_at = clock.now() + LIMIT_S
+            for telemetry in self._all():
+                telemetry.wait_sent(give_up_at - clock.now())
+        except KeyboardInterrupt:
+            pass  # whoever presses Ctrl-C again does not want to wait
+
+    def after_fork(self) -> None:
+        """In a forked child: what was recorded before is sent by the parent."""
+        self._lock = threading.Lock()
+        self._watched = weakref.WeakSet()
+
+
+_watch = _Watch()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_watch.after_fork)

@@ -13,7 +13,6 @@ once the program has set up a tracer provider. This module never imports OpenTel
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import threading
 from contextvars import ContextVar
@@ -39,10 +38,8 @@ class Span:
 
     __slots__ = (
         "_otel",
-        "_span_id",
         "_started_s",
         "_token",
-        "_trace_id",
         "duration_s",
         "error",
         "ids",
@@ -56,23 +53,7 @@ class Span:
         self.parent: Span | None = None
         self.error: BaseException | None = None
         self.duration_s: float | None = None
-        self._trace_id: str | None = None
-        self._span_id: str | None = None
         self._otel: _OtelSpan | None = None
-
-    @property
-    def trace_id(self) -> str:
-        """The id shared by all spans below one root: 32 hex digits, made when first asked for."""
-        if self._trace_id is None:
-            self._trace_id = self.parent.trace_id if self.parent else os.urandom(16).hex()
-        return self._trace_id
-
-    @property
-    def span_id(self) -> str:
-        """This span's own id: 16 hex digits, made when first asked for."""
-        if self._span_id is None:
-            self._span_id = os.urandom(8).hex()
-        return self._span_id
 
     def note(self, **ids: Id) -> None:
         """Add ids that became known on the way, such as a request id."""
@@ -145,18 +126,19 @@ def current_span() -> Span | None:
 
 
 def current_traceparent() -> str | None:
-    """The W3C `traceparent` header value of the innermost span, or None outside of any.
+    """The W3C `traceparent` header value of OpenTelemetry's current span, or None.
 
-    When OpenTelemetry records, the ids are its own, so that both ends show one trace.
+    None unless that span is being recorded, or was left out by a sampler, which the server should
+    know, too. A span that has ended is no parent for what a background task sends later.
     """
     trace = _otel_trace()
-    if trace is not None:
-        context = trace.get_current_span().get_span_context()
-        if context.is_valid:
-            flags = int(context.trace_flags)
-            return f"00-{context.trace_id:032x}-{context.span_id:016x}-{flags:02x}"
-    here = _current.get()
-    return None if here is None else f"00-{here.trace_id}-{here.span_id}-01"
+    if trace is None:
+        return None
+    here = trace.get_current_span()
+    context = here.get_span_context()
+    if not context.is_valid or (context.trace_flags.sampled and not here.is_recording()):
+        return None
+    return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
 
 
 def subscribe(listener: Listener) -> Callable[[], None]:
@@ -193,13 +175,23 @@ class _OtelSpan:
     """The OpenTelemetry twin of a span, current while the span is."""
 
     def __init__(self, tracer: Any, ours: Span) -> None:
-        self._scope = tracer.start_as_current_span(ours.name, attributes=_attributes(ours.ids))
+        # Never the text of an error, which may quote a prompt; its type is enough.
+        self._scope = tracer.start_as_current_span(
+            ours.name,
+            attributes=_attributes(ours.ids),
+            record_exception=False,
+            set_status_on_exception=False,
+        )
         self._span = self._scope.__enter__()
 
     def set_attributes(self, attributes: dict[str, str | int | float | bool]) -> None:
         self._span.set_attributes(attributes)
 
     def end(self, *outcome: Any) -> None:
+        if isinstance(outcome[1], Exception):
+            trace = _otel_trace()
+            self._span.set_attribute("error.type", type(outcome[1]).__name__)
+            self._span.set_status(trace.Status(trace.StatusCode.ERROR))
         try:
             self._scope.__exit__(*outcome)
         except BaseException as error:

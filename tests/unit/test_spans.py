@@ -15,6 +15,7 @@ from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 
 from tinkex.spans import Span, current_span, current_traceparent, span, subscribe
 
@@ -39,6 +40,11 @@ def exported(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
     # A provider can be set once per process, so a test installs its own in place.
     monkeypatch.setattr(trace, "get_tracer_provider", lambda: provider)
     return exporter
+
+
+def sampled(traceparent: str) -> bool:
+    """The lowest bit of the flags; the others say other things."""
+    return bool(int(traceparent.rpartition("-")[2], 16) & 1)
 
 
 @pytest.mark.req("S35")
@@ -158,20 +164,9 @@ def test_the_debug_log_tells_start_end_and_failure(caplog: pytest.LogCaptureFixt
     assert "secret detail" not in caplog.text
 
 
-def test_a_traceparent_is_well_formed_and_shares_the_trace_of_its_root() -> None:
-    assert current_traceparent() is None
-    with span("outer"):
-        outer = current_traceparent()
-        assert outer == current_traceparent()
-        with span("inner"):
-            inner = current_traceparent()
-    assert outer is not None
-    assert inner is not None
-    version, trace_id, span_id, flags = inner.split("-")
-    assert (version, len(trace_id), len(span_id), flags) == ("00", 32, 16, "01")
-    assert int(trace_id, 16) > 0
-    assert outer.split("-")[1] == trace_id
-    assert outer.split("-")[2] != span_id
+def test_without_open_telemetry_s_spans_there_is_no_traceparent(ended: list[Span]) -> None:
+    with span("heard by a listener only"):
+        assert current_traceparent() is None
 
 
 @pytest.mark.req("S35")
@@ -191,10 +186,22 @@ def test_spans_reach_open_telemetry_with_parents_ids_and_failures(
     assert dict(outer.attributes or {}) == {
         "tinkex.sampling_session_id": "s",
         "tinkex.attempts": 2,
+        "error.type": "LookupError",
     }
     assert inner.parent is not None
     assert inner.parent.span_id == outer.context.span_id
     assert inner.status.status_code is trace.StatusCode.ERROR
+    assert (inner.attributes or {})["error.type"] == "LookupError"
+
+
+@pytest.mark.req("S34")
+def test_the_text_of_an_error_does_not_reach_open_telemetry(
+    exported: InMemorySpanExporter,
+) -> None:
+    with pytest.raises(LookupError), span("sampling.sample"):
+        raise LookupError("canary prompt")
+    (recorded,) = exported.get_finished_spans()
+    assert "canary" not in recorded.to_json()
 
 
 def test_the_traceparent_is_open_telemetrys_own_when_it_records(
@@ -203,11 +210,29 @@ def test_the_traceparent_is_open_telemetrys_own_when_it_records(
     with span("step"):
         sent = current_traceparent()
     (recorded,) = exported.get_finished_spans()
+    ids = f"00-{recorded.context.trace_id:032x}-{recorded.context.span_id:016x}"
     assert sent is not None
-    assert sent.split("-")[1:3] == [
-        f"{recorded.context.trace_id:032x}",
-        f"{recorded.context.span_id:016x}",
-    ]
+    assert sent.rpartition("-")[0] == ids
+    assert sampled(sent)
+    assert current_traceparent() is None
+
+
+def test_a_span_that_has_ended_is_nobody_s_parent(exported: InMemorySpanExporter) -> None:
+    with span("step"):
+        context = contextvars.copy_context()
+        assert context.run(current_traceparent) is not None
+    assert context.run(current_traceparent) is None
+
+
+def test_a_span_that_a_sampler_left_out_tells_the_server_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    provider = TracerProvider(sampler=ALWAYS_OFF)
+    monkeypatch.setattr(trace, "get_tracer_provider", lambda: provider)
+    with span("step"):
+        sent = current_traceparent()
+    assert sent is not None
+    assert not sampled(sent)
 
 
 def test_a_span_around_a_thread_hop_stays_one_open_telemetry_trace(

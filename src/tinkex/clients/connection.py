@@ -7,6 +7,7 @@ does no I/O. Everything below runs on its portal's loop.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -129,7 +130,7 @@ class Connection:
             await api.aclose()
             raise
         if api.client_config.pjwt_auth_enabled:
-            self.portal.spawn(api.auth.keep_fresh())
+            self.spawn_loop(api.auth.keep_fresh())
         self._api = api
         self._poller = Poller(
             api,
@@ -139,8 +140,12 @@ class Connection:
             total_s=self.config.total_deadline_s,
         )
         if self.telemetry is not None:
-            self.portal.spawn(self.telemetry.run())
+            self.spawn_loop(self.telemetry.run())
         return api
+
+    def spawn_loop(self, work: Coroutine[Any, Any, None]) -> None:
+        """Start what runs as long as the connection does: no part of the first caller's trace."""
+        self.portal.spawn(work, contextvars.Context())
 
     async def _ask_for_flags(self, api: Api) -> None:
         request = ClientConfigRequest(sdk_version=PROTOCOL_VERSION)

@@ -134,8 +134,8 @@ class Session(Connection):
             self.telemetry.session_id = self.session_id
             self.telemetry.session_start()
         self._dispatcher = Dispatcher(self)
-        self.portal.spawn(self._heartbeat())
-        self.portal.spawn(self.refresh_flags())
+        self.spawn_loop(self._heartbeat())
+        self.spawn_loop(self.refresh_flags())
 
     async def _create(self, api: Api) -> None:
         created = await api.call(

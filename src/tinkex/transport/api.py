@@ -217,7 +217,7 @@ class Api:
         timeout_s: float | None = None,
     ) -> Request:
         """What stays the same over all attempts of one call."""
-        merged = dict(self._headers.of(route))
+        merged = self._headers.of_call(route)
         if route.method != "GET" and route.retry != "poll":
             merged[IDEMPOTENCY_KEY] = self._headers.idempotency_key()
         if headers:

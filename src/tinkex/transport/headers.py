@@ -8,6 +8,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from tinkex._version import PROTOCOL_VERSION, __version__
+from tinkex.spans import current_traceparent
 from tinkex.wire.routes import MEDIA_JSON, MEDIA_PROTOBUF, MEDIA_TAR, Pool
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 API_KEY = "X-API-Key"
 IDEMPOTENCY_KEY = "X-Idempotency-Key"
 RETRY_COUNT = "x-stainless-retry-count"
+TRACEPARENT = "traceparent"
 _MEDIA = {"json": MEDIA_JSON, "protobuf": MEDIA_PROTOBUF, "tar": MEDIA_TAR}
 
 
@@ -32,6 +34,7 @@ class StandardHeaders:
     def __init__(self, extra: Mapping[str, str]) -> None:
         # Mutable state: headers per route name, filled as routes are used, and the key counter.
         self._extra = dict(extra)
+        self._own_trace = any(name.lower() == TRACEPARENT for name in extra)
         self._by_route: dict[str, dict[str, str]] = {}
         self._prefix = f"tinkex-{os.urandom(12).hex()}"
         self._numbers = itertools.count()
@@ -41,6 +44,14 @@ class StandardHeaders:
         headers = self._by_route.get(route.name)
         if headers is None:
             headers = self._by_route[route.name] = self._make(route)
+        return headers
+
+    def of_call(self, route: Route[object, object]) -> dict[str, str]:
+        """The headers of one call, which the caller may add to: the route's, and its trace."""
+        headers = dict(self.of(route))
+        traceparent = current_traceparent()
+        if traceparent is not None and not self._own_trace:
+            headers[TRACEPARENT] = traceparent
         return headers
 
     def _make(self, route: Route[object, object]) -> dict[str, str]:

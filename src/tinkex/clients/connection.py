@@ -19,6 +19,7 @@ from tinkex.clock import SystemClock
 from tinkex.errors import APIError, ClosedError, NotFoundError
 from tinkex.futures.budget import ByteBudget
 from tinkex.futures.poller import Poller
+from tinkex.metrics import meter
 from tinkex.types import ClientConfigRequest, ClientDynamicConfigResponse
 from tinkex.wire import routes
 
@@ -117,6 +118,7 @@ class Connection:
     async def _connect(self) -> Api:
         from tinkex.transport.api import connect
 
+        meter.find_opentelemetry()
         if self.config.embedded:
             # The one seam to the other half: nothing of it is loaded before it is needed.
             from tinkex.embedded import connect as embedded
@@ -159,7 +161,9 @@ class Connection:
             api.dynamic_config = ClientDynamicConfigResponse()
 
     def report(self, error: BaseException) -> None:
-        """Tell telemetry about an error that reached the user; returns at once."""
+        """Tell telemetry and metrics about an error that ended a call; returns at once."""
+        if meter.on:
+            meter.failed(error)
         if self.telemetry is not None:
             self.telemetry.exception(error)
 

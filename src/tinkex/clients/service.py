@@ -398,8 +398,9 @@ class ServiceClient:
 
     def _report(self, error: BaseException | None) -> None:
         """The session ends with this error, so it is the last chance to say so."""
-        if error is not None:
-            self.holder.report(error)
+        telemetry = self.get_telemetry()
+        if error is not None and telemetry is not None:
+            telemetry.exception(error)
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise TypeError(

@@ -21,6 +21,7 @@ from tinkex.clients.operations import Operations
 from tinkex.clock import SystemClock, time_limit
 from tinkex.errors import APIError, ClosedError, PromiseLostError, TinkerError
 from tinkex.futures.budget import ByteBudget
+from tinkex.metrics import meter
 from tinkex.transport.backoff import Pauses, process_pauses
 from tinkex.types import (
     ClientSessionFinishErrored,
@@ -206,6 +207,8 @@ class Session(Connection):
     def add_usage(self, usage: Usage) -> None:
         """Count a result into the session's totals."""
         self.usage = self.usage + usage
+        if meter.on:
+            meter.usage(usage)
 
     # -- abandoned samples --------------------------------------------------------------------
 

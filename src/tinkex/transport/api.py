@@ -24,6 +24,7 @@ from tinkex.errors import (
     ResponseInfo,
     status_error,
 )
+from tinkex.metrics import meter
 from tinkex.transport import urls
 from tinkex.transport.auth import Credentials
 from tinkex.transport.base import Reply, Request
@@ -244,6 +245,8 @@ class Api:
         except APIConnectionError as error:
             self._notices.unreachable(route.name, error)
             raise
+        if meter.on:
+            meter.request(route.name, reply.status)
         note = reply.headers.get("x-deprecation-note")
         if note is not None:
             self._notices.deprecated(note, reply.headers.get("x-deprecation-level", ""))

@@ -12,10 +12,12 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from tinkex.clock import SystemClock
+from tinkex.metrics import meter
 from tinkex.transport.urls import limiter_key
 
 if TYPE_CHECKING:
     from tinkex.clock import Clock
+    from tinkex.metrics import WaitReason
 
 # For this long after a pause has ended, samples go out a few at a time.
 THROTTLED_S = 10.0
@@ -27,15 +29,18 @@ class Pause:
     """One shared pause; every method may be called from any thread."""
 
     def __init__(self, clock: Clock) -> None:
-        # Mutable state: when the pause ends, guarded by the lock.
+        # Mutable state: when the pause ends and why there is one, guarded by the lock.
         self._clock = clock
         self._lock = threading.Lock()
         self._until = float("-inf")
+        self._reason: WaitReason = "rate_limit"
 
-    def request(self, seconds: float) -> None:
+    def request(self, seconds: float, reason: WaitReason = "rate_limit") -> None:
         """Pause for `seconds` from now; a longer pause under way stays as it is."""
         with self._lock:
-            self._until = max(self._until, self._clock.now() + seconds)
+            until = self._clock.now() + seconds
+            if until > self._until:
+                self._until, self._reason = until, reason
 
     @property
     def remaining_s(self) -> float:
@@ -51,8 +56,13 @@ class Pause:
 
     async def wait(self) -> None:
         """Return when the pause is over."""
+        if self.remaining_s <= 0:
+            return
+        began, reason = self._clock.now(), self._reason
         while (left_s := self.remaining_s) > 0:
             await self._clock.sleep(min(left_s, _STEP_S))
+        if meter.on:
+            meter.wait(reason, self._clock.now() - began)
 
 
 class Pauses:

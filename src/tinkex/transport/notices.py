@@ -5,14 +5,25 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from tinkex.errors import APITimeoutError
+from tinkex.metrics import meter
+
 if TYPE_CHECKING:
     from tinkex.clock import Clock
     from tinkex.errors import APIConnectionError
+    from tinkex.metrics import WaitReason
     from tinkex.transport.retry import Decision
 
 _log = logging.getLogger(__name__)
 _EVERY_S = 60.0
 _MAX_NOTES = 64
+
+
+def wait_reason(decision: Decision) -> WaitReason:
+    """Why a decision makes a call wait, as metrics name it."""
+    if decision.billing:
+        return "billing"
+    return "rate_limit" if decision.reason == "status 429" else "backoff"
 
 
 class Notices:
@@ -26,11 +37,15 @@ class Notices:
 
     def unreachable(self, call: str, error: APIConnectionError) -> None:
         """A connection failed."""
+        if meter.on:
+            meter.request(call, "timeout" if isinstance(error, APITimeoutError) else "connection")
         if self._due("unreachable"):
             _log.warning("%s: %s", call, error.message)
 
     def waiting(self, call: str, decision: Decision) -> None:
         """A call will be tried again."""
+        if meter.on:
+            meter.retry(call, wait_reason(decision), decision.wait_s)
         if decision.billing and self._due("billing"):
             _log.warning(
                 "%s: the account cannot pay for this now (402); waiting until it can. Check the "

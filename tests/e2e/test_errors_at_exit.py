@@ -21,6 +21,13 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.req("S38")
 
 ROOT = Path(__file__).parents[2]
+# SIGINT may be ignored where the tests run, and children inherit that.
+PROGRAM = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from tests.e2e.workers import die
+die(*sys.argv[1:])
+"""
 OWN = {"own error", "own error in a thread"}
 
 
@@ -35,7 +42,6 @@ def server() -> Iterator[FakeServer]:
 
 def start(server: FakeServer, way: str, **env: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        # SIGINT may be ignored where the tests run, and children inherit that.
         [sys.executable, "-c", PROGRAM, server.url, way],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", **env},
@@ -43,14 +49,6 @@ def start(server: FakeServer, way: str, **env: str) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
     )
-
-
-PROGRAM = """
-import signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)
-from tests.e2e.workers import die
-die(*sys.argv[1:])
-"""
 
 
 def errors(server: FakeServer) -> list[dict[str, Any]]:

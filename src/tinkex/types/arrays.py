@@ -168,6 +168,14 @@ def _short(value: object) -> str:
     return text if len(text) <= 40 else text[:37] + "..."
 
 
+def private_array(array: Array) -> Array:
+    """`array` itself when nobody can write to its memory, else a copy."""
+    holder: Any = array
+    while is_numpy(holder) and not holder.flags.writeable:
+        holder = holder.base
+    return array if isinstance(holder, bytes) else array.copy()
+
+
 def same_array(left: Array | None, right: Array | None) -> bool:
     """Whether two arrays hold the same values; NaN is the same as NaN."""
     import numpy as np

@@ -85,9 +85,14 @@ def _input_length(datum: Datum, path: str) -> int | None:
 
 
 def _check_input_ids(datum: Datum, vocab_size: int, path: str) -> None:
+    import numpy as np
+
     for i, chunk in enumerate(datum.model_input.chunks):
-        if isinstance(chunk, EncodedTextChunk) and max(chunk.tokens, default=0) >= vocab_size:
-            where = next(at for at, token in enumerate(chunk.tokens) if token >= vocab_size)
+        if not isinstance(chunk, EncodedTextChunk) or not chunk.tokens:
+            continue
+        ids = np.frombuffer(chunk.packed(), "<i4")
+        if ids.item(ids.argmax()) >= vocab_size:
+            where = int((ids >= vocab_size).argmax())
             raise InputError(
                 f"token id {chunk.tokens[where]} is outside the vocabulary of {vocab_size}; "
                 "was it made with another model's tokenizer?",
@@ -96,6 +101,8 @@ def _check_input_ids(datum: Datum, vocab_size: int, path: str) -> None:
 
 
 def _check_tensor(tensor: Any, key: str, path: str, vocab_size: int | None) -> None:
+    if not isinstance(key, str):  # pyright: ignore[reportUnnecessaryIsInstance] -- anything can be put into a dict
+        raise InputTypeError(f"names are strings, got {key!r}", f"{path}.loss_fn_inputs")
     if not isinstance(tensor, TensorData):
         raise InputTypeError(f"expected TensorData, got {type(tensor).__name__}", _at(path, key))
     dtype = KEY_DTYPES.get(key)
@@ -165,6 +172,4 @@ def _check_shapes(datum: Datum, length: int | None, path: str) -> None:
 
 
 def _shape(tensor: TensorData) -> list[int]:
-    if tensor._crow is not None and tensor.shape is not None:  # pyright: ignore[reportPrivateUsage] -- same package
-        return tensor.shape
-    return list(tensor._numpy.shape)  # pyright: ignore[reportPrivateUsage] -- same package
+    return list(tensor.dims)

@@ -103,7 +103,7 @@ class Datum:
         if (self.model_input_spans is None) != (self.loss_fn_input_spans is None):
             raise InputError("give both span lists, or neither", "Datum.loss_fn_input_spans")
         for name in ("model_input_spans", "loss_fn_input_spans"):
-            put(self, name, _spans(getattr(self, name), f"Datum.{name}"))
+            put(self, name, checked_spans(getattr(self, name), f"Datum.{name}"))
 
     def with_provenance(
         self,
@@ -147,7 +147,7 @@ def _tensor(key: str, value: Any) -> TensorData:
         if dtype is None or value.dtype == dtype:
             return value
         array = to_array(value._numpy, dtype, path)  # pyright: ignore[reportPrivateUsage] -- same package
-        return TensorData._make(array, value.shape, value._crow, value._col)  # pyright: ignore[reportPrivateUsage] -- same package
+        return TensorData._make(array, value._shape, value._crow, value._col)  # pyright: ignore[reportPrivateUsage] -- same package
     array = to_array(value, dtype, path)
     if array.ndim == 0:
         raise InputTypeError("expected one value per position, got a single number", path)
@@ -156,7 +156,8 @@ def _tensor(key: str, value: Any) -> TensorData:
     return TensorData._dense(array)  # pyright: ignore[reportPrivateUsage] -- same package
 
 
-def _spans(spans: Any, path: str) -> ProvenanceSpans | None:
+def checked_spans(spans: Any, path: str) -> ProvenanceSpans | None:
+    """A new list of the spans, or an `InputTypeError` for something else."""
     if spans is None:
         return None
     if not isinstance(spans, list | tuple):

@@ -1,6 +1,7 @@
 """Model inputs: text, image and audio chunks, and the prompt they add up to."""
 
 import struct
+import sys
 from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
@@ -37,7 +38,28 @@ class EncodedTextChunk(Request, tag_field="type", tag="encoded_text"):
 
     def packed(self) -> bytes:
         """The ids as little-endian 32-bit integers."""
+        if isinstance(self.tokens, array):  # made by `compact`
+            return _little_endian(self.tokens)
         return struct.pack(f"<{len(self.tokens)}i", *self.tokens)
+
+
+def compact(tokens: Sequence[int]) -> "array[int] | None":
+    """Token ids in four bytes each, or None when one of them is no token id."""
+    import numpy as np
+
+    try:
+        ids = array("I", tokens)
+    except (TypeError, OverflowError):
+        return None
+    seen = np.frombuffer(ids, np.uint32)
+    return ids if not seen.size or seen.item(seen.argmax()) < 2**31 else None
+
+
+def _little_endian(ids: "array[int]") -> bytes:
+    if sys.byteorder == "big":
+        ids = ids[:]
+        ids.byteswap()
+    return ids.tobytes()
 
 
 class ImageChunk(Request, tag_field="type", tag="image"):

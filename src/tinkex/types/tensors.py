@@ -15,6 +15,7 @@ from tinkex.types.arrays import (
     cast_array,
     is_numpy,
     is_torch,
+    private_array,
     same_array,
     to_array,
     torch_to_numpy,
@@ -35,13 +36,14 @@ class TensorData:
     """A dense or CSR array of int64 or float32 values.
 
     Arrays and tensors of the right element type are used without copying, so later changes
-    to them show through. Compares by value; NaN equals NaN.
+    to them show through; a call takes its own copy when it is made. Compares by value; NaN
+    equals NaN.
     """
 
-    __slots__ = ("_col", "_crow", "_numpy", "dtype", "shape")
+    __slots__ = ("_col", "_crow", "_numpy", "_shape", "dtype")
 
     dtype: TensorDtype
-    shape: list[int] | None
+    _shape: tuple[int, ...] | None
     _numpy: Array
     _crow: Array | None
     _col: Array | None
@@ -70,13 +72,13 @@ class TensorData:
         self._fill(array, dims, crow, col)
 
     def _fill(
-        self, array: Array, shape: list[int] | None, crow: Array | None, col: Array | None
+        self, array: Array, shape: Sequence[int] | None, crow: Array | None, col: Array | None
     ) -> None:
         put = object.__setattr__
         put(self, "_numpy", array)
         # Storage is one of the two; the name of a dtype is slow to ask for.
         put(self, "dtype", "float32" if array.dtype.kind == "f" else "int64")
-        put(self, "shape", shape)
+        put(self, "_shape", None if shape is None else tuple(shape))
         put(self, "_crow", crow)
         put(self, "_col", col)
 
@@ -84,7 +86,7 @@ class TensorData:
     def _make(
         cls,
         array: Array,
-        shape: list[int] | None,
+        shape: Sequence[int] | None,
         crow: Array | None = None,
         col: Array | None = None,
     ) -> Self:
@@ -92,6 +94,19 @@ class TensorData:
         self = cls.__new__(cls)
         self._fill(array, shape, crow, col)
         return self
+
+    def _private(self) -> TensorData:
+        """The same values in memory that nobody else can write to."""
+        array, shape = private_array(self._numpy), self._shape
+        # An array can be given another shape or type in place.
+        intact = array.dtype.kind == self.dtype[0] and (shape is None or array.shape == shape)
+        if intact and self._crow is None:
+            return TensorData._make(array, shape)
+        crow, col = (
+            None if indices is None else private_array(indices)
+            for indices in (self._crow, self._col)
+        )
+        return TensorData(array, self.dtype, shape, crow, col)  # pyright: ignore[reportArgumentType] -- arrays are sequences, too
 
     def __setattr__(self, name: str, value: object) -> None:
         raise FrozenInstanceError(f"cannot assign to field {name!r}")
@@ -122,7 +137,7 @@ class TensorData:
 
     @classmethod
     def _dense(cls, array: Array) -> Self:
-        return cls._make(array, list(array.shape))
+        return cls._make(array, array.shape)
 
     @classmethod
     def _sparsified(cls, array: Array, pad_value: int = 0) -> Self:
@@ -155,12 +170,17 @@ class TensorData:
     def to_json(self) -> dict[str, Any]:
         """The JSON object of this tensor; members that are unset are left out."""
         fields: dict[str, Any] = {"data": self.data, "dtype": self.dtype}
-        if self.shape is not None:
-            fields["shape"] = self.shape
+        if self._shape is not None:
+            fields["shape"] = list(self._shape)
         if self._crow is not None:
             fields["sparse_crow_indices"] = self.sparse_crow_indices
             fields["sparse_col_indices"] = self.sparse_col_indices
         return fields
+
+    @property
+    def shape(self) -> list[int] | None:
+        """The shape it was given, as a new list; None when it was given none."""
+        return None if self._shape is None else list(self._shape)
 
     @property
     def data(self) -> list[int] | list[float]:
@@ -180,7 +200,7 @@ class TensorData:
     @property
     def dims(self) -> tuple[int, ...]:
         """The dimensions of the array this stands for, known without filling it."""
-        return self._numpy.shape if self._crow is None else tuple(self.shape or ())
+        return self._numpy.shape if self._crow is None else self._shape or ()
 
     @property
     def size_bytes(self) -> int:
@@ -195,14 +215,14 @@ class TensorData:
             return self._numpy
         import numpy as np
 
-        assert self.shape is not None
+        assert self._shape is not None
         try:
-            dense = np.full(self.shape, pad_value, self._numpy.dtype)
+            dense = np.full(self._shape, pad_value, self._numpy.dtype)
         except (MemoryError, OverflowError, ValueError):
             raise InputError(
                 f"cannot fill shape {self.shape} with {pad_value}", "TensorData"
             ) from None
-        dense[np.repeat(np.arange(self.shape[0]), np.diff(self._crow)), self._col] = self._numpy
+        dense[np.repeat(np.arange(self._shape[0]), np.diff(self._crow)), self._col] = self._numpy
         return dense
 
     def to_torch(self, pad_value: int = 0) -> torch.Tensor:
@@ -219,7 +239,7 @@ class TensorData:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, TensorData):
             return NotImplemented
-        if self._crow is not None and self.shape != other.shape:
+        if self._crow is not None and self._shape != other._shape:
             return False
         return (
             same_array(self._numpy, other._numpy)
@@ -236,7 +256,7 @@ class TensorData:
         return f"TensorData(dtype={self.dtype!r}, shape={shape}{layout}, data=[{numbers}{more}])"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (TensorData._make, (self._numpy, self.shape, self._crow, self._col))
+        return (TensorData._make, (self._numpy, self._shape, self._crow, self._col))
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:

@@ -19,7 +19,7 @@ from msgspec import inspect as mi
 from tinkex import types
 from tinkex.errors import InputError
 from tinkex.types.base import Value
-from tinkex.types.checks import check_data
+from tinkex.types.checks import batch_to_send
 
 PUBLIC = [getattr(types, name) for name in types.__all__]
 STRUCTS = [kind for kind in PUBLIC if isinstance(kind, type) and issubclass(kind, Value)]
@@ -196,7 +196,7 @@ def test_datums_are_refused_before_they_are_sent_or_are_sound(
 ) -> None:
     datum, error = attempt(lambda: types.Datum(types.ModelInput.from_ints(tokens), inputs))
     if error is None:
-        _, error = attempt(lambda: check_data([datum], loss_fn, vocab_size=10))
+        _, error = attempt(lambda: batch_to_send([datum], loss_fn, vocab_size=10))
     if error is not None:
         assert error.path.startswith(("loss_fn_inputs[", "loss_fn", "data[0]"))
     elif loss_fn in ("cross_entropy", "ppo"):

@@ -37,6 +37,12 @@ def is_numpy(value: object) -> bool:
     return numpy is not None and isinstance(value, numpy.ndarray)
 
 
+def is_numpy_scalar(value: object) -> bool:
+    """Whether `value` is a single number of numpy's, such as `np.float32(1)`."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.generic)
+
+
 def plain_number(value: Any) -> Any:
     """A numpy or torch scalar as a Python number; anything else as it is."""
     if getattr(value, "shape", None) == () and hasattr(value, "item"):

@@ -10,6 +10,7 @@ and skips members it does not know.
 """
 
 from collections.abc import Mapping
+from dataclasses import FrozenInstanceError, dataclass
 from typing import (
     TYPE_CHECKING,
     Annotated,
@@ -27,7 +28,7 @@ from msgspec import Meta, ValidationError, convert
 from tinkex.errors import InputError, InputTypeError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Iterator
 
 _LARGEST: Final = 1.7976931348623157e308
 # Array scalars look like mappings to msgspec, which then stumbles over what they lack.
@@ -56,6 +57,37 @@ NonNegative = Annotated[float, Meta(ge=0, le=_LARGEST)]
 """A finite number that cannot be negative."""
 
 
+class FrozenValueError(InputError, FrozenInstanceError):
+    """A field was assigned. A ValueError and an AttributeError: programs catch either."""
+
+
+def _refuse_change(self: Any, name: str, *_: object) -> None:
+    raise FrozenValueError(
+        f"values cannot be changed; make a changed copy with model_copy(update={{{name!r}: ...}})",
+        f"{type(self).__name__}.{name}",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ModelField:
+    """What a type says about one of its fields. `default` is `...` where there is none."""
+
+    annotation: Any
+    default: Any = ...
+
+    def is_required(self) -> bool:
+        """Whether the constructor must be given it."""
+        return self.default is ...
+
+
+class ModelFields:
+    """Gives each class its fields by name; the tag of a union's member is one of them."""
+
+    def __get__(self, value: object, cls: "type[Value]") -> dict[str, ModelField]:
+        fields: dict[str, ModelField] = _dumping().fields_of(cls)
+        return dict(fields)
+
+
 class ValueMeta(msgspec.StructMeta):
     """Makes structs frozen and keyword-only, and checks what they are constructed from."""
 
@@ -70,6 +102,8 @@ class ValueMeta(msgspec.StructMeta):
             if tag_field is not None:
                 # The tag is not a stored field; reading `.type` still works.
                 setattr(cls, tag_field, cls.__struct_config__.tag)
+            # msgspec's own refusal, set on each class, is only an AttributeError.
+            cls.__setattr__ = cls.__delattr__ = _refuse_change
             return cls
 
         def __call__(cls, *args, **fields):
@@ -128,23 +162,74 @@ class Value(msgspec.Struct, metaclass=ValueMeta, frozen=True, kw_only=True):
                 raise
             raise InputTypeError("expected JSON text or bytes", cls.__name__) from error
 
-    def model_dump(self, *, mode: str = "python", exclude_none: bool = False) -> dict[str, Any]:
+    @classmethod
+    def model_construct(cls, _fields_set: "set[str] | None" = None, **fields: Any) -> Self:
+        """The same as the constructor: values that cannot be sent are refused here, too."""
+        return cls(**fields)
+
+    def model_dump(
+        self,
+        *,
+        mode: str = "python",
+        include: "Iterable[str] | None" = None,
+        exclude: "Iterable[str] | None" = None,
+        by_alias: bool | None = None,
+        exclude_unset: bool = False,
+        exclude_defaults: bool = False,
+        exclude_none: bool = False,
+        round_trip: bool = False,
+        warnings: bool | str = True,
+    ) -> dict[str, Any]:
         """The fields as a dict of plain values; `mode="json"` leaves only what JSON has.
 
         `exclude_none` leaves out declared fields that are None. Nulls inside free-form maps
-        stay.
+        stay. `exclude_unset` means the same as `exclude_defaults`: a value does not remember
+        which of its fields were given. `by_alias`, `round_trip` and `warnings` change nothing.
         """
-        fields: dict[str, Any] = _dumping().dump(
-            self, json=mode == "json", exclude_none=exclude_none
-        )
-        return fields
+        defaults = exclude_unset or exclude_defaults
+        options = _dumping().Options(mode == "json", exclude_none, defaults)
+        fields: dict[str, Any] = _dumping().dump(self, options)
+        return _dumping().selected(fields, include, exclude, type(self).__name__)
 
-    def model_dump_json(self, *, indent: int | None = None, exclude_none: bool = False) -> str:
-        """The fields as JSON text."""
-        text = msgspec.json.encode(self.model_dump(mode="json", exclude_none=exclude_none))
+    def model_dump_json(
+        self,
+        *,
+        indent: int | None = None,
+        include: "Iterable[str] | None" = None,
+        exclude: "Iterable[str] | None" = None,
+        by_alias: bool | None = None,
+        exclude_unset: bool = False,
+        exclude_defaults: bool = False,
+        exclude_none: bool = False,
+        round_trip: bool = False,
+        warnings: bool | str = True,
+    ) -> str:
+        """The fields as JSON text; the options are those of `model_dump`."""
+        fields = self.model_dump(
+            mode="json",
+            include=include,
+            exclude=exclude,
+            exclude_unset=exclude_unset,
+            exclude_defaults=exclude_defaults,
+            exclude_none=exclude_none,
+        )
+        text = msgspec.json.encode(fields)
         if indent is not None:
             text = msgspec.json.format(text, indent=indent)
         return text.decode()
+
+    model_fields: "ClassVar[ModelFields]" = ModelFields()
+
+    @property
+    def model_fields_set(self) -> set[str]:
+        """The fields that are not at their defaults."""
+        return set(self.model_dump(exclude_unset=True))
+
+    def __iter__(self) -> "Iterator[tuple[str, Any]]":
+        """Names and values, so that `dict(value)` works."""
+        pairs = [(name, getattr(self, name)) for name in type(self).model_fields]
+        pairs = [pair for pair in pairs if pair != ("usage", None)]
+        return iter([*pairs, *getattr(self, "__dict__", {}).items()])
 
     def model_copy(self, *, update: "dict[str, Any] | None" = None, deep: bool = False) -> Self:
         """A copy with some fields changed; the changes are checked like constructor arguments."""

@@ -1,14 +1,15 @@
 """The slow way to construct a value: accepts a little more, and explains what is wrong.
 
 Comes into play when the one-pass conversion in `base` fails or cannot be trusted. Accepts
-numpy and torch scalars where a number is expected, and dicts where a struct is. Everything
-else becomes an `InputError` that names the argument, such as `SamplingParams.temperature`.
+numpy and torch scalars where a number is expected, floats without a fraction where an integer
+is, any sequence or iterator where a list is, and dicts where a struct is. Everything else
+becomes an `InputError` that names the argument, such as `SamplingParams.temperature`.
 """
 
 import math
 import re
 import types
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, MappingView, Sequence
 from functools import cache
 from typing import (
     Annotated,
@@ -108,12 +109,13 @@ def _hints(cls: type[Value]) -> dict[str, Any]:
 
 def _prepare(cls: type[Value], name: str, value: Any) -> Any:
     """Turn scalars of array libraries into Python's, and dicts into the structs they mean."""
-    value = plain(value)
-    kinds = _structs(_hints(cls)[name])
+    hint = _hints(cls)[name]
+    value = _whole(plain(_listed(value, hint)), hint)
+    kinds = _structs(hint)
     if not kinds:
         if isinstance(value, set | frozenset):
             raise InputTypeError(
-                f"expected {describe(_hints(cls)[name])}, got {_kind(value)}",
+                f"expected {describe(hint)}, got {_kind(value)}",
                 f"{cls.__name__}.{name}",
             )
         return value
@@ -121,9 +123,43 @@ def _prepare(cls: type[Value], name: str, value: Any) -> Any:
     if isinstance(value, list | tuple):
         items = cast("list[Any]", value)
         return [_struct(kinds, item, f"{path}[{i}]") for i, item in enumerate(items)]
-    if is_mapping(value) and _is_map(_hints(cls)[name]):
+    if is_mapping(value) and _is_map(hint):
         return {key: _struct(kinds, item, f"{path}[{key!r}]") for key, item in value.items()}
     return _struct(kinds, value, path)
+
+
+def _listed(value: Any, hint: Any) -> Any:
+    """A generator, a deque, the values of a dict and the like as a list, where one belongs."""
+    if isinstance(value, str | bytes | bytearray | memoryview | list | tuple):
+        return cast("Any", value)
+    if isinstance(value, Sequence | Iterator | MappingView) and _items(hint):
+        return list(cast("Iterable[Any]", value))
+    return cast("Any", value)
+
+
+def _whole(value: Any, hint: Any) -> Any:
+    """Floats without a fraction as integers, where only those belong."""
+    if isinstance(value, float):
+        kinds = _members(hint)
+        return int(value) if int in kinds and float not in kinds and value.is_integer() else value
+    if isinstance(value, list) and (items := _items(hint)):
+        return [_whole(item, items[0]) for item in cast("list[Any]", value)]
+    return cast("Any", value)
+
+
+def _members(hint: Any) -> tuple[Any, ...]:
+    """The members of a union, or the type itself."""
+    if get_origin(hint) is Annotated:
+        return _members(get_args(hint)[0])
+    if get_origin(hint) in (Union, types.UnionType):
+        return tuple(member for part in get_args(hint) for member in _members(part))
+    return (hint,)
+
+
+def _items(hint: Any) -> tuple[Any, ...]:
+    """The item type of a list that a type hint allows; nothing when it allows none."""
+    lists = [member for member in _members(hint) if get_origin(member) in (list, Sequence)]
+    return get_args(lists[0]) if lists else ()
 
 
 def _struct(kinds: tuple[type[Value], ...], value: Any, path: str) -> Any:
@@ -284,10 +320,7 @@ def _structs(hint: Any) -> tuple[type[Value], ...]:
 
 
 def _is_map(hint: Any) -> bool:
-    origin = get_origin(hint)
-    if origin in (Union, types.UnionType, Annotated):
-        return any(_is_map(part) for part in get_args(hint))
-    return origin in (dict, Mapping)
+    return any(get_origin(member) in (dict, Mapping) for member in _members(hint))
 
 
 def describe(hint: Any) -> str:

@@ -7,17 +7,16 @@ targets per position, inputs no built-in loss knows, images of unknown length.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final
 
 from tinkex.errors import InputError, InputTypeError
 from tinkex.types.datum import KEY_DTYPES, Datum
+from tinkex.types.frozen import frozen
 from tinkex.types.inputs import DmelChunk, EncodedTextChunk
 from tinkex.types.tensors import TensorData
-from tinkex.types.training import loss_name
+from tinkex.types.training import datum_list, loss_name
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from tinkex.types.arrays import Array
 
 _RL_INPUTS: Final = ("target_tokens", "logprobs", "advantages")
@@ -33,15 +32,15 @@ _REQUIRED: Final[dict[str, tuple[str, ...]]] = {
 _PER_POSITION: Final = ("target_tokens", "weights", "advantages", "logprobs", "sequence_ratio_mask")
 
 
-def check_data(data: Any, loss_fn: Any, vocab_size: int | None = None) -> None:
-    """Raise `InputError` for the first datum that could not be trained on."""
-    if not isinstance(data, list | tuple):
-        raise InputTypeError(f"expected a list of Datum, got {type(data).__name__}", "data")
-    if not data:
-        raise InputError("is empty; give at least one Datum", "data")
+def batch_to_send(data: Any, loss_fn: Any, vocab_size: int | None = None) -> list[Datum]:
+    """Private copies of the datums in `data`, or an `InputError` that names the first bad one."""
     loss_name(loss_fn, "loss_fn")
-    for index, datum in enumerate(cast("Sequence[Any]", data)):
+    batch = [frozen(datum, f"data[{i}]") for i, datum in enumerate(datum_list(data, "data"))]
+    if not batch:
+        raise InputError("No data provided; give at least one Datum", "data")
+    for index, datum in enumerate(batch):
         check_datum(datum, index, loss_fn, vocab_size)
+    return batch
 
 
 def check_datum(datum: Any, index: int, loss_fn: str, vocab_size: int | None = None) -> None:

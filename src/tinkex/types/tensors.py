@@ -6,7 +6,7 @@ somebody asks for one, and numpy itself is loaded when the first tensor is made.
 
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from tinkex.errors import InputError, InputTypeError
@@ -14,12 +14,14 @@ from tinkex.types.arrays import (
     TensorDtype,
     cast_array,
     is_numpy,
+    is_numpy_scalar,
     is_torch,
     private_array,
     same_array,
     to_array,
     torch_to_numpy,
 )
+from tinkex.types.base import FrozenValueError, pydantic_schema
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -109,19 +111,22 @@ class TensorData:
         return TensorData(array, self.dtype, shape, crow, col)  # pyright: ignore[reportArgumentType] -- arrays are sequences, too
 
     def __setattr__(self, name: str, value: object) -> None:
-        raise FrozenInstanceError(f"cannot assign to field {name!r}")
+        raise _frozen(name)
 
     def __delattr__(self, name: str) -> None:
-        raise FrozenInstanceError(f"cannot delete field {name!r}")
+        raise _frozen(name)
 
     @classmethod
     def from_numpy(cls, array: Any) -> Self:
         """Wrap a numpy array: floats become float32, integers and bools int64."""
+        path = "TensorData.from_numpy"
         if not is_numpy(array):
-            raise InputTypeError(
-                f"expected a numpy array, got {type(array).__name__}", "TensorData.from_numpy"
-            )
-        return cls._dense(cast_array(array, None, "TensorData.from_numpy"))
+            if not is_numpy_scalar(array):
+                raise InputTypeError(f"expected a numpy array, got {type(array).__name__}", path)
+            import numpy as np
+
+            array = np.asarray(array)
+        return cls._dense(cast_array(array, None, path))
 
     @classmethod
     def from_torch(cls, tensor: torch.Tensor) -> Self:
@@ -262,9 +267,11 @@ class TensorData:
     def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
         from pydantic_core import core_schema
 
-        from tinkex.types.base import pydantic_schema
-
         return pydantic_schema(core_schema, cls.from_json, cls.to_json)
+
+
+def _frozen(name: str) -> FrozenValueError:
+    return FrozenValueError("tensors cannot be changed; make a new one", f"TensorData.{name}")
 
 
 def _torch(tensor: Any, name: str) -> Array:

@@ -4,13 +4,13 @@ The batches are plain dataclasses because they travel as protobuf, not as JSON.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, cast, get_args
 
 from tinkex.errors import InputError, InputTypeError
 from tinkex.types.arrays import plain_number
-from tinkex.types.base import is_mapping
+from tinkex.types.base import Value, is_mapping
 from tinkex.types.datum import Datum
 from tinkex.types.tensors import TensorData
 from tinkex.types.usage import Usage
@@ -44,20 +44,27 @@ class ForwardBackwardInput:
 
     def __post_init__(self) -> None:
         put = object.__setattr__
-        put(self, "data", _data(self.data))
+        put(self, "data", datum_list(self.data, "ForwardBackwardInput.data"))
         put(self, "loss_fn", loss_name(self.loss_fn, "ForwardBackwardInput.loss_fn"))
         config = loss_config(self.loss_fn_config, "ForwardBackwardInput.loss_fn_config")
         put(self, "loss_fn_config", config)
 
 
-def _data(data: Any) -> list[Datum]:
-    path = "ForwardBackwardInput.data"
-    if not isinstance(data, list | tuple):
-        raise InputTypeError(f"expected a list of Datum, got {type(data).__name__}", path)
-    for i, datum in enumerate(cast("list[Any]", data)):
+# These can be iterated over, but not for datums in an order.
+_NO_LISTS: Final = (str, bytes, bytearray, set, frozenset, Mapping, Value)
+
+
+def datum_list(data: Any, path: str) -> list[Datum]:
+    """Datums out of a list, a generator, an object array or whatever else gives them in order."""
+    if not isinstance(data, Iterable) or isinstance(data, _NO_LISTS):
+        raise InputTypeError(
+            f"expected a list of Datum, got {type(cast('Any', data)).__name__}", path
+        )
+    batch = list(cast("Iterable[Any]", data))
+    for i, datum in enumerate(batch):
         if not isinstance(datum, Datum):
             raise InputTypeError(f"expected Datum, got {type(datum).__name__}", f"{path}[{i}]")
-    return list(cast("list[Datum]", data))
+    return batch
 
 
 def loss_name(name: Any, path: str) -> LossFnType:

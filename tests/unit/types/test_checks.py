@@ -1,12 +1,16 @@
 """Data checks before sending (B14), and what they must let through."""
 
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
 from tinkex.errors import InputError
-from tinkex.types import Datum, ImageChunk, ModelInput, TensorData
-from tinkex.types.checks import check_data, check_datum
+from tinkex.types import Datum, ForwardBackwardInput, ImageChunk, ModelInput, TensorData
+from tinkex.types.checks import batch_to_send, check_datum
 
 THREE = ModelInput.from_ints([1, 2, 3])
 RL = {"target_tokens": [2, 3, 4], "logprobs": [-0.5] * 3, "advantages": [1.0] * 3}
@@ -14,6 +18,13 @@ RL = {"target_tokens": [2, 3, 4], "logprobs": [-0.5] * 3, "advantages": [1.0] * 
 
 def datum(**inputs: object) -> Datum:
     return Datum(THREE, inputs)
+
+
+def objects(items: list[Datum]) -> Any:
+    """An array that holds Python objects."""
+    array = np.empty(len(items), object)
+    array[:] = items
+    return array
 
 
 @pytest.mark.req("B14")
@@ -87,16 +98,33 @@ def test_empty_input_and_empty_batch_are_refused() -> None:
     with pytest.raises(InputError) as caught:
         check_datum(Datum(ModelInput.empty(), {"target_tokens": []}), 1, "cross_entropy")
     assert caught.value.path == "data[1].model_input"
-    for bad in ([], (), None, "x", {}):
+    for bad in ([], (), None, "x", b"x", {}, {1}, 5, ModelInput.empty(), iter(())):
         with pytest.raises(InputError) as caught:
-            check_data(bad, "cross_entropy")
+            batch_to_send(bad, "cross_entropy")
         assert caught.value.path == "data"
+
+
+@pytest.mark.parametrize("collected", [list, tuple, iter, deque, objects])
+def test_a_batch_may_come_in_any_ordered_collection(collected: Callable[[Any], Any]) -> None:
+    given = [datum(target_tokens=[1, 2, 3]), datum(target_tokens=[4, 5, 6])]
+    sent = batch_to_send(collected(given), "cross_entropy")
+    assert [one.loss_fn_inputs for one in sent] == [one.loss_fn_inputs for one in given]
+    batch = ForwardBackwardInput(collected(given), "cross_entropy")
+    assert batch.data == given
+
+
+@pytest.mark.req("S12")
+def test_a_batch_to_send_is_out_of_the_callers_reach() -> None:
+    given = datum(target_tokens=[1, 2, 3])
+    (sent,) = batch_to_send([given], "cross_entropy")
+    given.loss_fn_inputs["target_tokens"].to_numpy()[0] = 9
+    assert sent.loss_fn_inputs["target_tokens"].tolist() == [1, 2, 3]
 
 
 @pytest.mark.req("B14")
 def test_what_is_no_datum_or_no_tensor_is_refused() -> None:
     with pytest.raises(InputError) as caught:
-        check_data([datum(target_tokens=[1, 2, 3]), "x"], "cross_entropy")
+        batch_to_send([datum(target_tokens=[1, 2, 3]), "x"], "cross_entropy")
     assert caught.value.path == "data[1]"
     tampered = datum(target_tokens=[1, 2, 3])
     tampered.loss_fn_inputs["weights"] = [1, 2, 3]  # pyright: ignore[reportArgumentType]
@@ -111,7 +139,7 @@ def test_what_is_no_datum_or_no_tensor_is_refused() -> None:
 @pytest.mark.req("S3")
 def test_unknown_losses_are_refused_with_the_known_ones() -> None:
     with pytest.raises(InputError, match="cross_entropy, importance_sampling") as caught:
-        check_data([datum(target_tokens=[1, 2, 3])], "crossentropy")
+        batch_to_send([datum(target_tokens=[1, 2, 3])], "crossentropy")
     assert caught.value.path == "loss_fn"
 
 
@@ -139,14 +167,14 @@ def test_unknown_losses_are_refused_with_the_known_ones() -> None:
     ids=str,
 )
 def test_what_the_protocol_allows_passes(inputs: dict[str, object], loss_fn: str) -> None:
-    check_data([datum(**inputs)], loss_fn, vocab_size=50)
+    batch_to_send([datum(**inputs)], loss_fn, vocab_size=50)
 
 
 def test_images_of_unknown_length_leave_the_length_to_the_server() -> None:
     picture = ModelInput.from_ints([1, 2]).append(ImageChunk(data=b"x", format="png"))
-    check_data([Datum(picture, {"target_tokens": [1, 2, 3, 4, 5]})], "cross_entropy")
+    batch_to_send([Datum(picture, {"target_tokens": [1, 2, 3, 4, 5]})], "cross_entropy")
     known = ModelInput.from_ints([1, 2]).append(
         ImageChunk(data=b"x", format="png", expected_tokens=2)
     )
     with pytest.raises(InputError, match=r"5 positions .* 4"):
-        check_data([Datum(known, {"target_tokens": [1, 2, 3, 4, 5]})], "cross_entropy")
+        batch_to_send([Datum(known, {"target_tokens": [1, 2, 3, 4, 5]})], "cross_entropy")

@@ -5,7 +5,9 @@ import json
 import pickle
 import subprocess
 import sys
+from collections import UserList, deque
 from datetime import UTC, datetime
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -149,8 +151,13 @@ def test_an_integer_counts_as_a_float_and_becomes_one() -> None:
 @pytest.mark.req("S12")
 def test_values_are_immutable() -> None:
     params = types.SamplingParams()
-    with pytest.raises(AttributeError):
-        params.temperature = 2.0  # pyright: ignore[reportAttributeAccessIssue]
+    for kind in (AttributeError, ValueError, InputError):  # programs catch any of them
+        with pytest.raises(kind, match=r"SamplingParams\.temperature.*model_copy") as caught:
+            params.temperature = 2.0  # pyright: ignore[reportAttributeAccessIssue]
+        assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+    with pytest.raises(ValueError, match=r"OptimParamsBase\.type"):
+        del types.OptimParamsBase(type="x").type
+    assert params == types.SamplingParams()
 
 
 @pytest.mark.req("S12")
@@ -198,6 +205,78 @@ def test_model_dump_keeps_or_leaves_out_what_is_unset() -> None:
         "top_k": -1,
         "top_p": 1.0,
     }
+
+
+def test_model_dump_leaves_out_defaults_all_the_way_down() -> None:
+    request = types.SampleRequest(
+        prompt=types.ModelInput.from_ints([1]), sampling_params=types.SamplingParams(max_tokens=4)
+    )
+    short = {"prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {"max_tokens": 4}}
+    assert request.model_dump(exclude_unset=True) == short
+    assert request.model_dump(exclude_defaults=True) == short
+    assert json.loads(request.model_dump_json(exclude_unset=True)) == short
+    assert request.model_fields_set == {"prompt", "sampling_params"}
+
+
+@pytest.mark.parametrize("names", [{"seed", "stop"}, ["seed", "stop"], {"seed": True, "stop": ...}])
+def test_model_dump_takes_and_leaves_out_named_fields(names: Any) -> None:
+    params = types.SamplingParams(seed=3)
+    assert params.model_dump(include=names) == {"seed": 3, "stop": None}
+    assert "seed" not in params.model_dump(exclude=names)
+    assert json.loads(params.model_dump_json(include=names, exclude_none=True)) == {"seed": 3}
+
+
+@pytest.mark.parametrize("names", ["seed", 5, {"seed": {"x"}}])
+def test_model_dump_refuses_names_it_cannot_follow(names: Any) -> None:
+    with pytest.raises(InputTypeError) as caught:
+        types.SamplingParams().model_dump(exclude=names)
+    assert caught.value.path == "SamplingParams.exclude"
+
+
+def test_types_describe_their_fields() -> None:
+    fields = types.LoraConfig.model_fields
+    assert list(fields) == ["rank", "seed", "train_unembed", "train_mlp", "train_attn"]
+    assert fields["rank"].is_required()
+    assert (fields["train_mlp"].is_required(), fields["train_mlp"].default) == (False, True)
+    assert fields["train_mlp"].annotation is bool
+    assert types.EncodedTextChunk.model_fields["type"].default == "encoded_text"
+
+
+def test_values_can_be_turned_into_a_dict() -> None:
+    assert dict(types.SamplingParams(seed=3)) == types.SamplingParams(seed=3).model_dump()
+    prompt = types.ModelInput.from_ints([1])
+    assert dict(prompt) == {"chunks": prompt.chunks}
+    assert dict(types.OptimParamsBase(type="x", beta=1)) == {"type": "x", "beta": 1}  # pyright: ignore[reportCallIssue]
+    assert dict(types.OptimStepResponse()) == {"metrics": None}
+
+
+def test_model_construct_checks_like_the_constructor() -> None:
+    assert types.AdamParams.model_construct(beta1=0.5) == types.AdamParams(beta1=0.5)
+    with pytest.raises(InputTypeError):
+        types.AdamParams.model_construct(beta1="x")
+
+
+@pytest.mark.parametrize("five", [5.0, np.float32(5), np.float64(5), np.int8(5)])
+def test_a_whole_number_counts_as_an_integer(five: Any) -> None:
+    params = types.SamplingParams(max_tokens=five, stop=[five])
+    assert (params.max_tokens, params.stop) == (5, [5])
+    assert type(params.max_tokens) is int
+
+
+@pytest.mark.parametrize(
+    "listed", [deque, iter, tuple, UserList, lambda items: dict.fromkeys(items).keys()]
+)
+def test_any_ordered_collection_counts_as_a_list(listed: Any) -> None:
+    request = types.CreateSessionRequest(
+        tags=listed(["a", "b"]), user_metadata=None, sdk_version="1"
+    )
+    assert request.tags == ["a", "b"]
+    assert types.SamplingParams(stop=listed([1, 2])).stop == [1, 2]
+    assert types.EncodedTextChunk(tokens=deque([1, 2])).tokens == [1, 2]
+    chunk = types.EncodedTextChunk(tokens=[1])
+    # Chunks are not hashable, so a dict cannot hold them as keys.
+    if listed in (deque, iter, tuple, UserList):
+        assert types.ModelInput(chunks=listed([chunk])).chunks == [chunk]
 
 
 def test_dump_keeps_nulls_inside_free_form_maps() -> None:

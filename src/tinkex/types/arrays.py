@@ -7,13 +7,12 @@ never imported here: a torch tensor can only be met when its owner has imported 
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any, Literal, cast
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final, Literal, cast
 
 from tinkex.errors import InputError, InputTypeError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import numpy as np
     import numpy.typing as npt
 
@@ -21,6 +20,10 @@ if TYPE_CHECKING:
 
 TensorDtype = Literal["int64", "float32"]
 """The element types that travel."""
+
+
+# Sequences, but not of numbers that anybody means.
+_NO_NUMBERS: Final = (str, bytes, bytearray, memoryview)
 
 
 def is_torch(value: object) -> bool:
@@ -43,6 +46,13 @@ def is_numpy_scalar(value: object) -> bool:
     return numpy is not None and isinstance(value, numpy.generic)
 
 
+def is_number(value: object) -> bool:
+    """Whether `value` is a single number of Python's or numpy's; True is none."""
+    if isinstance(value, bool):
+        return False
+    return isinstance(value, int | float) or is_numpy_scalar(value)
+
+
 def plain_number(value: Any) -> Any:
     """A numpy or torch scalar as a Python number; anything else as it is."""
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
@@ -58,12 +68,15 @@ def to_array(value: Any, dtype: TensorDtype | None, path: str) -> Array:
     if is_torch(value):
         return cast_array(torch_to_numpy(value, path), dtype, path)
     if is_numpy(value):
+        if value.dtype.kind == "O":
+            return _from_sequence(cast("Array", value).tolist(), dtype, path)
         return cast_array(value, dtype, path)
     if isinstance(value, list | tuple | range):
         return _from_sequence(cast("Sequence[Any]", value), dtype, path)
-    raise InputTypeError(
-        f"expected a list, tuple, numpy array or torch tensor, got {type(value).__name__}", path
-    )
+    if isinstance(value, Sequence) and not isinstance(value, _NO_NUMBERS):
+        return _from_sequence(list(cast("Sequence[Any]", value)), dtype, path)
+    kind = type(cast("Any", value)).__name__
+    raise InputTypeError(f"expected a list, tuple, numpy array or torch tensor, got {kind}", path)
 
 
 def torch_to_numpy(tensor: Any, path: str) -> Array:
@@ -164,7 +177,8 @@ def _from_objects(array: Array, dtype: TensorDtype | None, path: str) -> Array:
         elif not isinstance(item, int | float | np.number):
             raise InputTypeError(f"expected numbers, got {type(item).__name__}", path)
     try:
-        return np.array(array, dtype=np.float64 if None in array.ravel().tolist() else np.int64)
+        floats = dtype == "float32" or None in array.ravel().tolist()
+        return np.array(array, dtype=np.float64 if floats else np.int64)
     except OverflowError:
         raise InputError("a number does not fit into 64 bits", path) from None
 

@@ -11,6 +11,8 @@ and skips members it does not know.
 
 from collections.abc import Mapping
 from dataclasses import FrozenInstanceError, dataclass
+from datetime import datetime
+from types import NoneType
 from typing import (
     TYPE_CHECKING,
     Annotated,
@@ -40,9 +42,10 @@ CONVERSION_ERRORS: Final = (
     TypeError,
     ValueError,
 )
-# Values that `convert` would take more readily than a caller should: nested dicts lose
-# misspelt keys, sets lose their order.
-_UNSURE: Final = frozenset({dict, set, frozenset})
+# What `convert` takes exactly as a caller means it. It is too ready to take others: nested
+# dicts lose misspelt keys, sets lose their order, and an array counts as a struct without any
+# of its fields.
+_SURE: Final = frozenset({str, int, float, bool, NoneType, bytes, datetime})
 
 Token = Annotated[int, Meta(ge=0, lt=2**31)]
 """A token id as the wire can carry it."""
@@ -111,7 +114,11 @@ class ValueMeta(msgspec.StructMeta):
                 return _building().build(cls, args, fields)
             for value in fields.values():
                 kind = value.__class__
-                if kind in _UNSURE or (kind is list and value and value[0].__class__ is dict):
+                if kind is list or kind is tuple:
+                    unsure = value and dict in (value[0].__class__, value[-1].__class__)
+                else:
+                    unsure = kind not in _SURE and kind.__class__ is not ValueMeta
+                if unsure:
                     return _building().build(cls, args, fields)
             try:
                 return convert(fields, cls)

@@ -123,6 +123,9 @@ def _prepare(cls: type[Value], name: str, value: Any) -> Any:
     if isinstance(value, list | tuple):
         items = cast("list[Any]", value)
         return [_struct(kinds, item, f"{path}[{i}]") for i, item in enumerate(items)]
+    if hasattr(value, "__getitem__") and not isinstance(value, str | bytes | Mapping | Value):
+        # An array, say: msgspec would take it for a struct that has none of its fields.
+        raise InputTypeError(f"expected {describe(hint)}, got {_kind(value)}", path)
     if is_mapping(value) and _is_map(hint):
         return {key: _struct(kinds, item, f"{path}[{key!r}]") for key, item in value.items()}
     return _struct(kinds, value, path)
@@ -141,7 +144,8 @@ def _whole(value: Any, hint: Any) -> Any:
     """Floats without a fraction as integers, where only those belong."""
     if isinstance(value, float):
         kinds = _members(hint)
-        return int(value) if int in kinds and float not in kinds and value.is_integer() else value
+        whole = int in kinds and float not in kinds and value.is_integer() and abs(value) < 2**63
+        return int(value) if whole else value
     if isinstance(value, list) and (items := _items(hint)):
         return [_whole(item, items[0]) for item in cast("list[Any]", value)]
     return cast("Any", value)

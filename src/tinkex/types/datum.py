@@ -153,7 +153,7 @@ def _tensor(key: str, value: Any) -> TensorData:
         raise InputTypeError("expected one value per position, got a single number", path)
     if key in _SPARSE_KEYS and is_torch(value):
         return TensorData._sparsified(array)  # pyright: ignore[reportPrivateUsage] -- same package
-    return TensorData._dense(array)  # pyright: ignore[reportPrivateUsage] -- same package
+    return TensorData._dense(array, value)  # pyright: ignore[reportPrivateUsage] -- same package
 
 
 def checked_spans(spans: Any, path: str) -> ProvenanceSpans | None:

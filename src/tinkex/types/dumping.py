@@ -1,7 +1,8 @@
 """Values as plain dicts.
 
-A declared field that is None can be left out; a null inside a free-form map (user metadata,
-custom-loss arguments) always stays, because there it is the user's own data.
+Bytes are base64 text in every mode, as in the official client. A declared field that is None
+can be left out; a null inside a free-form map (user metadata, custom-loss arguments) always
+stays, because there it is the user's own data.
 """
 
 from base64 import b64encode
@@ -100,12 +101,12 @@ def _plain(value: Any, options: Options) -> Any:
     if isinstance(value, dict):
         entries = cast("dict[str, Any]", value)
         return {key: _plain(item, options) for key, item in entries.items()}
+    if isinstance(value, bytes):
+        return b64encode(value).decode()
     return _json_scalar(value) if options.json else value
 
 
 def _json_scalar(value: Any) -> Any:
-    if isinstance(value, bytes):
-        return b64encode(value).decode()
     if isinstance(value, datetime):
         return msgspec.to_builtins(value)
     if isinstance(value, Enum):

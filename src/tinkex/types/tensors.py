@@ -6,6 +6,7 @@ somebody asks for one, and numpy itself is loaded when the first tensor is made.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -13,6 +14,7 @@ from tinkex.errors import InputError, InputTypeError
 from tinkex.types.arrays import (
     TensorDtype,
     cast_array,
+    is_number,
     is_numpy,
     is_numpy_scalar,
     is_torch,
@@ -34,6 +36,17 @@ MASK_LOGPROB = -99999.0
 """The log-probability of an empty cell in `TopkLogprobs`."""
 
 
+# Who can write to the storage of a dense tensor: anybody who holds the array or gave it, this
+# tensor alone, or this one and its private copies. The first has to copy it for a call, the
+# last before anybody gets to see it; so what was made of a list is hardly ever copied.
+_ANYBODY, _ALONE, _TENSORS = range(3)
+
+
+def _holders(array: Array) -> int:
+    """Who holds an array that is not the caller's own."""
+    return _ALONE if array.flags.owndata else _ANYBODY
+
+
 class TensorData:
     """A dense or CSR array of int64 or float32 values.
 
@@ -42,13 +55,14 @@ class TensorData:
     equals NaN.
     """
 
-    __slots__ = ("_col", "_crow", "_numpy", "_shape", "dtype")
+    __slots__ = ("_col", "_crow", "_holders", "_numpy", "_shape", "dtype")
 
     dtype: TensorDtype
     _shape: tuple[int, ...] | None
     _numpy: Array
     _crow: Array | None
     _col: Array | None
+    _holders: int
 
     def __init__(
         self,
@@ -62,7 +76,10 @@ class TensorData:
             raise InputTypeError('is required: "int64" or "float32"', "TensorData.dtype")
         if not isinstance(dtype, str) or dtype not in ("int64", "float32"):  # pyright: ignore[reportUnnecessaryIsInstance] -- callers may not type-check
             raise InputError(f'must be "int64" or "float32", got {dtype!r}', "TensorData.dtype")
-        array = to_array([] if data is None else data, dtype, "TensorData.data")
+        if is_number(data):
+            array = to_array([data], dtype, "TensorData.data").reshape(())
+        else:
+            array = to_array([] if data is None else data, dtype, "TensorData.data")
         dims = None if shape is None else _dims(shape)
         crow = _indices(sparse_crow_indices, "TensorData.sparse_crow_indices")
         col = _indices(sparse_col_indices, "TensorData.sparse_col_indices")
@@ -71,10 +88,15 @@ class TensorData:
         else:
             array = array.reshape(-1)
             _check_csr(array, dims, crow, col)
-        self._fill(array, dims, crow, col)
+        self._fill(array, dims, crow, col, _ANYBODY if array is data else _holders(array))
 
     def _fill(
-        self, array: Array, shape: Sequence[int] | None, crow: Array | None, col: Array | None
+        self,
+        array: Array,
+        shape: Sequence[int] | None,
+        crow: Array | None,
+        col: Array | None,
+        holders: int,
     ) -> None:
         put = object.__setattr__
         put(self, "_numpy", array)
@@ -83,6 +105,7 @@ class TensorData:
         put(self, "_shape", None if shape is None else tuple(shape))
         put(self, "_crow", crow)
         put(self, "_col", col)
+        put(self, "_holders", holders)
 
     @classmethod
     def _make(
@@ -91,15 +114,20 @@ class TensorData:
         shape: Sequence[int] | None,
         crow: Array | None = None,
         col: Array | None = None,
+        holders: int = 0,
     ) -> Self:
         """Wrap arrays that are known to be right."""
         self = cls.__new__(cls)
-        self._fill(array, shape, crow, col)
+        self._fill(array, shape, crow, col, holders)
         return self
 
     def _private(self) -> TensorData:
         """The same values in memory that nobody else can write to."""
-        array, shape = private_array(self._numpy), self._shape
+        shape = self._shape
+        if self._holders != _ANYBODY:
+            object.__setattr__(self, "_holders", _TENSORS)
+            return TensorData._make(self._numpy, shape, holders=_TENSORS)
+        array = private_array(self._numpy)
         # An array can be given another shape or type in place.
         intact = array.dtype.kind == self.dtype[0] and (shape is None or array.shape == shape)
         if intact and self._crow is None:
@@ -109,6 +137,14 @@ class TensorData:
             for indices in (self._crow, self._col)
         )
         return TensorData(array, self.dtype, shape, crow, col)  # pyright: ignore[reportArgumentType] -- arrays are sequences, too
+
+    def _exposed(self) -> Array:
+        """The dense storage for somebody who may write to it."""
+        if self._holders != _ANYBODY:
+            if self._holders == _TENSORS:
+                object.__setattr__(self, "_numpy", self._numpy.copy())
+            object.__setattr__(self, "_holders", _ANYBODY)
+        return self._numpy
 
     def __setattr__(self, name: str, value: object) -> None:
         raise _frozen(name)
@@ -126,12 +162,13 @@ class TensorData:
             import numpy as np
 
             array = np.asarray(array)
-        return cls._dense(cast_array(array, None, path))
+        return cls._dense(cast_array(array, None, path), array)
 
     @classmethod
     def from_torch(cls, tensor: torch.Tensor) -> Self:
         """Wrap a torch tensor of any device: floats become float32, integers and bools int64."""
-        return cls._dense(cast_array(_torch(tensor, "from_torch"), None, "TensorData.from_torch"))
+        array = _torch(tensor, "from_torch")
+        return cls._dense(cast_array(array, None, "TensorData.from_torch"), array)
 
     @classmethod
     def from_torch_sparse(cls, tensor: torch.Tensor, pad_value: int = 0) -> Self:
@@ -141,19 +178,21 @@ class TensorData:
         return cls._sparsified(cast_array(_torch(tensor, path), None, path), pad_value)
 
     @classmethod
-    def _dense(cls, array: Array) -> Self:
-        return cls._make(array, array.shape)
+    def _dense(cls, array: Array, given: object) -> Self:
+        """Wrap what `given` became."""
+        holders = _ANYBODY if array is given else _holders(array)
+        return cls._make(array, array.shape, holders=holders)
 
     @classmethod
     def _sparsified(cls, array: Array, pad_value: int = 0) -> Self:
         import numpy as np
 
         if array.ndim != 2:
-            return cls._dense(array)
+            return cls._make(array, array.shape)
         rows, cols = array.shape
         kept = array != pad_value
         if rows + 1 + 2 * int(np.count_nonzero(kept)) >= rows * cols:
-            return cls._dense(array)
+            return cls._make(array, array.shape)
         crow = np.zeros(rows + 1, np.int64)
         np.cumsum(np.count_nonzero(kept, axis=1), out=crow[1:])
         return cls._make(array[kept], [rows, cols], crow, np.nonzero(kept)[1].astype(np.int64))
@@ -217,7 +256,7 @@ class TensorData:
         """The values as an array: the storage itself when dense, else filled with `pad_value`."""
         _check_pad(pad_value)
         if self._crow is None:
-            return self._numpy
+            return self._exposed()
         import numpy as np
 
         assert self._shape is not None
@@ -261,7 +300,7 @@ class TensorData:
         return f"TensorData(dtype={self.dtype!r}, shape={shape}{layout}, data=[{numbers}{more}])"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (TensorData._make, (self._numpy, self._shape, self._crow, self._col))
+        return (TensorData._make, (self._exposed(), self._shape, self._crow, self._col))
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
@@ -290,7 +329,7 @@ def _dims(shape: Any) -> list[int]:
     path = "TensorData.shape"
     try:
         dims = [dim.__index__() for dim in shape if not isinstance(dim, bool)]
-        if len(dims) == len(shape):
+        if len(dims) == len(shape) and not isinstance(shape, Set | Mapping):
             return dims
     except (TypeError, AttributeError):
         pass
@@ -298,6 +337,8 @@ def _dims(shape: Any) -> list[int]:
 
 
 def _reshape(array: Array, dims: list[int]) -> Array:
+    if list(array.shape) == dims:
+        return array
     try:
         return array.reshape(dims)
     except (ValueError, OverflowError):

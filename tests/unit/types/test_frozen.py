@@ -1,5 +1,6 @@
 """Private copies: what a caller changes after a call is not what is sent."""
 
+import copy
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -81,6 +82,30 @@ def test_memory_that_nobody_can_write_to_is_not_copied() -> None:
     view = behind.view()
     view.flags.writeable = False
     assert not np.shares_memory(frozen(types.TensorData.from_numpy(view)).to_numpy(), behind)
+
+
+@pytest.mark.req("S2")
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        types.TensorData([1.0, 2.0], "float32"),
+        types.TensorData([1.0, 2.0], "float32", [2]),
+        types.TensorData.from_numpy(np.array([1.0, 2.0], np.float64)),
+        datum([1.0, 2.0, 3.0]).loss_fn_inputs["weights"],
+    ],
+    ids=["list", "shape", "cast", "datum"],
+)
+def test_memory_of_our_own_is_copied_only_when_somebody_asks_for_it(
+    tensor: types.TensorData,
+) -> None:
+    first, second = frozen(tensor), frozen(tensor)
+    assert first._numpy is second._numpy is tensor._numpy  # pyright: ignore[reportPrivateUsage]
+    tensor.to_numpy()[0] = 9
+    copy.copy(second).to_numpy()[0] = 8
+    assert (tensor.data[0], first.data[0]) == (9, 1)
+    third = frozen(tensor)
+    tensor.to_numpy()[0] = 7
+    assert third.data[0] == 9
 
 
 def test_frozen_sparse_tensors_are_copied_and_checked_again() -> None:

@@ -133,6 +133,23 @@ def test_missing_and_positional_arguments_are_errors_of_the_tree() -> None:
         types.AdamParams(1e-3)  # pyright: ignore[reportCallIssue]
 
 
+@pytest.mark.req("S12")
+@pytest.mark.parametrize("array", [np.int64(5), np.zeros(3), np.array(5)])
+def test_an_array_is_not_taken_for_a_value_without_fields(array: Any) -> None:
+    with pytest.raises(InputTypeError) as caught:
+        types.SampleRequest(prompt=types.ModelInput.empty(), sampling_params=array)
+    assert caught.value.path == "SampleRequest.sampling_params"
+
+
+@pytest.mark.req("B13")
+@pytest.mark.parametrize("listed", [list, tuple])
+def test_a_misspelt_key_of_a_chunk_is_refused_wherever_it_stands(listed: Any) -> None:
+    chunk = types.EncodedTextChunk(tokens=[1])
+    for chunks in ([{"tokns": [1]}], [chunk, {"tokens": [1], "tpye": "encoded_text"}]):
+        with pytest.raises(InputError):
+            types.ModelInput(chunks=listed(chunks))
+
+
 def test_a_list_where_a_prompt_belongs_is_told_how_to_become_one() -> None:
     with pytest.raises(InputTypeError, match="from_ints"):
         types.SampleRequest(prompt=[1, 2], sampling_params=types.SamplingParams())  # pyright: ignore[reportArgumentType]
@@ -261,6 +278,9 @@ def test_a_whole_number_counts_as_an_integer(five: Any) -> None:
     params = types.SamplingParams(max_tokens=five, stop=[five])
     assert (params.max_tokens, params.stop) == (5, [5])
     assert type(params.max_tokens) is int
+    for bad in (5.5, float("inf"), 1e300):
+        with pytest.raises(InputError):
+            types.Cursor(offset=bad, limit=1, total_count=1)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize(
@@ -297,6 +317,8 @@ def test_image_bytes_are_base64_in_json() -> None:
         "format": "png",
         "expected_tokens": None,
     }
+    assert chunk.model_dump()["data"] == "aGk="
+    assert types.ImageChunk.model_validate(chunk.model_dump()) == chunk
     assert types.ImageChunk.model_validate_json(chunk.model_dump_json()) == chunk
     assert types.ImageChunk(data="aGk=", format="png") == chunk  # pyright: ignore[reportArgumentType]
     with pytest.raises(InputError, match="base64"):

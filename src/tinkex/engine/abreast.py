@@ -2,7 +2,8 @@
 
 One thread for each half takes less time than two that share every product: neither waits for the
 other between them. Operations do not feel their neighbours, and a pass on one thread has the bits
-of one on two, so it does not show in results. With other numbers of threads it would.
+of one on two, so it does not show in results. Where that is not known (`threads.one_will_do`) they
+are computed at once.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 import torch
 
-from tinkex.engine.threads import one_thread
+from tinkex.engine.threads import on_threads, one_will_do
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -42,10 +43,10 @@ F = TypeVar("F")
 def compute_abreast(parts: Sequence[P], compute: Callable[[Sequence[P]], list[F]]) -> list[F]:
     """What `compute` finds for each part, at once or half by half."""
     halves = _halves([part.tokens for part in parts])
-    if halves is None or parts[0].weights.flat_P.is_cuda or torch.get_num_threads() != 2:
+    if halves is None or parts[0].weights.flat_P.is_cuda or not one_will_do():
         return compute(parts)
     own, others = ([parts[place] for place in places] for places in halves)
-    with one_thread():
+    with on_threads(1):
         later = _other.submit(compute, others)
         try:
             found = compute(own)

@@ -32,20 +32,33 @@ def multiplications(config: DecoderConfig) -> int:
 @contextmanager
 def threads_for(count: int, few: int) -> Generator[None]:
     """Compute so many multiplications on one thread if they are few."""
-    # One thread gives the bits of two, but not those of three: thin products are cut in another
-    # way there.
-    if count > few or torch.get_num_threads() != 2:
+    if count > few or not one_will_do():
         yield
         return
-    with one_thread():
+    with on_threads(1):
         yield
+
+
+def one_will_do() -> bool:
+    """Whether one thread may compute what usually the two of them do.
+
+    With MKL one thread gives the bits of two, but not those of three: thin products are cut in
+    another way there. Nothing is known of other libraries.
+    """
+    return torch.get_num_threads() == 2 and torch.backends.mkl.is_available()
+
+
+def threads_in_turn() -> tuple[int, ...]:
+    """Numbers of threads that the engine may use from call to call, with the same results."""
+    count = torch.get_num_threads()
+    return (1, 2) if count <= 2 and torch.backends.mkl.is_available() else (count,)
 
 
 @contextmanager
-def one_thread() -> Generator[None]:
-    """Compute on this thread alone."""
+def on_threads(count: int) -> Generator[None]:
+    """Compute what this thread asks for on so many threads."""
     usual = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(count)
     try:
         yield
     finally:

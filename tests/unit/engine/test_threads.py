@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.unit.engine.training.kit import CONFIG
-from tinkex.engine.threads import multiplications, threads_for
+from tinkex.engine.threads import multiplications, on_threads, threads_for, threads_in_turn
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -23,6 +23,11 @@ def as_before() -> Generator[None]:
     torch.set_num_threads(threads)
 
 
+has_mkl = torch.backends.mkl.is_available()
+needs_mkl = pytest.mark.skipif(not has_mkl, reason="only MKL gives one thread the bits of two")
+
+
+@needs_mkl
 @pytest.mark.parametrize(
     ("threads", "work", "inside"), [(2, LITTLE, 1), (2, MUCH, 2), (3, LITTLE, 3)]
 )
@@ -31,6 +36,21 @@ def test_two_threads_become_one_for_little_work(threads: int, work: int, inside:
     with threads_for(work, 2**20):
         assert torch.get_num_threads() == inside
     assert torch.get_num_threads() == threads
+
+
+@pytest.mark.parametrize("mkl", [True, False])
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_work_runs_on_a_number_of_threads_that_gives_the_same_results(
+    threads: int, mkl: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: mkl)
+    with on_threads(threads):
+        assert threads in threads_in_turn()
+        assert mkl or threads_in_turn() == (threads,)
+        for work in (LITTLE, MUCH):
+            with threads_for(work, 2**20):
+                assert torch.get_num_threads() in threads_in_turn()
+                assert mkl or torch.get_num_threads() == threads
 
 
 def test_the_number_of_threads_comes_back_after_a_failure() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.patience import PATIENCE_S
+from tests.unit.engine.test_threads import needs_mkl
 from tinkex.engine.abreast import compute_abreast
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ def _pieces(*tokens: int) -> list[Piece]:
     return [Piece(number, count) for number, count in enumerate(tokens)]
 
 
+@needs_mkl
 @pytest.mark.parametrize("tokens", [(5, 5), (1, 9, 4, 4), (64,) * 8, (7, 3, 2, 2, 1, 1)])
 def test_two_threads_share_the_tokens_and_answers_keep_their_order(tokens: tuple[int, ...]) -> None:
     recorder = Recorder()
@@ -75,6 +77,14 @@ def test_with_other_numbers_of_threads_nothing_is_shared(threads: int) -> None:
     torch.set_num_threads(2)
 
 
+def test_without_mkl_nothing_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
+    recorder = Recorder()
+    compute_abreast(_pieces(5, 5), recorder)
+    assert recorder.calls == {threading.get_ident(): (10, 2)}
+
+
+@needs_mkl
 @pytest.mark.parametrize("failing", [0, 1])
 def test_an_error_of_either_half_is_raised_when_both_have_ended(failing: int) -> None:
     ended: list[int] = []

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from tinkex.engine.adjacent import side_by_side
 from tinkex.engine.kernels import has_kernels
+from tinkex.engine.threads import on_threads
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -220,8 +221,21 @@ class _Rotate(torch.autograd.Function):
 
 def rotation(positions_T: Tensor, frequencies_F: Tensor) -> Rotation:
     """The rotation of tokens at these positions of their sequences."""
-    angles_T1F = (positions_T.float()[:, None] * frequencies_F)[:, None, :]
-    return Rotation(angles_T1F.cos(), angles_T1F.sin())
+    if positions_T.device.type != "cpu":
+        angles_T1F = (positions_T.float()[:, None] * frequencies_F)[:, None, :]
+        return Rotation(angles_T1F.cos(), angles_T1F.sin())
+    # Where torch has no MKL, a large angle changes how the others of its vector are computed. So
+    # a vector must not hold angles of two tokens: rows are filled up to whole ones, and a single
+    # thread takes all rows, for several would begin within one.
+    count = frequencies_F.shape[0]
+    filled = F.pad(frequencies_F, (0, -count % _ANGLES_STEP))
+    angles_T1F = (positions_T.float()[:, None] * filled)[:, None, :]
+    with on_threads(1):
+        return Rotation(angles_T1F.cos()[..., :count], angles_T1F.sin()[..., :count])
+
+
+_ANGLES_STEP: Final = 16
+"""Numbers in the longest vector of any processor that torch knows."""
 
 
 def rope_frequencies(config: DecoderConfig) -> Tensor:

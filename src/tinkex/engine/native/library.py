@@ -6,6 +6,7 @@ Its OpenMP library is asked to call the code on each of them.
 from __future__ import annotations
 
 import ctypes
+import platform
 import sys
 from functools import cache
 from importlib import import_module
@@ -20,6 +21,7 @@ from tinkex.engine.native.kernels import DECLARED, kernels
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+_MACHINES: Final = ("x86_64", "AMD64")
 _NEEDED: Final = "avx512f"
 _OPENMP: Final = ("libgomp", "libiomp5", "libomp")
 _CALLED: Final = ("omp_get_thread_num", "omp_get_num_threads", "GOMP_barrier")
@@ -44,7 +46,7 @@ class Library:
 @cache
 def library() -> Library | None:
     """None where something is missing: llvmlite, OpenMP, or a processor with AVX-512."""
-    if cpu_isa() != "avx512":
+    if cpu_isa() != "avx512" or platform.machine() not in _MACHINES:
         return None
     openmp = _openmp()
     if openmp is None or find_spec("llvmlite") is None:

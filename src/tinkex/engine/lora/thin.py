@@ -2,23 +2,36 @@
 
 On a CPU they run in machine code of our own, if their sizes suit it. Otherwise the library picks
 its kernel by the number of rows that each thread gets, and kernels add up in different orders.
-Whole steps of `STEP` rows always take the same one, so rows beyond the last whole step are filled
-up to one. Everywhere else these are plain products.
+Whole steps of `STEP` rows mostly take the same one, so rows beyond the last whole step are filled
+up to one. Whether that is so is tried for each size of a factor; where it is not, products are
+computed in slower ways that pass the trial (see `models.packed`). Everywhere else these are plain
+products.
 
 Shapes: S rows, Z inner activations, I inputs, O outputs.
 """
 
 from __future__ import annotations
 
+import logging
+from functools import cache
 from typing import TYPE_CHECKING, Final
 
 import torch
 from torch.nn import functional as F
 
+from tinkex.engine.models.packed import BLOCKS, Way, first_that_passes
+from tinkex.engine.models.row_trial import random_rows, rows_agree, trial_rows
 from tinkex.engine.native import Passing, place, suits
+from tinkex.engine.threads import threads_in_turn
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
+
+    from tinkex.engine.models.packed import PackedProduct
+
+_log = logging.getLogger(__name__)
 
 STEP: Final = 16
 """Rows and columns from which on the usual kernel is taken."""
@@ -38,14 +51,7 @@ def shrink(x_SI: Tensor, a_ZI: Tensor) -> Tensor:
     if rank < STEP:
         # Few columns take kernels of their own, whose order depends on where the rows begin.
         return shrink(x_SI, _filled_up(a_ZI))[:, :rank]
-    whole = _whole(x_SI)
-    if whole == x_SI.shape[0]:
-        return F.linear(x_SI, a_ZI)
-    z_SZ = x_SI.new_empty(x_SI.shape[0], rank)
-    if whole:
-        torch.mm(x_SI[:whole], a_ZI.T, out=z_SZ[:whole])
-    z_SZ[whole:] = F.linear(_filled_up(x_SI[whole:]), a_ZI)[: x_SI.shape[0] - whole]
-    return z_SZ
+    return _product(a_ZI)(x_SI)
 
 
 def expand_add_(y_SO: Tensor, z_SZ: Tensor, b_OZ: Tensor, scale: float) -> None:
@@ -54,7 +60,14 @@ def expand_add_(y_SO: Tensor, z_SZ: Tensor, b_OZ: Tensor, scale: float) -> None:
         products = Passing()
         products.expand_add(place(y_SO), place(z_SZ), b_OZ, y_SO.shape[0], scale)
         products.run()
-        return
+    elif not _is_tried(b_OZ) or _adds_alike(*b_OZ.shape, threads_in_turn()):
+        _add_in_steps_(y_SO, z_SZ, b_OZ, scale)
+    else:
+        # Scaled first: what is then added number by number rounds the same way everywhere.
+        y_SO.add_(_product(b_OZ)(z_SZ * scale))
+
+
+def _add_in_steps_(y_SO: Tensor, z_SZ: Tensor, b_OZ: Tensor, scale: float) -> None:
     rows, whole = y_SO.shape[0], _whole(y_SO)
     if whole == rows:
         y_SO.addmm_(z_SZ, b_OZ.T, alpha=scale)
@@ -64,6 +77,73 @@ def expand_add_(y_SO: Tensor, z_SZ: Tensor, b_OZ: Tensor, scale: float) -> None:
     rest_SO = _filled_up(y_SO[whole:])
     rest_SO.addmm_(_filled_up(z_SZ[whole:]), b_OZ.T, alpha=scale)
     y_SO[whole:] = rest_SO[: rows - whole]
+
+
+@cache
+def _adds_alike(outputs: int, rank: int, _threads: tuple[int, ...]) -> bool:
+    """Whether `_add_in_steps_` gives a row the same bits in any company on this machine."""
+    count = trial_rows(outputs, rank)
+    b_OZ, z_TZ = random_rows(outputs, rank), random_rows(count, rank, seed=1)
+    y_TO = random_rows(count, outputs, seed=2)
+
+    def added(part: slice) -> Tensor:
+        y_SO = y_TO[part].clone()
+        _add_in_steps_(y_SO, z_TZ[part], b_OZ, 0.7)
+        return y_SO
+
+    alike = rows_agree(added, count)
+    if not alike:
+        _log.info(
+            "addmm is not used for adapter weights of shape %s: on this machine the bits of a row "
+            "depend on the other rows",
+            (outputs, rank),
+        )
+    return alike
+
+
+class _SteppedProduct:
+    """The library's product in whole steps of `STEP` rows, filled up to one at the end."""
+
+    row_step = 1
+
+    def __init__(self, factor_OI: Tensor) -> None:
+        self._factor_OI = factor_OI
+
+    def __call__(self, x_TI: Tensor, out: Tensor | None = None) -> Tensor:
+        """The product in fresh memory or in `out`."""
+        factor_OI, rows, whole = self._factor_OI, x_TI.shape[0], _whole(x_TI)
+        y_TO = x_TI.new_empty(rows, factor_OI.shape[0]) if out is None else out
+        if whole:
+            torch.mm(x_TI[:whole], factor_OI.T, out=y_TO[:whole])
+        if whole < rows:
+            y_TO[whole:] = F.linear(_filled_up(x_TI[whole:]), factor_OI)[: rows - whole]
+        return y_TO
+
+    def bound(self, x_TI: Tensor, y_TO: Tensor) -> Callable[[], object]:
+        """The product of the same tensors at every call."""
+        return lambda: self(x_TI, y_TO)
+
+
+_WAYS: Final = (Way("stepped", _SteppedProduct), BLOCKS)
+
+
+def _product(factor_OI: Tensor) -> PackedProduct:
+    """The product with a factor on a CPU."""
+    if not _is_tried(factor_OI):
+        return _SteppedProduct(factor_OI)
+    product = _way(*factor_OI.shape, threads_in_turn()).make(factor_OI)
+    assert product is not None
+    return product
+
+
+@cache
+def _way(outputs: int, inputs: int, _threads: tuple[int, ...]) -> Way:
+    # Random numbers stand in for the factor: some are zero before they are trained.
+    return first_that_passes(random_rows(outputs, inputs), _WAYS)[0]
+
+
+def _is_tried(factor: Tensor) -> bool:
+    return factor.device.type == "cpu" and factor.dtype == torch.float32
 
 
 def _whole(x: Tensor) -> int:

@@ -123,6 +123,8 @@ class APIStatusError(APIError):
         super().__init__(message, getattr(response, "request", None), body=body)
         self.response = response
         self.status_code = cast("int", response.status_code)
+        if self.status_code == 408:
+            self.retryable = True  # a time-out that the server reports
 
 
 class BadRequestError(APIStatusError):
@@ -141,6 +143,7 @@ class BillingError(APIStatusError):
     """402: the account cannot pay for this."""
 
     code = "billing"
+    retryable = True
 
 
 class PermissionDeniedError(APIStatusError):
@@ -159,6 +162,7 @@ class ConflictError(APIStatusError):
     """409: the server's state does not allow it now."""
 
     code = "conflict"
+    retryable = True
 
 
 class PromiseLostError(APIStatusError):

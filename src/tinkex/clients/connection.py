@@ -17,8 +17,6 @@ from tinkex.clients.portal import LoopThread
 from tinkex.clients.telemetry import Telemetry
 from tinkex.clock import SystemClock
 from tinkex.errors import APIError, ClosedError, NotFoundError
-from tinkex.futures.budget import ByteBudget
-from tinkex.futures.poller import Poller
 from tinkex.metrics import meter
 from tinkex.types import ClientConfigRequest, ClientDynamicConfigResponse
 from tinkex.wire import routes
@@ -93,7 +91,6 @@ class Connection:
         self._make_transport = transport or _http_transport
         self._connected = Once(self.portal, self._connect)
         self._api: Api | None = None
-        self._poller: Poller | None = None
 
     @property
     def api(self) -> Api:
@@ -101,13 +98,6 @@ class Connection:
         if self._api is None:
             raise ClosedError("the client is not connected yet")
         return self._api
-
-    @property
-    def poller(self) -> Poller:
-        """The poller; only after `connected()`."""
-        if self._poller is None:
-            raise ClosedError("the client is not connected yet")
-        return self._poller
 
     async def connected(self) -> Api:
         """Server flags fetched, credentials resolved."""
@@ -134,13 +124,6 @@ class Connection:
         if api.client_config.pjwt_auth_enabled:
             self.spawn_loop(api.auth.keep_fresh())
         self._api = api
-        self._poller = Poller(
-            api,
-            self.clock,
-            ByteBudget(api.client_config.inflight_response_bytes_semaphore_size),
-            silence_s=self.config.silence_deadline_s,
-            total_s=self.config.total_deadline_s,
-        )
         if self.telemetry is not None:
             self.spawn_loop(self.telemetry.run())
         return api

@@ -14,11 +14,10 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Concatenate, TypeVar
 
 from tinkex.clients.arguments import one_of
-from tinkex.clients.calls import given
 from tinkex.clients.local_loss import LocalLoss, datums_of, numbers
 from tinkex.clients.loss_graph import load_torch, trace
-from tinkex.errors import InputError, InputTypeError, PromiseLostError, TinkerError
-from tinkex.futures.poller import Ticket
+from tinkex.clients.training_requests import given
+from tinkex.errors import InputError, InputTypeError, TinkerError
 from tinkex.spans import span
 from tinkex.types import CreateCustomLossRequest, CustomLossInput, Datum
 from tinkex.wire import routes
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from tinkex.clients.operations import Operations
     from tinkex.clients.session import Session
     from tinkex.clients.training import TrainingClient
+    from tinkex.clients.training_requests import TrainingRequests
     from tinkex.futures.future import APIFuture
     from tinkex.types import CustomLossInputRank, ForwardBackwardOutput
 
@@ -48,8 +48,6 @@ PerDatumLossFn = Callable[
 ]
 """A loss of one datum: log-probabilities and named inputs in, loss and metrics out. It is traced,
 so it must consist of torch operations only."""
-
-_RESENDS = 3
 
 
 @dataclass(frozen=True)
@@ -122,17 +120,9 @@ def create_custom_loss(
 
 
 async def _upload(session: Session, request: CreateCustomLossRequest) -> str:
-    for attempt in range(_RESENDS + 1):
-        accepted = await session.api.call(routes.CREATE_CUSTOM_LOSS, request)
-        try:
-            ticket = Ticket(accepted.request_id, "CreateCustomLoss")
-            return (await session.poller.wait(ticket, lambda pending: None)).value.loss_id
-        except PromiseLostError:
-            # The server lost it, most likely in a restart; the number makes it the same upload.
-            if attempt == _RESENDS:
-                raise
-            await session.clock.sleep(0.5 * 2.0**attempt)
-    raise AssertionError("unreachable")
+    route = routes.CREATE_CUSTOM_LOSS
+    made = await session.request(route, request, "the custom loss", "CreateCustomLoss")
+    return made.loss_id
 
 
 # -- training with a custom loss ------------------------------------------------------------------
@@ -140,6 +130,7 @@ async def _upload(session: Session, request: CreateCustomLossRequest) -> str:
 
 def run_custom(
     client: TrainingClient,
+    requests: TrainingRequests,
     data: Sequence[Datum],
     loss_fn: CustomLossFnV1 | LossHandle,
     loss_type_input: str | None,
@@ -153,15 +144,16 @@ def run_custom(
         if isinstance(loss_fn, LossHandle) and loss_fn.loss_id is not None:
             return _run_on_server(client, data, loss_fn, loss_fn.loss_id)
         local = _local(client, data, loss_fn)
-        forward = client.forward(local.forward_data(), "cross_entropy")
-        weighted = local.evaluate(_wait(forward))
-        return client.forward_backward(weighted.data, "cross_entropy").then(weighted.fold)
+        with requests.forward_then_backward(local.forward_data()) as (forward, backward):
+            weighted = local.evaluate(_wait(forward))
+            return backward(weighted.data).then(weighted.fold)
     except TinkerError as error:
         return _refuse(client, error)
 
 
 async def run_custom_async(
     client: TrainingClient,
+    requests: TrainingRequests,
     data: Sequence[Datum],
     loss_fn: CustomLossFnV1 | LossHandle,
     loss_type_input: str | None,
@@ -172,10 +164,9 @@ async def run_custom_async(
         if isinstance(loss_fn, LossHandle) and loss_fn.loss_id is not None:
             return _run_on_server(client, data, loss_fn, loss_fn.loss_id)
         local = _local(client, data, loss_fn)
-        forward = await client.forward_async(local.forward_data(), "cross_entropy")
-        weighted = local.evaluate(await forward)
-        backward = await client.forward_backward_async(weighted.data, "cross_entropy")
-        return backward.then(weighted.fold)
+        with requests.forward_then_backward(local.forward_data()) as (forward, backward):
+            weighted = local.evaluate(await forward)
+            return backward(weighted.data).then(weighted.fold)
     except TinkerError as error:
         return _refuse(client, error)
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
-from tinkex.clients.calls import given
+from tinkex.clients.training_requests import given
 from tinkex.errors import InputError, InputTypeError, ResultError
 from tinkex.spans import span
 from tinkex.types import Datum

@@ -74,7 +74,7 @@ class Operations:
     ) -> asyncio.Task[None]:
         """On the loop: run `work` as a task that ends `promise`, and is cancelled with it."""
         task = self.portal.spawn(_end_with(promise, work, self.on_error), context)
-        promise.task = task
+        promise.shield.task = task
         if promise.future.done():  # cancelled from another thread in this very moment
             task.cancel()
         return task

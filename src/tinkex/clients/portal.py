@@ -99,11 +99,9 @@ class _Duties:
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.error("background task failed", exc_info=error)
 
-    def release(self, promise: Promise[Any]) -> asyncio.Task[None] | None:
-        """Forget an ended promise; returns the task that may still run for it."""
+    def release(self, promise: Promise[Any]) -> None:
+        """Forget an ended promise."""
         self.owed.discard(promise)
-        task, promise.task = promise.task, None
-        return task
 
     def run_mail(self) -> None:
         while self.mail:
@@ -154,10 +152,10 @@ class _Dutiful(ABC):
         return self._duties.spawn(work, context)
 
     def release(self, promise: Promise[Any], *, cancelled: bool) -> None:
-        task = self._duties.release(promise)
-        if cancelled and task is not None:
+        self._duties.release(promise)
+        if cancelled and promise.shield.task is not None:
             with contextlib.suppress(ClosedError):
-                self.post(task.cancel)
+                self.post(promise.shield.cancel)
 
     def alive(self) -> bool:
         return self._duties.gone is None

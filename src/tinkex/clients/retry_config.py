@@ -51,6 +51,24 @@ class RetryConfig:
         return min(max(delay + jitter, 0.0), self.retry_delay_max)
 
 
+@dataclass(frozen=True, slots=True)
+class SamplingPolicy:
+    """A `RetryConfig` together with what the server's flags say; see `futures.lifecycle`."""
+
+    config: RetryConfig
+    retries: bool
+    patience_s: float
+
+    @property
+    def retryable_exceptions(self) -> tuple[type[Exception], ...]:
+        """What else is worth another try, in the user's eyes."""
+        return self.config.retryable_exceptions
+
+    def delay_s(self, attempt: int, draw: float) -> float:
+        """The wait before retry number `attempt`."""
+        return self.config.delay_s(attempt, draw)
+
+
 def _check_amount(value: object, name: str) -> None:
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         raise InputTypeError(f"must be a number, not {type(value).__name__}", name)

@@ -5,21 +5,22 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from tinkex.clients.arguments import given_text
 from tinkex.clients.chunking import input_bytes, text_tokens
+from tinkex.clients.dispatch import pause_s
 from tinkex.clients.notices import QueueNotices
 from tinkex.clients.operations import awaited, blocking
-from tinkex.clients.retry_config import RetryConfig
+from tinkex.clients.retry_config import RetryConfig, SamplingPolicy
 from tinkex.clients.sampling_checks import build_request, check_options, check_response
-from tinkex.errors import InputError, PromiseLostError, ServerSilentError, TinkerError
+from tinkex.errors import InputError, TinkerError
 from tinkex.futures.feed import CompletionFeed
-from tinkex.futures.poller import Ticket, charge
+from tinkex.futures.lifecycle import Lifecycle, charge
 from tinkex.spans import span
-from tinkex.transport.retry import Limits, Progress, decide, outcome_of, retry_after_s
 from tinkex.types import (
     CreateSamplingSessionRequest,
     JoinSamplingSessionRequest,
@@ -35,14 +36,14 @@ if TYPE_CHECKING:
     from tinkex.clients.telemetry import Telemetry
     from tinkex.clients.tokenizers import Tokenizer
     from tinkex.futures.future import APIFuture, Promise
-    from tinkex.futures.poller import Result
+    from tinkex.futures.lifecycle import Result, Ticket
     from tinkex.types import ModelInput, SampleRequest, SampleResponse, TensorData
-    from tinkex.wire.results import Pending
 
 # Copies of a sampler number their requests from blocks of their own.
 CLONE_BLOCK = 1_000_000_000
 _BYTES_PER_TOKEN = 10
 _SCHEME = "tinker://"
+_HEADERS = {"X-Tinker-Sampling-Backpressure": "1"}
 
 
 class SamplingClient:
@@ -168,25 +169,72 @@ class SamplingClient:
     async def _sample(
         self, promise: Promise[SampleResponse], request: SampleRequest
     ) -> SampleResponse:
-        """Send, wait, and send again as long as that can help."""
+        """Draw within the total deadline, which counts from here."""
         session = self.holder
         if not session.is_open:
             await session.opened()
-        life = _Life(session.clock.now(), session.config.total_deadline_s)
-        attempt = 0
         with span("sampling.sample", sampling_session_id=self._sampling_session_id):
-            async with self._slot():
-                while True:
-                    promise.note(attempts=attempt + 1)
-                    try:
-                        result = await self._attempt(promise, request, life)
-                        break
-                    except TinkerError as error:
-                        delay_s = self._delay_s(error, attempt, life)
-                        promise.note(state="queued", request_id=None)
-                        attempt += 1
-                    await session.clock.sleep(delay_s)
-            return self._finished(result, request)
+            if session.wire.total_s is None:
+                return self._finished(await self._draw(promise, request), request)
+            async with session.wire.limit("the sample", session.clock.now()):
+                return self._finished(await self._draw(promise, request), request)
+
+    async def _draw(self, promise: Promise[Any], request: SampleRequest) -> Result:
+        """One lifecycle, with another number for each time that the server has lost the sample."""
+        session = self.holder
+        estimate = input_bytes(request.prompt, per_token=_BYTES_PER_TOKEN)
+        async with self._slot():
+            life = Lifecycle(
+                session.wire,
+                "Sample",
+                "sample",
+                self._notices.observer(promise),
+                shield=promise.shield,
+                policy=self._policy(),
+                pause=session.dispatcher,
+                pause_s=pause_s(estimate),
+                feed=self._completions(),
+                sent=lambda attempts: promise.note(attempts=attempts),
+            )
+
+            async def submit() -> Ticket:
+                promise.note(state="queued", request_id=None)
+                numbers = self._numbers or await self._number()
+                numbered = msgspec.structs.replace(request, seq_id=next(numbers))
+                post = session.api.prepared(routes.ASAMPLE, json_codec.encode(numbered), _HEADERS)
+                with span("sampling.submit", seq_id=numbered.seq_id):
+                    ticket = await life.submit(post, lambda: session.dispatcher.room(estimate))
+                promise.note(state="running", request_id=ticket.request_id)
+                return ticket if ticket.sequence_ids else _with_ids(ticket, request.num_samples)
+
+            ticket = await submit()
+            with span("sampling.wait", request_id=ticket.request_id):
+                return await life.finish(ticket, submit)
+
+    def _policy(self) -> SamplingPolicy:
+        """What the user's settings and the server's flags say about retries."""
+        config, flags = self.retry_config, self.holder.api.client_config
+        patience_s = self.holder.config.silence_deadline_s
+        if config.enable_stuck_detection and flags.sample_enable_stuck_detection:
+            patience_s = min(patience_s, config.progress_timeout)
+        retries = config.enable_retry_logic and not flags.sample_no_retries
+        return SamplingPolicy(config, retries, patience_s)
+
+    def _completions(self) -> CompletionFeed | None:
+        """One poll for all samples, where the server has it."""
+        session = self.holder
+        if not session.api.client_config.sample_use_retrieve_futures:
+            return None
+        if self._feed is None:
+            self._feed = CompletionFeed(
+                session.api,
+                session.clock,
+                session.portal.spawn,
+                self._sampling_session_id,
+                self._clone_id or 0,
+                silence_s=session.config.silence_deadline_s,
+            )
+        return self._feed
 
     def _finished(self, result: Result, request: SampleRequest) -> SampleResponse:
         """Charge and check what came back."""
@@ -204,58 +252,6 @@ class SamplingClient:
         self.holder.add_usage(usage)
         check_response(response, request)
         return response
-
-    async def _attempt(self, promise: Promise[Any], request: SampleRequest, life: _Life) -> Result:
-        """One request with a number of its own, from sending to result."""
-        session = self.holder
-        asked = session.clock.now()
-        numbers = self._numbers or await self._number()
-        numbered = msgspec.structs.replace(request, seq_id=next(numbers))
-        body = json_codec.encode(numbered)
-        estimate = input_bytes(request.prompt, per_token=_BYTES_PER_TOKEN)
-        with span("sampling.submit", seq_id=numbered.seq_id):
-            accepted = await session.dispatcher.submit(body, estimate, life.give_up_at)
-        life.last = session.clock.now()
-        promise.note(state="running", request_id=accepted.request_id)
-        ids = accepted.sample_sequence_ids
-        if ids is None:
-            # Servers older than sequence ids; the ids only need to be unique in the session.
-            ids = [f"{accepted.request_id}:{i}" for i in range(request.num_samples)]
-        ticket = Ticket(accepted.request_id, "Sample", ids, session.clock.now() - asked)
-        try:
-            with span("sampling.wait", request_id=ticket.request_id):
-                return await self._wait(ticket, promise, life)
-        except asyncio.CancelledError:
-            session.cancel_on_server(ticket.request_id)
-            raise
-
-    async def _wait(self, ticket: Ticket, promise: Promise[Any], life: _Life) -> Result:
-        session = self.holder
-
-        def observe(pending: Pending) -> None:
-            life.last = session.clock.now()
-            self._notices.observe(pending, promise)
-
-        if not session.api.client_config.sample_use_retrieve_futures:
-            return await session.poller.wait(ticket, observe)
-        if self._feed is None:
-            self._feed = CompletionFeed(
-                session.api,
-                session.clock,
-                session.portal.spawn,
-                self._sampling_session_id,
-                self._clone_id or 0,
-                silence_s=session.config.silence_deadline_s,
-            )
-        feed = self._feed
-        size_bytes = await feed.finished(ticket.request_id)
-        try:
-            return await session.poller.wait(ticket, observe, known_size=size_bytes)
-        except PromiseLostError:
-            feed.lost()
-            raise
-        finally:
-            feed.retrieved(ticket.request_id)
 
     async def _number(self) -> itertools.count[int]:
         """Request numbers: from 0, or for a copy from a block of its own."""
@@ -284,30 +280,6 @@ class SamplingClient:
         if self._slots is None:
             self._slots = asyncio.Semaphore(max(flags.sample_max_concurrent_requests, 1))
         return self._slots
-
-    def _delay_s(self, error: TinkerError, attempt: int, life: _Life) -> float:
-        """How long to wait before the sample is sent again; raises when that cannot help."""
-        session, config = self.holder, self.retry_config
-        flags = session.api.client_config
-        if flags.sample_no_retries or not config.enable_retry_logic:
-            raise error
-        if isinstance(error, ServerSilentError) or session.clock.now() >= life.give_up_at:
-            raise error  # waited for long enough already
-        patience_s = session.config.silence_deadline_s
-        if config.enable_stuck_detection and flags.sample_enable_stuck_detection:
-            patience_s = min(patience_s, config.progress_timeout)
-        silent_s = session.clock.now() - life.last
-        outcome = outcome_of(error)
-        decision = decide(outcome, "sample", Progress(attempt, silent_s), Limits(patience_s))
-        if silent_s >= patience_s:
-            raise ServerSilentError(
-                f"no sign of life from the server for {silent_s:.0f} s; the sample keeps "
-                f"failing: {error}; check that the server runs and is reachable"
-            ) from error
-        if not (decision.retry or isinstance(error, config.retryable_exceptions)):
-            raise error
-        hint_s = retry_after_s(outcome.headers, session.clock.wall())
-        return config.delay_s(attempt, random.random()) if hint_s is None else hint_s
 
     # -- about this sampler -------------------------------------------------------------------
 
@@ -396,16 +368,6 @@ async def open_sampler(
     )
 
 
-class _Life:
-    """When the server last showed that it knows about a sample, and when waiting must end."""
-
-    __slots__ = ("give_up_at", "last")
-
-    def __init__(self, now: float, total_s: float | None) -> None:
-        self.last = now
-        self.give_up_at = float("inf") if total_s is None else now + total_s
-
-
 class _NoLimit:
     """A semaphore with room for everybody."""
 
@@ -417,7 +379,13 @@ class _NoLimit:
 _NO_LIMIT = _NoLimit()
 
 
+def _with_ids(ticket: Ticket, samples: int) -> Ticket:
+    # Servers older than sequence ids; the ids only need to be unique in the session.
+    ids = [f"{ticket.request_id}:{i}" for i in range(samples)]
+    return replace(ticket, sequence_ids=ids)
+
+
 def _prompt_logprobs(response: SampleResponse) -> list[float | None]:
-    from tinkex.clients.calls import given
+    from tinkex.clients.training_requests import given
 
     return given(response.prompt_logprobs, "prompt_logprobs", "compute_logprobs")

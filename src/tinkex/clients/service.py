@@ -6,15 +6,14 @@ import warnings
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from tinkex.clients.arguments import given_text, header_text, named_values, optional_text
-from tinkex.clients.calls import given
 from tinkex.clients.console import session_url
 from tinkex.clients.operations import awaited, blocking
 from tinkex.clients.sampling import SamplingClient, open_sampler
 from tinkex.clients.session import Session
 from tinkex.clients.training import TrainingClient
+from tinkex.clients.training_requests import given
 from tinkex.config import Config
 from tinkex.errors import ClosedError, InputError, NothingToTrain
-from tinkex.futures.poller import Ticket
 from tinkex.types import (
     AdamOptimizerConfig,
     CreateModelRequest,
@@ -274,10 +273,8 @@ class ServiceClient:
 
     async def _submit(self, route: routes.Route[Any, Any], request: Any) -> Any:
         """Send a request outside any run's turn order and wait for its result."""
-        session = self.holder
-        accepted = await session.api.call(route, request)
-        ticket = Ticket(accepted.request_id, given(route.request_type, "type", route.name))
-        return (await session.poller.wait(ticket, lambda pending: None)).value
+        kind: routes.RequestType = given(route.request_type, "type", route.name)
+        return await self.holder.request(route, request, "the new training run", kind)
 
     # -- sampling -----------------------------------------------------------------------------
 

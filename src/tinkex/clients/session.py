@@ -17,10 +17,13 @@ from typing import TYPE_CHECKING, Any
 from tinkex._version import PROTOCOL_VERSION
 from tinkex.clients.connection import Connection, Once
 from tinkex.clients.dispatch import Dispatcher
+from tinkex.clients.notices import QueueNotices
 from tinkex.clients.operations import Operations
 from tinkex.clock import SystemClock, time_limit
 from tinkex.errors import APIError, ClosedError, PromiseLostError, TinkerError
 from tinkex.futures.budget import ByteBudget
+from tinkex.futures.future import Promise
+from tinkex.futures.lifecycle import Lifecycle, Wire
 from tinkex.metrics import meter
 from tinkex.transport.backoff import Pauses, process_pauses
 from tinkex.types import (
@@ -31,7 +34,7 @@ from tinkex.types import (
     SessionHeartbeatRequest,
 )
 from tinkex.types.usage import Usage
-from tinkex.wire import bodies, routes
+from tinkex.wire import bodies, json_codec, routes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -39,9 +42,9 @@ if TYPE_CHECKING:
     from tinkex.clients.portal import Portal
     from tinkex.clock import Clock
     from tinkex.config import Config
-    from tinkex.futures.future import Promise
     from tinkex.transport.api import Api
     from tinkex.transport.base import Transport
+    from tinkex.wire.routes import RequestType, Route
 
 _log = logging.getLogger(__name__)
 _REASONS = {
@@ -89,6 +92,7 @@ class Session(Connection):
         key = config.api_key or config.stored_key or config.credential_cmd
         self.pause = pauses.get(config.base_url, key)
         self._dispatcher: Dispatcher | None = None
+        self._wire: Wire | None = None
         self._opened = Once(self.portal, self._open)
         self._model_seq_ids = itertools.count()
         self._sampling_session_seq_ids = itertools.count()
@@ -124,6 +128,28 @@ class Session(Connection):
             raise ClosedError("the client is not connected yet")
         return self._dispatcher
 
+    @property
+    def wire(self) -> Wire:
+        """What the lifecycles of all calls share; only after `opened()`."""
+        if self._wire is None:
+            raise ClosedError("the client is not connected yet")
+        return self._wire
+
+    async def request(
+        self, route: Route[Any, Any], request: Any, subject: str, kind: RequestType
+    ) -> Any:
+        """Send a request outside any run's order and wait for its result."""
+        notices = QueueNotices(subject, self.clock, telemetry=self.telemetry)
+        standing: Promise[None] = Promise(now=self.clock.now)
+        life = Lifecycle(self.wire, kind, route.retry, notices.observer(standing))
+        post = self.api.prepared(route, json_codec.encode(request))
+        try:
+            async with self.wire.limit(subject, self.clock.now()):
+                ticket = await life.submit(post)
+                return (await life.finish(ticket, lambda: life.submit(post))).value
+        finally:
+            standing.finish(None)
+
     async def _open(self) -> None:
         api = await self.connected()
         flags = api.client_config
@@ -131,6 +157,15 @@ class Session(Connection):
         self.sampling_bytes = ByteBudget(flags.sample_dispatch_bytes_semaphore_size)
         if self.session_id is None:
             await self._create(api)
+        self._wire = Wire(
+            api,
+            self.clock,
+            ByteBudget(flags.inflight_response_bytes_semaphore_size),
+            self.cancel_on_server,
+            silence_s=self.config.silence_deadline_s,
+            submit_s=self.config.submit_deadline_s,
+            total_s=self.config.total_deadline_s,
+        )
         if self.telemetry is not None:
             self.telemetry.session_id = self.session_id
             self.telemetry.session_start()

@@ -11,11 +11,11 @@ import warnings
 from typing import TYPE_CHECKING, Any, Literal
 
 from tinkex.clients.arguments import given_text
-from tinkex.clients.calls import TrainingCalls, given, vocabulary
 from tinkex.clients.console import training_run_url
 from tinkex.clients.operations import blocking, deferred, hint_async
 from tinkex.clients.sampling import SamplingClient, open_sampler
 from tinkex.clients.sampling_checks import check_options
+from tinkex.clients.training_requests import TrainingRequests, given, vocabulary
 from tinkex.errors import InputError, InputTypeError, TinkerError
 from tinkex.types import (
     AdamParams,
@@ -60,7 +60,7 @@ class TrainingClient:
         self.model_seq_id = model_seq_id
         self._lease = lease
         self._operations = lease.operations()
-        self._calls = TrainingCalls(
+        self._calls = TrainingRequests(
             lease.session,
             self._operations,
             model_id,
@@ -297,7 +297,7 @@ class TrainingClient:
         from tinkex.clients.custom_loss import run_custom
 
         hint_async("forward_backward_custom")
-        return run_custom(self, data, loss_fn, loss_type_input)
+        return run_custom(self, self._calls, data, loss_fn, loss_type_input)
 
     async def forward_backward_custom_async(
         self,
@@ -309,7 +309,7 @@ class TrainingClient:
         """As `forward_backward_custom`; the loss runs on the caller's loop."""
         from tinkex.clients.custom_loss import run_custom_async
 
-        return await run_custom_async(self, data, loss_fn, loss_type_input)
+        return await run_custom_async(self, self._calls, data, loss_fn, loss_type_input)
 
     # -- about this run -----------------------------------------------------------------------
 

@@ -1,8 +1,8 @@
 """One long-poll for all pending samples of a sampler (`retrieve_futures`).
 
-The feed only says what has finished; the payload is fetched by the `Poller`. It does not say what
-was lost or how the queue stands, so whoever has waited long is sent ahead to poll for itself, one
-at a time. When the feed itself fails for good, everybody goes on that way.
+The feed only says what has finished; the payload is fetched by the request's `Lifecycle`. It does
+not say what was lost or how the queue stands, so the request that has waited longest polls by
+itself now and then. When the feed fails for good, all of them do.
 """
 
 from __future__ import annotations
@@ -34,6 +34,9 @@ _PAUSE_S = 1.0
 _HELD_S = 0.05
 # Longer than a long-poll: ordinary samples never need it.
 _SCOUT_AFTER_S = 45.0
+# By then a server has reported the end of a cancelled request, or never will; and whoever wants a
+# completion has asked for it. A request whose acceptance never got through is asked for by nobody.
+_FORGET_S = 600.0
 
 
 class CompletionFeed:
@@ -49,9 +52,9 @@ class CompletionFeed:
         *,
         silence_s: float,
     ) -> None:
-        # Mutable state: who waits for what since when, oldest first; who was sent ahead;
-        # completions nobody has asked for yet; results to acknowledge; the server's cursor; and
-        # whether the loop runs or has given up.
+        # Mutable state: who waits for what since when, oldest first; the one that polls by itself;
+        # completions that came before their waiter; cancelled requests and since when; results to
+        # acknowledge; the server's cursor and last answer; whether the loop runs or has given up.
         self._api = api
         self._clock = clock
         self._spawn = spawn
@@ -61,9 +64,11 @@ class CompletionFeed:
         )
         self._waiters: dict[str, tuple[float, asyncio.Future[int | None]]] = {}
         self._scout: str | None = None
-        self._unclaimed: dict[str, int | None] = {}
+        self._unclaimed: dict[str, tuple[float, int | None]] = {}
+        self._abandoned: dict[str, float] = {}
         self._retrieved: set[str] = set()
         self._cursor = 0
+        self.last_life = clock.now()
         self._running = False
         self._gave_up = False
 
@@ -76,7 +81,7 @@ class CompletionFeed:
         if self._gave_up:
             return None
         if request_id in self._unclaimed:
-            return self._unclaimed.pop(request_id)
+            return self._unclaimed.pop(request_id)[1]
         waiter = asyncio.get_running_loop().create_future()
         self._waiters[request_id] = (self._clock.now(), waiter)
         self._wake()
@@ -94,6 +99,18 @@ class CompletionFeed:
             self._retrieved.add(request_id)
             self._wake()
 
+    def abandoned(self, request_id: str) -> None:
+        """Nobody waits for the request any more: its end is acknowledged when it is reported."""
+        if self._scout == request_id:
+            self._scout = None
+        if self._gave_up:
+            return
+        if request_id in self._unclaimed:
+            self.retrieved(request_id)
+        else:
+            self._abandoned[request_id] = self._clock.now()
+            self._wake()
+
     def lost(self) -> None:
         """The server has lost a request, so it may have lost the others: they look now."""
         self._release(list(self._waiters))
@@ -104,15 +121,16 @@ class CompletionFeed:
             self._spawn(self._run())
 
     async def _run(self) -> None:
-        last_life, failures = self._clock.now(), 0
+        self.last_life, failures = self._clock.now(), 0
         try:
-            while self._waiters or self._retrieved:
+            while self._waiters or self._retrieved or self._abandoned:
                 try:
                     await self._poll()
-                    last_life, failures = self._clock.now(), 0
+                    self.last_life, failures = self._clock.now(), 0
                     self._send_scout()
+                    self._forget()
                 except TinkerError as error:
-                    silent_s = self._clock.now() - last_life
+                    silent_s = self._clock.now() - self.last_life
                     decision = decide(
                         outcome_of(error),
                         "poll",
@@ -148,15 +166,20 @@ class CompletionFeed:
                 if isinstance(completion, FutureFinished)
                 else None
             )
-            _, waiter = self._waiters.pop(completion.request_id, (0.0, None))
-            if waiter is not None:
-                if not waiter.done():
-                    waiter.set_result(size)
-            elif completion.request_id != self._scout:
-                self._unclaimed[completion.request_id] = size
+            self._completed(completion.request_id, size)
         if not answer.completions and self._clock.now() - asked < _HELD_S:
             # Without a pause this would be a hot loop.
             await self._clock.sleep(_PAUSE_S)
+
+    def _completed(self, request_id: str, size: int | None) -> None:
+        _, waiter = self._waiters.pop(request_id, (0.0, None))
+        if waiter is not None:
+            if not waiter.done():
+                waiter.set_result(size)
+        elif self._abandoned.pop(request_id, None) is not None:
+            self._retrieved.add(request_id)
+        elif request_id != self._scout:
+            self._unclaimed[request_id] = (self._clock.now(), size)
 
     def _send_scout(self) -> None:
         oldest = next(iter(self._waiters), None)
@@ -166,6 +189,13 @@ class CompletionFeed:
         if self._clock.now() - since >= _SCOUT_AFTER_S:
             self._scout = oldest
             self._release([oldest])
+
+    def _forget(self) -> None:
+        old = self._clock.now() - _FORGET_S
+        for request_id in [one for one, since in self._abandoned.items() if since <= old]:
+            del self._abandoned[request_id]
+        for request_id in [one for one, (since, _) in self._unclaimed.items() if since <= old]:
+            self.retrieved(request_id)
 
     def _release(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
@@ -181,4 +211,5 @@ class CompletionFeed:
         self._gave_up = True
         self._release(list(self._waiters))
         self._unclaimed.clear()
+        self._abandoned.clear()
         self._retrieved.clear()

@@ -16,7 +16,7 @@ import threading
 import weakref
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, Self, TypeVar
 
 from tinkex.errors import ClosedError
 
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 R = TypeVar("R")
+
+_CANCELLED = "CANCELLED"  # the standard library's name for "and nobody was notified yet"
 
 State = Literal["queued", "running", "done", "failed", "cancelled"]
 
@@ -98,11 +100,40 @@ class Standing:
 
 
 class Keeper(Protocol):
-    """Whoever promised that an operation ends."""
+    """Notified once when the operation has ended, on the thread that ended it."""
 
-    def release(self, promise: Promise[Any], *, cancelled: bool) -> None:
-        """Called once, when the operation has ended, on whichever thread ended it."""
-        ...
+    def release(self, promise: Promise[Any], *, cancelled: bool) -> None: ...
+
+
+class Shield:
+    """Cancels the task behind a promise, but never while a request of it is on the wire."""
+
+    __slots__ = ("_on_wire", "asked", "task")
+
+    def __init__(self) -> None:
+        # Mutable state, touched on the loop only: the task, whether its end is wanted, and how
+        # many of its requests wait for their answers.
+        self.task: asyncio.Task[None] | None = None
+        self.asked = False
+        self._on_wire = 0
+
+    def cancel(self) -> None:
+        """Cancel the task now, or when the answers that it waits for are there."""
+        self.asked = True
+        self._cancel()
+
+    def __enter__(self) -> Self:
+        self._on_wire += 1
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._on_wire -= 1
+        if self.asked:
+            self._cancel()
+
+    def _cancel(self) -> None:
+        if not self._on_wire and self.task is not None:
+            self.task.cancel()
 
 
 class APIFuture(concurrent.futures.Future[T], Generic[T]):
@@ -114,9 +145,11 @@ class APIFuture(concurrent.futures.Future[T], Generic[T]):
     cannot be cancelled: it runs to its end, and cancelling only stops waiting for it.
     """
 
-    def __init__(self, standing: Standing | None = None) -> None:
+    def __init__(self, standing: Standing | None = None, *, whole: bool = False) -> None:
         super().__init__()
         self._standing = standing or Standing(0, 0.0)
+        # Whether there is only the joined result, even of a call that was split.
+        self._whole = whole
 
     def result(self, timeout: float | None = None) -> T:
         """Wait for the result; `TimeoutError` after `timeout` seconds, the operation goes on."""
@@ -132,8 +165,15 @@ class APIFuture(concurrent.futures.Future[T], Generic[T]):
         """Give up waiting; False when the operation has ended already."""
         cancelled = super().cancel()
         if cancelled:
+            self._notify_waiters()
             self._standing.end(cancelled=True)
         return cancelled
+
+    def _notify_waiters(self) -> None:
+        """Wake `concurrent.futures.wait` and `as_completed`, which cancelling alone does not."""
+        with self._condition:  # of the standard library; re-entrant, so two threads may cancel
+            if self._state == _CANCELLED:
+                self.set_running_or_notify_cancel()
 
     async def result_async(self, timeout: float | None = None) -> T:
         """Await the result. A timeout, or cancelling the awaiting task, cancels the operation."""
@@ -199,7 +239,7 @@ class APIFuture(concurrent.futures.Future[T], Generic[T]):
 
     async def __aiter__(self) -> AsyncIterator[Any]:
         """The parts of a chunked call in the order of the data, each as soon as it is there."""
-        if len(self._standing.parts) <= 1:
+        if self._whole or len(self._standing.parts) <= 1:
             yield await self
             return
         for part in self._standing.parts:
@@ -229,7 +269,7 @@ def requests_in(future: APIFuture[Any]) -> int:
 class Promise(Generic[T]):
     """The writing side of an `APIFuture`; held by the client's loop, never by callers."""
 
-    __slots__ = ("_now", "future", "keep_alive", "keeper", "standing", "task")
+    __slots__ = ("_now", "future", "keep_alive", "keeper", "shield", "standing")
 
     def __init__(
         self,
@@ -240,16 +280,17 @@ class Promise(Generic[T]):
         standing: Standing | None = None,
     ) -> None:
         # `keep_alive` is whatever must outlive the operation, such as the client's connections;
-        # `keeper` hears when it has ended; `task` is the work, to be cancelled with it. A
+        # `keeper` hears when it has ended; `shield` has the work, to be cancelled with it. A
         # given `standing` belongs to another promise, whose future this one follows.
         self._now = now
         self.keep_alive = keep_alive
         self.keeper: Keeper | None = None
-        self.task: asyncio.Task[None] | None = None
+        self.shield = Shield()
         self.standing = standing or Standing(parts, now() if now else 0.0)
         if standing is None:
             self.standing.promise = self
-        self.future: APIFuture[T] = APIFuture(self.standing)
+        # Parts are those of the original, not of what it is converted to.
+        self.future: APIFuture[T] = APIFuture(self.standing, whole=standing is not None)
 
     def note(self, *, state: State | None = None, **changes: Any) -> None:
         """Change parts of the status; a new state restarts `since`."""

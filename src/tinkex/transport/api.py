@@ -1,8 +1,8 @@
 """Calls: a route and a value in, a value out.
 
 `Api` adds credentials and headers, encodes, decodes, and turns error statuses into errors.
-`Api.call` is the only retry loop for unary calls; `Api.send` is one attempt, for those who own a
-loop themselves (the sampling dispatcher and the future's poller).
+`Api.call` is the only retry loop of calls that are answered directly; `Api.prepared` and `Api.send`
+make one attempt, for `futures.lifecycle`, which owns the loop of calls that have a future.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tinkex.wire import json_codec, routes
 from tinkex.wire.bodies import AuthTokenRequest
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Mapping
+    from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 
     from tinkex.clock import Clock
     from tinkex.config import Config
@@ -141,6 +141,24 @@ class Api:
             # Outside the handler: an error of the next attempt must not drag this one along.
             self._notices.waiting(route.name, decision)
             await patience.wait(decision)
+
+    def prepared(
+        self, route: Route[Any, RepT], body: bytes, headers: Mapping[str, str] | None = None
+    ) -> Callable[[int], Coroutine[Any, Any, RepT]]:
+        """One request for several attempts, each of which is told how many there were before.
+
+        All of them carry the same idempotency key.
+        """
+        request = self._prepare(route, body, None, None, headers)
+
+        async def attempt(retries: int) -> RepT:
+            if retries:
+                cast("dict[str, str]", request.headers)[RETRY_COUNT] = str(retries)
+            reply = await self._send(route, request, own_key=False)
+            self.raise_for(reply, route, request)
+            return self._decode(route, request, reply)
+
+        return attempt
 
     async def send(
         self,

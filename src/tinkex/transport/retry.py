@@ -1,8 +1,9 @@
 """When to try again: one table, one pure function, nothing that waits.
 
-`decide` is asked by whoever owns a request's only retry loop: `Api.call` for the classes `full`
-and `submit`, the sampling dispatcher for `sample`, the future's poller for `poll`. Nobody retries
-`none`. `retry_table` prints the rules in Markdown from the same data.
+`decide` is asked by the owner of a call's only retry loop: `futures.lifecycle` for everything that
+has a future, `Api.call` for what is answered directly. `full`, `submit` and `sample` are classes of
+requests, `poll` is asking for a result; nothing retries `none`. `retry_table` prints the rules in
+Markdown from the same data.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from tinkex.errors import (
     APIStatusError,
     APITimeoutError,
     CredentialError,
+    PromiseLostError,
     RequestFailedError,
     TinkerError,
 )
@@ -38,7 +40,7 @@ _SHORTEST_S = 0.001
 class Outcome:
     """How one attempt ended: an HTTP status, or one of the ways to end without a usable one."""
 
-    kind: Literal["status", "connection", "timeout", "failed", "bad_response", "credential"]
+    kind: Literal["status", "connection", "timeout", "lost", "failed", "bad_response", "credential"]
     status: int = 0
     headers: Mapping[str, str] = field(default_factory=dict[str, str])
     category: str = "unknown"
@@ -46,7 +48,11 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a call has come: retries made, seconds spent, and seconds of them in a 402 pause."""
+    """How far a call has come.
+
+    `retries` counts those after this kind of failure, `elapsed_s` since the trouble began, and
+    `billing_s` seconds of them in a 402 pause.
+    """
 
     retries: int = 0
     elapsed_s: float = 0.0
@@ -109,9 +115,10 @@ _EVENTS: dict[str, str] = {
     "timeout": "time-out",
     "400 empty": "400 without a body",
     "402": "402",
-    "408": "408",
+    "408": "408 (of a poll: without a queue state)",
     "409": "409",
     "410": "410",
+    "lost": "result lost (410 to a poll)",
     "429": "429",
     "5xx": "5xx",
     "4xx": "any other 4xx or 3xx",
@@ -137,11 +144,16 @@ _TABLE: dict[str, dict[RetryClass, Rule]] = {
     "connection": _row(_BACKOFF, sample=_SAMPLE_BACKOFF, poll=_BACKOFF),
     "timeout": _row(_BACKOFF, sample=_SAMPLE_BACKOFF, poll=_BACKOFF),
     "402": _row(Rule("billing"), submit=_RAISE, sample=Rule("billing"), poll=Rule("billing")),
-    "408": _row(_BACKOFF, sample=_SAMPLE_BACKOFF, poll=Rule("at once")),
+    "408": _row(_BACKOFF, sample=_SAMPLE_BACKOFF, poll=Rule("backoff", cap_s=1.0)),
     # Usually a fact ("already published"), sometimes a race: a short second look is enough.
     "409": _row(Rule("backoff", tries=3), sample=Rule("backoff", tries=3, cap_s=10.0)),
-    # Lost to a restart, so it is sent again; a server that keeps losing samples is broken.
-    "410": _row(_RAISE, sample=Rule("again", tries=10, cap_s=10.0)),
+    "410": _row(_RAISE),
+    # Lost to a restart, so it is sent again; a server that keeps losing results is broken.
+    "lost": _row(
+        Rule("again", tries=4, cap_s=10.0),
+        submit=Rule("again", tries=4, cap_s=10.0),
+        sample=Rule("again", tries=10, cap_s=10.0),
+    ),
     "429": _row(Rule("hint"), sample=Rule("hint", cap_s=10.0), poll=Rule("hint")),
     "5xx": _row(Rule("hint"), sample=Rule("hint", cap_s=10.0), poll=Rule("hint")),
     "4xx": _row(_RAISE),
@@ -182,8 +194,13 @@ def decide(
     return Decision(min(wait_s, left_s), reason, fresh=rule.action == "again")
 
 
-def outcome_of(error: TinkerError) -> Outcome:
-    """How an attempt ended, told from the error it raised."""
+def outcome_of(error: TinkerError, *, of_result: bool = False) -> Outcome:
+    """How an attempt ended, told from the error it raised.
+
+    `of_result`: it was raised by asking for the result of an accepted request.
+    """
+    if of_result and isinstance(error, PromiseLostError):
+        return Outcome("lost")
     if isinstance(error, APIStatusError):
         return Outcome("status", error.status_code, error.response.headers)
     if isinstance(error, APITimeoutError):
@@ -269,6 +286,8 @@ def _reason(outcome: Outcome) -> str:
             return f"the server reported a failure ({outcome.category})"
         case "bad_response":
             return "the answer breaks the protocol"
+        case "lost":
+            return "the server has lost the result"
         case "credential":
             return "no usable credential"
         case "timeout" | "connection":

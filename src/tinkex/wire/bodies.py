@@ -52,6 +52,13 @@ class CancelFutureRequest(WireBody, frozen=True):
     request_id: str
 
 
+class ReleaseNumbersRequest(WireBody, frozen=True):
+    """These training requests will not come, or are not wanted any more if they have."""
+
+    model_id: str
+    seq_ids: list[int]
+
+
 class TraceExportResponse(WireBody, frozen=True):
     """How far the export of a session's trace is; `url` is set once it is ready."""
 

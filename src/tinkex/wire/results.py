@@ -110,12 +110,15 @@ def decode_result(
     return Ready(_decode_json(request_type, answer, sequence_ids))
 
 
-def decode_pending(body: bytes) -> Pending:
-    """The queue state that a 408 may carry; any other body says nothing."""
+def decode_pending(body: bytes) -> Pending | None:
+    """The queue state that a 408 carries; None when it was not written by the API.
+
+    Something between client and server answers a 408, too, when it gave up waiting.
+    """
     try:
         return _pending(json_codec.decode_object(body))
     except InputError:
-        return Pending()
+        return None
 
 
 def parse_category(value: Any) -> ErrorCategory:

@@ -368,6 +368,16 @@ CANCEL_FUTURE: Route[b.CancelFutureRequest, None] = Route(
     timeout_s=30.0,
 )
 
+# Only tinkex servers have it; official clients never ask.
+RELEASE_NUMBERS: Route[b.ReleaseNumbersRequest, None] = Route(
+    "release_numbers",
+    "POST",
+    f"{PREFIX}/tinkex/release_numbers",
+    b.ReleaseNumbersRequest,
+    None,
+    Pool.TRAIN,
+)
+
 # Telemetry keeps a failed batch itself, so the call is not retried underneath.
 TELEMETRY = _post(
     "telemetry",
@@ -496,6 +506,7 @@ ROUTES: tuple[Route[Any, Any], ...] = (
     RETRIEVE_FUTURE,
     RETRIEVE_FUTURES,
     CANCEL_FUTURE,
+    RELEASE_NUMBERS,
     TELEMETRY,
     GET_SERVER_CAPABILITIES,
     HEALTHZ,

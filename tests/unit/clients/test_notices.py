@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from tests.unit.clients.world import MODEL, World, datum
 from tinkex import ModelInput, SamplingParams, TrainingClient
 from tinkex.testing import Delays, faults
@@ -20,12 +22,31 @@ pytestmark = pytest.mark.req("S17")
 
 PROMPT = ModelInput.from_ints([1, 2, 3])
 PARAMS = SamplingParams(max_tokens=3, seed=1)
+# Each state for more than a minute of polls that are ten seconds apart.
 SCRIPT = [
-    ("paused_rate_limit", "too many tokens a minute"),
-    ("paused_rate_limit", "too many tokens a minute"),
-    ("paused_capacity", None),
-    ("active", None),
+    *[("paused_rate_limit", "too many tokens a minute")] * 7,
+    *[("paused_capacity", None)] * 7,
+    *[("active", None)] * 7,
 ]
+
+
+class Heard:
+    """A callback that remembers its calls; it runs on a thread of its own."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, str | None]] = []
+        self._changed = threading.Condition()
+
+    def __call__(self, state: str, reason: str | None) -> None:
+        with self._changed:
+            self.calls.append((state, reason))
+            self._changed.notify_all()
+
+    def states(self, count: int) -> list[str]:
+        """The states of the first calls, which must come."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self.calls) >= count, PATIENCE_S)
+            return [state for state, _ in self.calls]
 
 
 def script(world: World, status: int) -> None:
@@ -63,13 +84,13 @@ def test_every_change_reaches_log_callback_status_and_telemetry(
     kind: str, status: int, caplog: pytest.LogCaptureFixture
 ):
     caplog.set_level(logging.INFO, logger="tinkex")
-    heard: list[tuple[str, str | None]] = []
+    heard = Heard()
     statuses: list[FutureStatus] = []
 
     async def scenario(world: World) -> None:
         async with world.service() as service:
             subject, call = await client(service, kind)
-            subject.on_queue_state_change = lambda state, reason: heard.append((state, reason))
+            subject.on_queue_state_change = heard
             script(world, status)
             future = call()
             while not future.done():
@@ -79,13 +100,14 @@ def test_every_change_reaches_log_callback_status_and_telemetry(
 
     world = World()
     world.run(scenario)
-    assert [state for state, _ in heard] == ["paused_rate_limit", "paused_capacity", "active"]
-    assert heard[0][1] == "too many tokens a minute"
+    assert heard.states(3) == ["paused_rate_limit", "paused_capacity", "active"]
+    assert heard.calls[0][1] == "too many tokens a minute"
     warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-    assert len(warnings) == 2
+    # A pause that lasts is logged again after a minute.
+    assert len(warnings) == 3
     assert "too many tokens a minute" in warnings[0]
-    assert "paused_capacity" in warnings[1]
-    assert "capacity" in warnings[1].split(":")[-1]
+    assert "paused_capacity" in warnings[2]
+    assert "capacity" in warnings[2].split(":")[-1]
     assert any("moves again" in r.getMessage() for r in caplog.records)
     seen = [status.queue_state for status in statuses]
     assert list(dict.fromkeys(seen)) == [None, "paused_rate_limit", "paused_capacity", "active"]
@@ -117,9 +139,9 @@ def test_a_long_pause_is_logged_once_a_minute_and_waited_for(caplog: pytest.LogC
 def test_the_hook_may_be_overridden_in_a_subclass_or_replaced_on_the_class(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    heard: list[str] = []
+    heard = Heard()
     monkeypatch.setattr(
-        TrainingClient, "on_queue_state_change", lambda self, state, reason: heard.append(state)
+        TrainingClient, "on_queue_state_change", lambda self, state, reason: heard(state, reason)
     )
 
     async def scenario(world: World) -> None:
@@ -129,7 +151,64 @@ def test_the_hook_may_be_overridden_in_a_subclass_or_replaced_on_the_class(
             await call()
 
     World().run(scenario)
-    assert heard == ["paused_capacity"]
+    assert heard.states(1) == ["paused_capacity"]
+
+
+def test_requests_in_different_states_do_not_make_the_client_flap(
+    caplog: pytest.LogCaptureFixture,
+):
+    caplog.set_level(logging.WARNING, logger="tinkex")
+    heard = Heard()
+
+    async def one_in_five_is_paused(exchange: Any) -> None:
+        await exchange.clock.sleep(0.25)
+        number = int(exchange.request.json["request_id"].rpartition(":")[2])
+        state = "paused_capacity" if number % 5 == 4 else "active"
+        await faults.try_again(state)(exchange)
+
+    async def scenario(world: World) -> None:
+        async with world.service() as service:
+            sampler, call = await client(service, "sampling")
+            sampler.on_queue_state_change = heard
+            world.server.faults.on("retrieve_future", one_in_five_is_paused, times=400)
+            await asyncio.gather(*(call() for _ in range(20)))
+
+    World().run(scenario)
+    assert heard.calls == []
+    assert [r for r in caplog.records if "is paused" in r.getMessage()] == []
+
+
+def test_creating_a_model_while_capacity_is_short_is_reported(caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.WARNING, logger="tinkex")
+
+    async def scenario(world: World) -> None:
+        async with world.service() as service:
+            paused = faults.try_again("paused_capacity", "all devices are busy")
+            world.server.faults.on("retrieve_future", paused, times=3)
+            await service.create_lora_training_client_async(MODEL, rank=2)
+
+    World().run(scenario)
+    assert "the new training run is paused (paused_capacity): all devices are busy" in caplog.text
+
+
+def test_a_callback_that_blocks_delays_no_request():
+    entered, leave = threading.Event(), threading.Event()
+
+    def hook(state: str, reason: str | None) -> None:
+        entered.set()
+        assert leave.wait(PATIENCE_S)
+
+    async def scenario(world: World) -> None:
+        async with world.service() as service:
+            sampler, call = await client(service, "sampling")
+            sampler.on_queue_state_change = hook
+            world.server.faults.on("retrieve_future", faults.try_again("paused_capacity"))
+            assert len((await call()).sequences) == 1
+
+    World().run(scenario)
+    # The sample has ended while its callback is still under way.
+    assert entered.wait(PATIENCE_S)
+    leave.set()
 
 
 @pytest.mark.req("B10")

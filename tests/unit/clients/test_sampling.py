@@ -172,7 +172,10 @@ def test_samples_are_numbered_from_zero_without_reuse():
 
     world = sampling(scenario)
     numbers = seq_ids(world.server)
-    assert sorted(set(numbers)) == list(range(21))
+    # The one whose reply was lost came twice, under the same number, and was drawn once.
+    assert sorted(set(numbers)) == list(range(20))
+    assert len(numbers) == 21
+    assert sum(call.name == "sample" for call in world.server.engine.calls) == 20
     by_number: dict[int, set[bytes]] = {}
     for seen in world.server.seen("asample"):
         by_number.setdefault(seen.json["seq_id"], set()).add(seen.raw_body)
@@ -226,14 +229,15 @@ def test_retries_can_be_turned_off_by_the_user_and_by_the_server(how: str):
 
 
 @pytest.mark.req("S13")
-def test_a_5xx_is_retried_with_the_configured_delays_until_the_server_was_silent_for_too_long():
+def test_a_5xx_is_retried_with_the_configured_delays_until_patience_ends():
     config = RetryConfig(retry_delay_base=2.0, retry_delay_max=8.0, jitter_factor=0.0)
 
     async def scenario(world: World, sampler: SamplingClient) -> None:
         world.server.faults.on("asample", faults.reply(503), times=None)
-        with pytest.raises(ServerSilentError) as caught:
+        # Not ServerSilentError: the server answers.
+        with pytest.raises(InternalServerError) as caught:
             await sampler.sample(PROMPT, 1, PARAMS)
-        assert isinstance(caught.value.__cause__, InternalServerError)
+        assert "gave up after" in caught.value.__notes__[0]
 
     world = sampling(scenario, retry_config=config, silence_deadline_s=60.0)
     arrivals = [seen.at for seen in world.server.seen("asample")]

@@ -71,15 +71,19 @@ def test_lost_connections_are_retried_with_backoff(kind: str, lost: str):
     assert waits == [0.5, 1.0, 2.0, 4.0]
 
 
-def test_a_lost_promise_makes_a_new_sample_and_is_an_error_elsewhere():
-    assert decide(status(410), "sample").fresh
-    for kind in ("full", "submit", "none", "poll"):
+def test_a_lost_result_is_sent_for_again_and_a_410_to_anything_else_is_an_error():
+    for kind, tries in (("sample", 10), ("full", 4), ("submit", 4)):
+        answers = [decide(Outcome("lost"), kind, Progress(n)).fresh for n in range(tries)]
+        assert answers == [True] * (tries - 1) + [False]
+    for kind in ("none", "poll"):
+        assert not decide(Outcome("lost"), kind).retry
+    for kind in CLASSES:
         assert not decide(status(410), kind).retry
 
 
 @pytest.mark.req("S17")
-def test_a_408_is_polled_again_at_once_until_the_deadline_not_a_count():
-    assert decide(status(408), "poll", Progress(retries=10_000, elapsed_s=299)).wait_s == 0
+def test_a_408_without_a_queue_state_is_polled_again_soon_until_the_deadline_not_a_count():
+    assert decide(status(408), "poll", Progress(retries=10_000, elapsed_s=299)).wait_s == 1.0
     assert not decide(status(408), "poll", Progress(elapsed_s=300)).retry
 
 
@@ -142,7 +146,7 @@ def test_the_servers_hint_is_used_for_429_and_5xx():
 def test_the_printed_table_has_a_row_per_event_and_a_column_per_class():
     lines = retry.retry_table().splitlines()
     assert lines[0] == "| event | `full` | `submit` | `none` | `sample` | `poll` |"
-    assert len(lines) == 2 + 14
+    assert len(lines) == 2 + 15
     assert all(line.count("|") == 7 for line in lines)
     (billing,) = [line for line in lines if line.startswith("| 402")]
     assert billing == "| 402 | pause 5 s | raise | raise | pause 5 s | pause 5 s |"
@@ -152,7 +156,12 @@ def test_the_printed_table_says_what_the_function_does():
     rows = {
         row.split(" | ")[0][2:]: row.split(" | ")[1:] for row in retry.retry_table().splitlines()
     }
-    outcomes = {"408": status(408), "409": status(409), "410": status(410), "429": status(429)}
+    outcomes = {
+        "408 (of a poll: without a queue state)": status(408),
+        "409": status(409),
+        "410": status(410),
+        "429": status(429),
+    }
     outcomes |= {"5xx": status(502), "402": status(402), "any other 4xx or 3xx": status(404)}
     for (event, outcome), (column, kind) in itertools.product(outcomes.items(), enumerate(CLASSES)):
         printed = rows[event][column].removesuffix(" |")

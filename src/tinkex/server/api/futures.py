@@ -22,7 +22,7 @@ from tinkex.types import (
     FuturesRetrieveResponse,
 )
 from tinkex.wire import results, routes
-from tinkex.wire.bodies import CancelFutureRequest
+from tinkex.wire.bodies import CancelFutureRequest, ReleaseNumbersRequest
 from tinkex.wire.json_codec import encode
 
 if TYPE_CHECKING:
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 # Our own clients read what a result used from this header; others ignore it.
 USAGE_HEADER = "x-tinkex-usage"
+# A client gives numbers up one call at a time, and a call has fewer chunks.
+_MOST_RELEASED = 10_000
 
 REQUEST_TYPES: dict[OpKind, RequestType] = {
     "create_model": "CreateModel",
@@ -187,7 +189,24 @@ async def cancel_future(call: Call) -> Response:
     return reply({"cancelled": cancelled})
 
 
+async def release_numbers(call: Call) -> Response:
+    """Let a model go on without requests whose client has given them up.
+
+    What has arrived all the same is withdrawn unless it has started.
+    """
+    request = await call.json(ReleaseNumbersRequest)
+    model = await call.model(request.model_id)
+    for seq_id in request.seq_ids[:_MOST_RELEASED]:
+        operation = await call.store.get_operation(f"{model.model_id}:{seq_id}")
+        if operation is None:
+            call.worker.give_turn_back(model.model_id, seq_id)
+        elif operation.state != "done":
+            await call.worker.cancel(operation)
+    return reply()
+
+
 HANDLERS: dict[str, Handler] = {
+    routes.RELEASE_NUMBERS.name: release_numbers,
     routes.RETRIEVE_FUTURE.name: retrieve_future,
     routes.RETRIEVE_FUTURES.name: retrieve_futures,
     routes.CANCEL_FUTURE.name: cancel_future,

@@ -2,33 +2,37 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from tinkex.clients.chunking import chunk, text_tokens
 from tinkex.clients.notices import QueueNotices
-from tinkex.clients.turns import Outgoing, Turns
+from tinkex.clients.training_queue import Outgoing, TrainingQueue, inside
 from tinkex.errors import InputError, InputTypeError, ResultError, TinkerError
 from tinkex.futures.combine import combine
-from tinkex.futures.poller import Result, charge
+from tinkex.futures.lifecycle import Result, charge
 from tinkex.types import Datum, ForwardBackwardOutput
 from tinkex.types.checks import check_datum
 from tinkex.types.training import loss_config, loss_name
 from tinkex.wire import json_codec, proto_codec, routes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Generator, Mapping, Sequence
 
     import msgspec
 
     from tinkex.clients.operations import Operations
     from tinkex.clients.session import Session
+    from tinkex.clients.training_queue import Call
     from tinkex.futures.future import APIFuture
     from tinkex.types import LossFnType
+
+    Backward = Callable[[Sequence[Datum]], APIFuture[ForwardBackwardOutput]]
 
 T = TypeVar("T")
 
 
-class TrainingCalls:
+class TrainingRequests:
     """Everything a training client sends, in its turn."""
 
     def __init__(
@@ -46,7 +50,7 @@ class TrainingCalls:
         notices = QueueNotices(
             f"training run {model_id}", session.clock, on_queue_state_change, session.telemetry
         )
-        self._turns = Turns(session, operations, notices.observe, model_id)
+        self.queue = TrainingQueue(session, operations, notices, model_id)
 
     def refuse(self, error: TinkerError) -> APIFuture[Any]:
         """A future that has failed already: errors have one way out."""
@@ -61,8 +65,12 @@ class TrainingCalls:
         loss_fn_config: Mapping[str, float | str] | None,
         *,
         forward_only: bool,
+        place: Call | None = None,
     ) -> APIFuture[ForwardBackwardOutput]:
-        """A forward or forward-backward pass over `data`, in as many requests as it takes."""
+        """A forward or forward-backward pass over `data`, in as many requests as it takes.
+
+        With `place` it is sent where that was reserved.
+        """
         try:
             loss_name(loss_fn, "loss_fn")
             batch = checked(data, loss_fn, self.vocab_size)
@@ -78,7 +86,32 @@ class TrainingCalls:
             self._session.add_usage(charge(_total(results), whole, **{kind: tokens}))
             return whole
 
-        return self._turns.take(requests, fold)
+        if place is not None:
+            return self.queue.fill(place, requests, fold)
+        return self.queue.take(requests, fold)
+
+    @contextmanager
+    def forward_then_backward(
+        self, data: Sequence[Datum]
+    ) -> Generator[tuple[APIFuture[ForwardBackwardOutput], Backward]]:
+        """A forward pass, and the place right behind it for the backward pass it leads to.
+
+        Calls made in between are sent after the backward pass, except those of the body itself,
+        which would otherwise wait for themselves.
+        """
+        forward = self.run_pass(data, "cross_entropy", None, forward_only=True)
+        place = self.queue.reserve()
+        token = inside.set(place)
+        try:
+            yield (
+                forward,
+                lambda data: self.run_pass(
+                    data, "cross_entropy", None, forward_only=False, place=place
+                ),
+            )
+        finally:
+            inside.reset(token)
+            self.queue.give_up(place)
 
     def _pass_requests(
         self,
@@ -139,7 +172,7 @@ class TrainingCalls:
         request = Outgoing(
             route, route.request_type, lambda seq_id: json_codec.encode(make(seq_id))
         )
-        return self._turns.take([request], fold)
+        return self.queue.take([request], fold)
 
 
 def checked(data: object, loss_fn: LossFnType, vocab_size: int | None = None) -> list[Datum]:

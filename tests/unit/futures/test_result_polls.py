@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,7 +17,7 @@ from tinkex.errors import (
     ServerSilentError,
 )
 from tinkex.futures.budget import ByteBudget
-from tinkex.futures.poller import Poller, Ticket, charge
+from tinkex.futures.lifecycle import Lifecycle, Ticket, Wire, charge
 
 if TYPE_CHECKING:
     from tests.unit.futures.conftest import Stage
@@ -26,13 +27,43 @@ STEP = Ticket("r", "OptimStep")
 DONE = reply({"metrics": {"loss": 1.0}}, x_tinkex_usage='{"queue_s": 1.5, "device_s": 0.25}')
 
 
+class Announced:
+    """A feed that has announced the payload of every request."""
+
+    last_life = 0.0
+
+    def __init__(self, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+        self.calls: list[str] = []
+
+    async def finished(self, request_id: str) -> int:
+        return self.size_bytes
+
+    def retrieved(self, request_id: str) -> None:
+        self.calls.append("retrieved")
+
+    def abandoned(self, request_id: str) -> None:
+        self.calls.append("abandoned")
+
+    def lost(self) -> None:
+        self.calls.append("lost")
+
+
 def wait(stage: Stage, *answers: Any, held_s: float = 0.0, **options: Any):
     api = stage.api(*answers, held_s=held_s)
-    budget = options.pop("budget", ByteBudget(100))
     heard: list[Pending] = options.pop("heard", [])
     known_size = options.pop("known_size", None)
-    poller = Poller(api, stage.clock, budget, **{"silence_s": 300.0, **options})
-    return stage.run(lambda: poller.wait(STEP, heard.append, known_size=known_size))
+    budget = options.pop("budget", ByteBudget(100))
+    limits = {"silence_s": 300.0, "submit_s": 300.0, **options}
+    wire = Wire(api, stage.clock, budget, lambda request_id: None, **limits)
+
+    async def result() -> Any:
+        feed = None if known_size is None else Announced(known_size)
+        life = Lifecycle(wire, "OptimStep", "full", heard.append, feed=feed)
+        async with wire.limit("optim_step", stage.clock.now()):
+            return await life.result(STEP)
+
+    return stage.run(result)
 
 
 def test_a_result_carries_what_it_cost(stage: Stage):
@@ -59,6 +90,35 @@ def test_a_408_with_a_queue_state_is_an_honest_pending(stage: Stage):
     heard: list[Pending] = []
     wait(stage, paused, DONE, heard=heard)
     assert [(item.queue_state, item.reason) for item in heard] == [("paused_capacity", "full")]
+
+
+@pytest.mark.req("S22")
+@pytest.mark.parametrize("body", [b"", b"<html>Request Timeout</html>"])
+def test_a_408_that_the_api_did_not_write_is_no_sign_of_life(stage: Stage, body: bytes):
+    with pytest.raises(ServerSilentError, match="no sign of life"):
+        wait(stage, reply(body, 408, media="text/html"), held_s=5.0)
+    assert 300 <= stage.clock.now() < 320
+
+
+def test_waiting_for_the_byte_budget_is_no_silence(stage: Stage):
+    budget = ByteBudget(100)
+    announced = reply({"status": "complete_metadata", "response_payload_size": 50})
+
+    async def hold() -> None:
+        await budget.take(200)
+        await stage.clock.sleep(400.0)
+        budget.give_back(200)
+
+    async def main() -> Any:
+        held = asyncio.ensure_future(hold())
+        api = stage.api(announced, reply({}, 503), reply({}, 503), DONE)
+        wire = Wire(api, stage.clock, budget, lambda _: None, silence_s=300.0, submit_s=300.0)
+        await asyncio.sleep(0)
+        result = await Lifecycle(wire, "OptimStep", "full", lambda _: None).result(STEP)
+        await held
+        return result
+
+    assert stage.run(main).value.metrics == {"loss": 1.0}
 
 
 def test_a_server_that_does_not_hold_polls_is_not_hammered(stage: Stage):

@@ -1,0 +1,344 @@
+"""The order of one training client's calls.
+
+Calls are sent strictly in the order in which they were made, from whatever thread; results are
+waited for concurrently. A call takes its `seq_id`s when it is sent, not when it is made, so a call
+that is cancelled while it waits leaves no gap. A number that the server has definitely not accepted
+is used again; one whose fate is unknown is released on servers that can do that. Whatever happens
+to a call, the next one goes ahead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import heapq
+import logging
+from collections import deque
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from tinkex.errors import APIError, ClosedError
+from tinkex.futures.lifecycle import Lifecycle
+from tinkex.spans import span
+from tinkex.wire import bodies, compression, routes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Sequence
+
+    from tinkex.clients.notices import QueueNotices
+    from tinkex.clients.operations import Operations
+    from tinkex.clients.session import Session
+    from tinkex.futures.future import APIFuture, Promise, Shield
+    from tinkex.futures.lifecycle import Post, Result, Ticket
+
+_log = logging.getLogger(__name__)
+# Above this a body is compressed off the loop, where heartbeats must not wait for it.
+_COMPRESS_ASIDE_BYTES = 1 << 20
+# So many chunks of one call are sent at once; their bytes have a budget of their own.
+_CHUNKS_AT_ONCE = 16
+
+# The place that the custom loss which runs now has reserved for its backward pass.
+inside: contextvars.ContextVar[Call | None] = contextvars.ContextVar("place", default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """One request of a call. `encode` gives its body for a `seq_id`."""
+
+    route: routes.Route[Any, Any]
+    request_type: routes.RequestType
+    encode: Callable[[int], bytes]
+    size_bytes: int = 0
+
+
+@dataclass(slots=True)
+class _Sent:
+    """One request on its way: its number, its lifecycle, and its ticket once accepted."""
+
+    request: Outgoing
+    seq_id: int
+    life: Lifecycle
+    post: Post | None = None
+    ticket: Ticket | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """A call: its requests (None while only its place is reserved), and how results are folded."""
+
+    promise: Promise[Any]
+    context: contextvars.Context
+    made_at: float
+    requests: Sequence[Outgoing] | None = None
+    fold: Callable[[list[Result]], Any] | None = None
+    sent: list[_Sent] = field(default_factory=list[_Sent])
+
+
+class TrainingQueue:
+    """The queue of one training client."""
+
+    def __init__(
+        self,
+        session: Session,
+        operations: Operations,
+        notices: QueueNotices,
+        model_id: str,
+        next_seq_id: int = 1,
+    ) -> None:
+        # Mutable state, touched on the loop only: calls that wait, whether a task sends them, how
+        # many were queued and sent so far; the next number, smaller ones that are free again, and
+        # those whose fate is unknown; whether the server can release those. Number 0 is the
+        # creation of the model.
+        self._session = session
+        self._operations = operations
+        self._notices = notices
+        self._model_id = model_id
+        self._waiting: deque[Call] = deque()
+        self._sending = False
+        self._queued = 0
+        self._sent = 0
+        self._next_seq_id = next_seq_id
+        self._free: list[int] = []
+        self._unresolved: set[int] = set()
+        self._releases = True
+
+    # -- from any thread ------------------------------------------------------------------------
+
+    def take(
+        self, requests: Sequence[Outgoing], fold: Callable[[list[Result]], Any]
+    ) -> APIFuture[Any]:
+        """Queue a call behind all earlier ones; returns at once.
+
+        What a custom loss calls goes ahead of its own backward pass, which waits for it.
+        """
+        call = self._call(parts=len(requests))
+        call.requests, call.fold = requests, fold
+        before = inside.get()
+        self._operations.post(call.promise, lambda: self._queue(call, before))
+        return call.promise.future
+
+    def reserve(self) -> Call:
+        """Keep a place in the order for a call whose requests are not known yet."""
+        call = self._call()
+        self._operations.post(call.promise, lambda: self._queue(call, None))
+        return call
+
+    def fill(
+        self, call: Call, requests: Sequence[Outgoing], fold: Callable[[list[Result]], Any]
+    ) -> APIFuture[Any]:
+        """Send these requests in the place that was reserved."""
+
+        def filled() -> None:
+            call.requests, call.fold = requests, fold
+            self._wake()
+
+        if len(requests) > 1:
+            call.promise.standing.parts = [Future[Any]() for _ in requests]
+
+        self._operations.post(call.promise, filled)
+        return call.promise.future
+
+    def give_up(self, call: Call) -> None:
+        """Nothing will be sent in the place that was reserved, unless it was filled."""
+
+        def free() -> None:
+            if call.requests is None:
+                call.promise.future.cancel()
+                self._wake()
+
+        with contextlib.suppress(ClosedError):  # and so nothing waits behind it
+            self._operations.portal.post(free)
+
+    def _call(self, parts: int = 0) -> Call:
+        promise = self._operations.promise(parts=parts)
+        return Call(promise, contextvars.copy_context(), self._operations.clock.now())
+
+    # -- on the loop ----------------------------------------------------------------------------
+
+    def _queue(self, call: Call, before: Call | None) -> None:
+        place = self._queued
+        self._queued += 1
+        if before is not None and before in self._waiting:
+            self._waiting.insert(self._waiting.index(before), call)
+        else:
+            self._waiting.append(call)
+        call.promise.standing.ahead = lambda: max(place - self._sent, 0)
+        self._wake()
+
+    def _wake(self) -> None:
+        if not self._sending:
+            self._sending = True
+            self._operations.portal.spawn(self._send_all())
+
+    async def _send_all(self) -> None:
+        try:
+            while self._waiting:
+                call = self._waiting[0]
+                if not call.promise.future.done():
+                    if call.requests is None:
+                        return  # `fill` or `give_up` goes on from here
+                    self._waiting.popleft()
+                    await self._release_unresolved()
+                    await self._send(call)
+                else:
+                    self._waiting.popleft()
+                self._sent += 1
+        finally:
+            self._sending = False
+
+    async def _send(self, call: Call) -> None:
+        """Submit a call in a task of its own; returns when its numbers are settled."""
+        settled = asyncio.Event()
+        task = self._operations.carry(
+            call.promise, lambda promise: self._run(call, promise, settled), call.context
+        )
+        task.add_done_callback(lambda _: settled.set())
+        await settled.wait()
+
+    async def _run(self, call: Call, promise: Promise[Any], settled: asyncio.Event) -> Any:
+        assert call.requests is not None
+        wire, name = self._session.wire, call.requests[0].route.name
+        with span(f"training.{name}", model_id=self._model_id) as step:
+            async with wire.limit(name, call.made_at):
+                try:
+                    with span("training.submit", requests=len(call.requests)):
+                        await self._submit(call, call.requests, promise.shield)
+                finally:
+                    settled.set()
+                first = call.sent[0]
+                assert first.ticket is not None
+                step.note(seq_id=first.seq_id, request_id=first.ticket.request_id)
+                promise.note(state="running", request_id=first.ticket.request_id)
+                with span("training.wait"):
+                    return await self._collect(call)
+
+    async def _submit(self, call: Call, requests: Sequence[Outgoing], shield: Shield) -> None:
+        session = self._session
+        observe = self._notices.observer(call.promise)
+        call.sent = [
+            _Sent(
+                request,
+                self._number(),
+                Lifecycle(
+                    session.wire,
+                    request.request_type,
+                    request.route.retry,
+                    observe,
+                    shield=shield,
+                    sent=lambda attempts: call.promise.note(attempts=attempts),
+                ),
+            )
+            for request in requests
+        ]
+        try:
+            if len(requests) > 1 and session.api.client_config.parallel_fwdbwd_chunks:
+                # The server starts on the whole range when its first number arrives, so that one
+                # goes out last.
+                await bounded([self._post(one) for one in call.sent[1:]], _CHUNKS_AT_ONCE)
+                await self._post(call.sent[0])
+            else:
+                for one in call.sent:
+                    await self._post(one)
+        except BaseException:
+            self._give_back(call.sent)
+            raise
+
+    async def _post(self, one: _Sent) -> Ticket:
+        """Submit one request, or submit it again with the same bytes."""
+        session, request = self._session, one.request
+
+        async def post(retries: int) -> Any:
+            if one.post is None:
+                # Inside the byte budget, and only once: what is sent again is what was sent.
+                one.post = await self._prepare(request, one.seq_id)
+            return await one.post(retries)
+
+        one.ticket = await one.life.submit(
+            post, lambda: session.training_bytes.reserve(request.size_bytes)
+        )
+        return one.ticket
+
+    async def _prepare(self, request: Outgoing, seq_id: int) -> Post:
+        api = self._session.api
+        body, headers = request.encode(seq_id), {}
+        if request.route.request_encoding == "protobuf" and api.client_config.proto_compress_fwdbwd:
+            body, headers = await _compress(body), {"Content-Encoding": "zstd"}
+        return api.prepared(request.route, body, headers)
+
+    async def _collect(self, call: Call) -> Any:
+        async def one(index: int, sent: _Sent) -> Result:
+            assert sent.ticket is not None
+            result = await sent.life.finish(sent.ticket, lambda: self._post(sent))
+            sent.post = None
+            call.promise.finish_part(index, result.value)
+            return result
+
+        assert call.fold is not None
+        return call.fold(await bounded([one(i, sent) for i, sent in enumerate(call.sent)]))
+
+    # -- numbers --------------------------------------------------------------------------------
+
+    def _number(self) -> int:
+        if self._free:
+            return heapq.heappop(self._free)
+        self._next_seq_id += 1
+        return self._next_seq_id - 1
+
+    def _give_back(self, sent: list[_Sent]) -> None:
+        """After a call that was not submitted whole: no number may be waited for."""
+        for one in sent:
+            if one.life.fate == "accepted":
+                if one.ticket is not None:
+                    self._session.wire.cancel(one.ticket.request_id)
+            elif one.life.fate == "unknown":
+                self._unresolved.add(one.seq_id)
+            else:
+                heapq.heappush(self._free, one.seq_id)
+
+    async def _release_unresolved(self) -> None:
+        """Say that numbers whose fate is unknown will not come, where the server can hear it."""
+        if not self._unresolved:
+            return
+        numbers = sorted(self._unresolved)
+        if self._releases:
+            request = bodies.ReleaseNumbersRequest(model_id=self._model_id, seq_ids=numbers)
+            try:
+                await self._session.api.call(routes.RELEASE_NUMBERS, request, deadline_s=0.0)
+            except APIError as error:
+                _log.debug("numbers %s were not released: %s", numbers, error)
+                if getattr(error, "status_code", 0) not in (404, 405, 501):
+                    return  # perhaps the server cannot be reached: the next call tries again
+                self._releases = False
+        self._unresolved.difference_update(numbers)
+
+
+async def _compress(body: bytes) -> bytes:
+    if len(body) < _COMPRESS_ASIDE_BYTES:
+        return compression.compress(body)
+    return await asyncio.to_thread(compression.compress, body)
+
+
+async def bounded(
+    work: Sequence[Coroutine[Any, Any, Any]], at_once: int | None = None
+) -> list[Any]:
+    """Results in order, so many at a time; the first error cancels the rest and is raised."""
+    if len(work) == 1:
+        return [await work[0]]
+    places = asyncio.Semaphore(at_once or len(work))
+
+    async def run(one: Coroutine[Any, Any, Any]) -> Any:
+        async with places:
+            return await one
+
+    tasks = [asyncio.ensure_future(run(one)) for one in work]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for one in work:
+            one.close()  # what never got its place
+        raise

@@ -1,0 +1,588 @@
+"""`Lifecycle`: the one owner of a logical call, from submission to result.
+
+It owns the call's patience: its last sign of life, since when the account has been out of credit,
+and how often each kind of failure was retried. Nothing below it retries.
+
+| state | what happens | leads to |
+|---|---|---|
+| waiting | for a slot, bytes, the shared pause or a backoff | sending; cancelled: ended |
+| sending | on the wire, always with the same number | accepted; to retry: waiting; refused: ended |
+| accepted | the feed or a poll brings the result | ended; lost: waiting, to be sent again |
+| ended | with a result, an error, or cancelled on the server | |
+
+- *Sending* is never interrupted by the caller's cancellation (`Shield`): an accepted request whose
+  caller has gone is cancelled on the server, and its number is known to be used.
+- *Silence*: any HTTP answer to a submission is a sign of life; for a result only an honest
+  "pending" is, because a server that answers polls with errors is not computing. Waiting in this
+  process (slots, budgets, pauses) does not count as silence.
+- *Total deadline*: the caller bounds the whole with `Wire.limit`.
+
+What a failure means is decided by `transport.retry`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import msgspec
+
+from tinkex.clock import time_limit
+from tinkex.errors import (
+    APIConnectionError,
+    APIResponseValidationError,
+    APIStatusError,
+    InputError,
+    PromiseLostError,
+    RequestFailedError,
+    ResponseInfo,
+    ServerSilentError,
+    TinkerError,
+)
+from tinkex.futures.future import Shield
+from tinkex.spans import span
+from tinkex.transport.retry import (
+    BILLING_STEP_S,
+    Limits,
+    Progress,
+    decide,
+    event_of,
+    outcome_of,
+    retry_after_s,
+)
+from tinkex.types import FutureRetrieveRequest
+from tinkex.types.usage import Usage
+from tinkex.wire import json_codec, routes
+from tinkex.wire.results import (
+    Failed,
+    MetadataOnly,
+    Pending,
+    Ready,
+    accept_for,
+    decode_pending,
+    decode_result,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+    from contextlib import AbstractAsyncContextManager
+
+    from tinkex.clock import Clock
+    from tinkex.futures.budget import ByteBudget
+    from tinkex.transport.api import Api
+    from tinkex.transport.base import Reply
+    from tinkex.transport.retry import RetryClass
+    from tinkex.types import UntypedAPIFuture
+
+    Fate = Literal["unsent", "unknown", "refused", "accepted"]
+    Post = Callable[[int], Coroutine[Any, Any, UntypedAPIFuture]]
+    Room = Callable[[], AbstractAsyncContextManager[object]]
+
+# A "pending" that comes back sooner than this was not held by the server; asking again at once
+# would make a hot loop out of it.
+_HELD_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """An accepted request whose result can be asked for."""
+
+    request_id: str
+    request_type: routes.RequestType
+    sequence_ids: Sequence[str] | None = None
+    round_trip_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A result and what the server says it cost; times are None when it does not say."""
+
+    value: Any
+    queue_s: float | None = None
+    device_s: float | None = None
+
+
+class Policy(Protocol):
+    """What the user of a sampling client says about its retries."""
+
+    @property
+    def retries(self) -> bool: ...
+
+    @property
+    def patience_s(self) -> float: ...
+
+    @property
+    def retryable_exceptions(self) -> tuple[type[Exception], ...]: ...
+
+    def delay_s(self, attempt: int, draw: float) -> float: ...
+
+
+class SharedPause(Protocol):
+    """A pause that several clients observe together, because a server told one of them."""
+
+    def request(self, seconds: float, reason: TinkerError) -> None: ...
+
+
+class Feed(Protocol):
+    """Says which accepted requests have ended; `None` asks the caller to poll by itself."""
+
+    last_life: float
+
+    async def finished(self, request_id: str) -> int | None: ...
+
+    def retrieved(self, request_id: str) -> None: ...
+
+    def abandoned(self, request_id: str) -> None: ...
+
+    def lost(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """What all lifecycles of one connection share.
+
+    `cancel` tells the server, soon, that nobody waits for a request any more.
+    """
+
+    api: Api
+    clock: Clock
+    response_bytes: ByteBudget
+    cancel: Callable[[str], None]
+    silence_s: float
+    submit_s: float
+    total_s: float | None = None
+
+    @asynccontextmanager
+    async def limit(self, what: str, since: float) -> AsyncGenerator[None]:
+        """Bound the body by the total deadline, counted from `since`."""
+        if self.total_s is None:
+            yield
+            return
+        async with time_limit(self.clock, since + self.total_s - self.clock.now()) as limit:
+            yield
+        if limit.expired:
+            raise ServerSilentError(
+                f"{what} did not finish within the total deadline of {self.total_s:g} s; it was "
+                "cancelled. Give it more time with total_deadline_s, or look at its status() to "
+                "see what it waits for"
+            )
+
+
+class Lifecycle:
+    """One request and its result. `send` and `result` are called one after the other."""
+
+    __slots__ = (
+        "_counts",
+        "_credit_gone_at",
+        "_feed",
+        "_kind",
+        "_observe",
+        "_pause",
+        "_pause_s",
+        "_policy",
+        "_poll_counts",
+        "_retry",
+        "_sent",
+        "_shield",
+        "_trouble_at",
+        "_wire",
+        "attempts",
+        "fate",
+        "last_life",
+    )
+
+    def __init__(
+        self,
+        wire: Wire,
+        kind: routes.RequestType,
+        retry: RetryClass,
+        observe: Callable[[Pending], None],
+        *,
+        shield: Shield | None = None,
+        policy: Policy | None = None,
+        pause: SharedPause | None = None,
+        pause_s: float = 1.0,
+        feed: Feed | None = None,
+        sent: Callable[[int], None] | None = None,
+    ) -> None:
+        # Mutable state: the last sign of life; since when submitting has failed, and since when
+        # for want of credit; tries by kind of failure; how often the request was sent; and what is
+        # known of it. `sent` hears of each attempt.
+        self._wire = wire
+        self._kind: routes.RequestType = kind
+        self._retry: RetryClass = retry
+        self._observe = observe
+        self._shield = shield or Shield()
+        self._policy = policy
+        self._pause = pause
+        self._pause_s = pause_s
+        self._feed = feed
+        self._sent = sent
+        self.last_life = wire.clock.now()
+        self._trouble_at: float | None = None
+        self._credit_gone_at: float | None = None
+        self._counts: dict[str, int] = {}
+        self._poll_counts: dict[str, int] = {}
+        self.attempts = 0
+        self.fate: Fate = "unsent"
+
+    # -- submission -----------------------------------------------------------------------------
+
+    async def submit(self, post: Post, room: Room | None = None) -> Ticket:
+        """Send until the server has accepted the request; `post` makes one attempt.
+
+        `room` holds a local place while a request is on the wire.
+        """
+        clock = self._wire.clock
+        asked = clock.now()
+        retries = 0
+        while True:
+            began = clock.now()
+            try:
+                if room is None:
+                    accepted = await self._post(post, retries)
+                else:
+                    async with room():
+                        self._not_counted(clock.now() - began)
+                        began = clock.now()
+                        accepted = await self._post(post, retries)
+            except TinkerError as error:
+                wait_s = self._submit_wait_s(error, began)
+            else:
+                break
+            # Outside the handler: an error of the next attempt must not drag this one along.
+            await clock.sleep(wait_s)
+            # The header that says it is one of HTTP-level retries, which samples do not have.
+            retries += self._retry != "sample"
+        self.last_life = clock.now()
+        self._trouble_at = self._credit_gone_at = None
+        return Ticket(
+            accepted.request_id,
+            self._kind,
+            accepted.sample_sequence_ids,
+            self.last_life - asked,
+        )
+
+    async def _post(self, post: Post, retries: int) -> UntypedAPIFuture:
+        self.attempts += 1
+        if self._sent is not None:
+            self._sent(self.attempts)
+        before, self.fate = self.fate, "unknown"
+        with self._shield:
+            try:
+                accepted = await post(retries)
+            except APIStatusError as error:
+                # No server gives these answers to what it has accepted. An earlier attempt whose
+                # fate is unknown stays unknown.
+                if error.status_code < 500 and error.status_code != 408 and before != "unknown":
+                    self.fate = "refused"
+                raise
+        self.fate = "accepted"
+        if self._shield.asked:
+            self._abandon(accepted.request_id)
+            raise asyncio.CancelledError
+        return accepted
+
+    def _submit_wait_s(self, error: TinkerError, began: float) -> float:
+        """How long to wait before the request is sent again; raises when that cannot help."""
+        wire, now = self._wire, self._wire.clock.now()
+        outcome = outcome_of(error)
+        if outcome.kind == "status":
+            self.last_life = now
+        event = event_of(outcome)
+        if event == "402" and self._retry != "submit":
+            return self._credit_wait_s(error, now)
+        self._credit_gone_at = None
+        if event == "429" and self._pause is not None:
+            self._trouble_at = None
+            hint_s = retry_after_s(outcome.headers, wire.clock.wall())
+            return self._pause_for(self._pause_s if hint_s is None else hint_s, error)
+        if self._policy is not None and not self._policy.retries:
+            raise error
+        if self._trouble_at is None:
+            self._trouble_at = began
+        tries = self._counts.get(event, 0)
+        budget_s = wire.submit_s if self._policy is None else self._policy.patience_s
+        decision = decide(
+            outcome,
+            self._retry,
+            Progress(tries, now - self._trouble_at),
+            Limits(budget_s),
+            jitter=random.random(),
+            wall=wire.clock.wall(),
+        )
+        self._counts[event] = tries + 1
+        if decision.wait_s is not None:
+            if self._policy is None or retry_after_s(outcome.headers, 0.0) is not None:
+                return decision.wait_s
+            left_s = budget_s - (now - self._trouble_at)
+            return min(self._policy_delay_s(tries), left_s)
+        if self._extended(error, tries):
+            return self._policy_delay_s(tries)
+        raise self._final(error, decision.reason)
+
+    def _final(self, error: TinkerError, reason: str) -> TinkerError:
+        """The error that ends a submission."""
+        attempts = sum(self._counts.values())
+        if self._retry == "sample" and isinstance(error, APIConnectionError):
+            silent_s = self._wire.clock.now() - self.last_life
+            silent = ServerSilentError(
+                f"no sign of life from the server for {silent_s:.0f} s; the sample keeps failing: "
+                f"{error}; check that the server runs and is reachable"
+            )
+            silent.__cause__ = error
+            return silent
+        if attempts > 1:
+            error.add_note(f"gave up after {attempts} attempts: {reason}")
+        return error
+
+    def _credit_wait_s(self, error: TinkerError, now: float) -> float:
+        """Wait out an account that cannot pay, as long as the server's flag says."""
+        if self._credit_gone_at is None:
+            self._credit_gone_at = now
+        flags = self._wire.api.client_config
+        end = self._credit_gone_at + flags.billing_exception_max_pause_duration_sec
+        if now + BILLING_STEP_S > end:
+            raise error
+        return BILLING_STEP_S if self._pause is None else self._pause_for(BILLING_STEP_S, error)
+
+    def _pause_for(self, seconds: float, reason: TinkerError) -> float:
+        """Pause everybody who shares the limit; the next `room` waits for its end."""
+        assert self._pause is not None
+        self._pause.request(seconds, reason)
+        return 0.0
+
+    def _extended(self, error: TinkerError, tries: int) -> bool:
+        """Whether the user's own list of exceptions asks for what the table does not."""
+        policy = self._policy
+        if policy is None or not isinstance(error, policy.retryable_exceptions):
+            return False
+        known = (APIConnectionError, PromiseLostError)
+        return not isinstance(error, known) and tries < _EXTENDED_TRIES
+
+    def _policy_delay_s(self, tries: int) -> float:
+        assert self._policy is not None
+        return self._policy.delay_s(tries, random.random())
+
+    def _not_counted(self, seconds: float) -> None:
+        """Time spent waiting in this process says nothing about the server."""
+        if seconds > 0.0:
+            self.last_life += seconds
+            if self._trouble_at is not None:
+                self._trouble_at += seconds
+
+    # -- the result -----------------------------------------------------------------------------
+
+    async def finish(
+        self, ticket: Ticket, again: Callable[[], Coroutine[Any, Any, Ticket]]
+    ) -> Result:
+        """The result, submitting `again` when the server has lost it."""
+        while True:
+            try:
+                return await self.result(ticket)
+            except (PromiseLostError, RequestFailedError) as error:
+                wait_s = self._resend_wait_s(error)
+            await self._wire.clock.sleep(wait_s)
+            ticket = await again()
+
+    def _resend_wait_s(self, error: PromiseLostError | RequestFailedError) -> float:
+        if self._policy is not None and not self._policy.retries:
+            raise error
+        outcome = outcome_of(error, of_result=True)
+        event = event_of(outcome)
+        tries = self._counts.get(event, 0)
+        # Counted over the whole call: that a request is accepted each time is no progress.
+        self._counts[event] = tries + 1
+        decision = decide(outcome, self._retry, Progress(tries), jitter=random.random())
+        if decision.wait_s is None and not self._extended(error, tries):
+            raise error
+        return decision.wait_s if self._policy is None else self._policy_delay_s(tries)  # pyright: ignore[reportReturnType] - a wait, or a policy
+
+    async def result(self, ticket: Ticket) -> Result:
+        """The result of an accepted request; cancelled with the caller."""
+        feed = self._feed
+        try:
+            if feed is None:
+                return await self._poll(ticket, None)
+            size_bytes = await feed.finished(ticket.request_id)
+            self.last_life = max(self.last_life, feed.last_life)
+            result = await self._poll(ticket, size_bytes)
+        except asyncio.CancelledError:
+            self._abandon(ticket.request_id)
+            raise
+        except TinkerError as error:
+            if feed is not None:
+                if isinstance(error, PromiseLostError):
+                    feed.lost()
+                feed.retrieved(ticket.request_id)
+            raise
+        feed.retrieved(ticket.request_id)
+        return result
+
+    def _abandon(self, request_id: str) -> None:
+        """The server has accepted what nobody waits for any more."""
+        self._wire.cancel(request_id)
+        if self._feed is not None:
+            self._feed.abandoned(request_id)
+
+    async def _poll(self, ticket: Ticket, known_size: int | None) -> Result:
+        """Ask until there is an answer; `known_size` is a payload size announced by the feed."""
+        wire = self._wire
+        poll = _Poll(ticket, allow_metadata_only=not known_size)
+        reserved = known_size or 0
+        if reserved:
+            await self._reserve(reserved)
+        try:
+            while True:
+                answer = await self._ask(poll)
+                if isinstance(answer, Result):
+                    return answer
+                if isinstance(answer, MetadataOnly):
+                    await self._reserve(answer.size_bytes)
+                    reserved += answer.size_bytes
+                    poll.allow_metadata_only = False
+        finally:
+            if reserved:
+                wire.response_bytes.give_back(reserved)
+
+    async def _reserve(self, size_bytes: int) -> None:
+        began = self._wire.clock.now()
+        await self._wire.response_bytes.take(size_bytes)
+        self._not_counted(self._wire.clock.now() - began)
+
+    async def _ask(self, poll: _Poll) -> Result | MetadataOnly | None:
+        """One poll, with the pause that must follow it; None when it brought nothing."""
+        api, asked = self._wire.api, self._wire.clock.now()
+        try:
+            body, headers = poll.question()
+            reply = await api.send(routes.RETRIEVE_FUTURE, body, headers=headers)
+            pending = decode_pending(reply.body) if reply.status == 408 else None
+            if pending is not None:
+                return await self._pending(poll, pending, asked)
+            api.raise_for(reply, routes.RETRIEVE_FUTURE)
+        except (APIConnectionError, APIStatusError) as error:
+            await self._wire.clock.sleep(self._poll_wait_s(poll.ticket, error))
+            return None
+        answer = _read(poll.ticket, reply)
+        if isinstance(answer, Pending):
+            return await self._pending(poll, answer, asked)
+        if isinstance(answer, Failed):
+            raise RequestFailedError(
+                api.scrub(answer.error), poll.ticket.request_id, answer.category
+            )
+        if isinstance(answer, Ready):
+            return _result(answer.value, reply.headers.get("x-tinkex-usage"))
+        return answer
+
+    async def _pending(self, poll: _Poll, pending: Pending, asked: float) -> None:
+        now = self._wire.clock.now()
+        self.last_life, self._credit_gone_at = now, None
+        self._poll_counts.clear()
+        self._observe(pending)
+        poll.unheld = poll.unheld + 1 if now - asked < _HELD_S else 0
+        if poll.unheld:
+            await self._wire.clock.sleep(min(0.02 * 2.0 ** min(poll.unheld, 6), 1.0))
+
+    def _poll_wait_s(self, ticket: Ticket, error: APIConnectionError | APIStatusError) -> float:
+        """How long to wait after a failed poll; raises when the wait is over."""
+        wire, now = self._wire, self._wire.clock.now()
+        outcome = outcome_of(error)
+        event = event_of(outcome)
+        if event == "402":
+            # Neither silence nor progress: the wait for credit has a limit of its own.
+            self.last_life = now
+            return self._credit_wait_s_of_poll(error, now)
+        self._credit_gone_at = None
+        silent_s = now - self.last_life
+        tries = self._poll_counts.get(event, 0)
+        decision = decide(
+            outcome,
+            "poll",
+            Progress(tries, silent_s),
+            Limits(wire.silence_s),
+            jitter=random.random(),
+            wall=wire.clock.wall(),
+        )
+        if decision.wait_s is not None:
+            self._poll_counts[event] = tries + 1
+            return decision.wait_s
+        if silent_s < wire.silence_s:
+            raise error
+        raise ServerSilentError(
+            f"no sign of life from the server for {silent_s:.0f} s while waiting for "
+            f"{ticket.request_type} {ticket.request_id} (last problem: {error}); check that the "
+            "server runs and is reachable, then send the request again"
+        ) from error
+
+    def _credit_wait_s_of_poll(self, error: TinkerError, now: float) -> float:
+        # A result is waited for by itself; it does not pause those who submit.
+        pause, self._pause = self._pause, None
+        try:
+            return self._credit_wait_s(error, now)
+        finally:
+            self._pause = pause
+
+
+_EXTENDED_TRIES = 10
+
+
+@dataclass(slots=True)
+class _Poll:
+    """What the polls of one request remember between answers."""
+
+    ticket: Ticket
+    allow_metadata_only: bool
+    iteration: int = 0
+    unheld: int = 0
+
+    def question(self) -> tuple[bytes, dict[str, str]]:
+        """The body and headers of the next poll."""
+        ticket = self.ticket
+        headers = {
+            "Accept": accept_for(ticket.request_type),
+            "X-Tinker-Request-Type": ticket.request_type,
+            "X-Tinker-Request-Iteration": str(self.iteration),
+        }
+        if self.iteration == 0 and ticket.round_trip_s is not None:
+            headers["X-Tinker-Create-Promise-Roundtrip-Time"] = f"{ticket.round_trip_s:.6f}"
+        self.iteration += 1
+        request = FutureRetrieveRequest(
+            request_id=ticket.request_id, allow_metadata_only=self.allow_metadata_only
+        )
+        return json_codec.encode(request), headers
+
+
+def _read(ticket: Ticket, reply: Reply) -> Pending | MetadataOnly | Failed | Ready:
+    media_type = reply.headers.get("content-type", "")
+    try:
+        with span("futures.decode", request_id=ticket.request_id, size_bytes=len(reply.body)):
+            return decode_result(ticket.request_type, media_type, reply.body, ticket.sequence_ids)
+    except InputError as error:
+        response = ResponseInfo(reply.status, {"content-type": media_type})
+        raise APIResponseValidationError(
+            response, None, f"{ticket.request_type} {ticket.request_id}: {error}"
+        ) from error
+
+
+def _result(value: Any, usage_header: str | None) -> Result:
+    if not usage_header:
+        return Result(value)
+    try:
+        usage = msgspec.json.decode(usage_header, type=dict[str, float | None])
+    except msgspec.MsgspecError:
+        return Result(value)  # a server with another idea of this header; its result still counts
+    return Result(value, usage.get("queue_s"), usage.get("device_s"))
+
+
+def charge(result: Result, value: object, **tokens: int) -> Usage:
+    """Note on `value` what it used: tokens as counted here, times as the server gave them."""
+    usage = Usage(**tokens, queue_s=result.queue_s, device_s=result.device_s)
+    # The value was decoded a moment ago and nobody else has seen it, so it is still ours to write.
+    if isinstance(value, msgspec.Struct):
+        msgspec.structs.force_setattr(value, "usage", usage)
+    else:
+        object.__setattr__(value, "usage", usage)
+    return usage

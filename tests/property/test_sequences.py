@@ -1,0 +1,36 @@
+"""Faults in combination: generated sequences agree with a small model of what must happen."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.property.sequences import Expected, Sequence, Trial, expected, run
+from tinkex.errors import ConflictError
+
+pytestmark = [pytest.mark.req("S22"), pytest.mark.req("S25")]
+
+# What the search found before, each as a sequence of its own.
+STORIES: list[Sequence] = []
+
+
+@pytest.mark.parametrize("first", range(0, 1000, 100))
+def test_generated_sequences_end_as_the_model_says(first: int) -> None:
+    run(first, 100)
+
+
+@pytest.mark.parametrize("story", STORIES, ids=str)
+def test_what_was_found_once_is_mended(story: Sequence) -> None:
+    Trial(feed=story.feed).run([story])
+
+
+def test_the_model_counts_conflicts_apart_from_other_failures() -> None:
+    mixed = Sequence("sample", ("503", "409", "503", "409"), ())
+    assert expected(mixed) == Expected(None, (0, 0, 0, 0, 0))
+    thrice = Sequence("sample", ("409", "409", "409"), ())
+    assert expected(thrice) == Expected(ConflictError, (0, 0, 0))
+
+
+def test_a_wrong_client_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.property.sequences.expected", lambda _: Expected(None, (0, 1)))
+    with pytest.raises(AssertionError, match="numbers"):
+        Trial(feed=False).run([Sequence("sample", (), ())])

@@ -10,6 +10,10 @@ import logging
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
+from tinkex.errors import BillingError
+from tinkex.metrics import meter
+from tinkex.wire import routes
+
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
@@ -39,22 +43,32 @@ class Dispatcher:
     async def room(self, estimate_bytes: int) -> AsyncGenerator[None]:
         """Hold a place for one sample; waits out every pause first."""
         await self._pause.wait()
-        budget = self._session.sampling_bytes
+        asked, budget = self._session.clock.now(), self._session.sampling_bytes
         if not self._pause.throttled:
-            async with self._slots, budget.reserve(estimate_bytes):
-                yield
+            async with self._slots:
+                self._got_slot(asked)
+                async with budget.reserve(estimate_bytes):
+                    yield
             return
-        cost = estimate_bytes * _THROTTLED_COST
-        async with self._slots, self._throttled_slots, budget.reserve(cost):
-            yield
+        async with self._slots, self._throttled_slots:
+            self._got_slot(asked)
+            async with budget.reserve(estimate_bytes * _THROTTLED_COST):
+                yield
 
-    def request(self, seconds: float, reason: TinkerError) -> None:
+    def _got_slot(self, asked: float) -> None:
+        if meter.on:
+            meter.wait("slot", self._session.clock.now() - asked)
+
+    def request(self, seconds: float, error: TinkerError) -> None:
         """Pause every sampler that shares the limit, and log it at most once a minute."""
-        self._pause.request(seconds)
+        reason = "billing" if isinstance(error, BillingError) else "rate_limit"
+        self._pause.request(seconds, reason)
+        if meter.on:
+            meter.retry(routes.ASAMPLE.name, reason)
         now = self._session.clock.now()
         if now - self._said >= _SAY_EVERY_S:
             self._said = now
-            _log.warning("sampling is paused: the server answers %s", reason)
+            _log.warning("sampling is paused: the server answers %s", error)
 
 
 def pause_s(estimate_bytes: int) -> float:

@@ -20,6 +20,7 @@ from tinkex.clients.sampling_checks import build_request, check_options, check_r
 from tinkex.errors import InputError, TinkerError
 from tinkex.futures.feed import CompletionFeed
 from tinkex.futures.lifecycle import Lifecycle, charge
+from tinkex.metrics import meter
 from tinkex.spans import span
 from tinkex.types import (
     CreateSamplingSessionRequest,
@@ -183,11 +184,14 @@ class SamplingClient:
         """One lifecycle, with another number for each time that the server has lost the sample."""
         session = self.holder
         estimate = input_bytes(request.prompt, per_token=_BYTES_PER_TOKEN)
+        asked = session.clock.now()
         async with self._slot():
+            if meter.on:
+                meter.wait("slot", session.clock.now() - asked)
             life = Lifecycle(
                 session.wire,
+                routes.ASAMPLE,
                 "Sample",
-                "sample",
                 self._notices.observer(promise),
                 shield=promise.shield,
                 policy=self._policy(),

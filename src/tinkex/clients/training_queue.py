@@ -223,8 +223,8 @@ class TrainingQueue:
                 self._number(),
                 Lifecycle(
                     session.wire,
+                    request.route,
                     request.request_type,
-                    request.route.retry,
                     observe,
                     shield=shield,
                     sent=lambda attempts: call.promise.note(attempts=attempts),

@@ -11,6 +11,8 @@ from collections import deque
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
+from tinkex.metrics import meter
+
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
@@ -35,7 +37,8 @@ class ByteBudget:
     async def take(self, size_bytes: int) -> None:
         """Wait for room, then hold `size_bytes`; every take needs one `give_back`."""
         if self._waiters or self.left < 0:
-            waiter = asyncio.get_running_loop().create_future()
+            loop = asyncio.get_running_loop()
+            waiter, asked = loop.create_future(), loop.time()
             self._waiters.append(waiter)
             try:
                 await waiter
@@ -43,6 +46,8 @@ class ByteBudget:
                 if not waiter.cancelled():
                     self._admit()  # admitted and cancelled at once: pass the place on
                 raise
+            if meter.on:
+                meter.wait("bytes", loop.time() - asked)
         self.left -= size_bytes
         self._admit()
 

@@ -43,7 +43,9 @@ from tinkex.errors import (
     TinkerError,
 )
 from tinkex.futures.future import Shield
+from tinkex.metrics import meter
 from tinkex.spans import span
+from tinkex.transport.notices import wait_reason
 from tinkex.transport.retry import (
     BILLING_STEP_S,
     Limits,
@@ -72,6 +74,7 @@ if TYPE_CHECKING:
 
     from tinkex.clock import Clock
     from tinkex.futures.budget import ByteBudget
+    from tinkex.metrics import WaitReason
     from tinkex.transport.api import Api
     from tinkex.transport.base import Reply
     from tinkex.transport.retry import RetryClass
@@ -84,6 +87,11 @@ if TYPE_CHECKING:
 # A "pending" that comes back sooner than this was not held by the server; asking again at once
 # would make a hot loop out of it.
 _HELD_S = 1.0
+# What a client waits for while the server says that its queue is paused.
+_PAUSES: dict[str, WaitReason] = {
+    "paused_capacity": "capacity",
+    "paused_rate_limit": "rate_limit",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +131,7 @@ class Policy(Protocol):
 class SharedPause(Protocol):
     """A pause that several clients observe together, because a server told one of them."""
 
-    def request(self, seconds: float, reason: TinkerError) -> None: ...
+    def request(self, seconds: float, error: TinkerError) -> None: ...
 
 
 class Feed(Protocol):
@@ -185,6 +193,7 @@ class Lifecycle:
         "_policy",
         "_poll_counts",
         "_retry",
+        "_route",
         "_sent",
         "_shield",
         "_trouble_at",
@@ -197,8 +206,8 @@ class Lifecycle:
     def __init__(
         self,
         wire: Wire,
+        route: routes.Route[Any, Any],
         kind: routes.RequestType,
-        retry: RetryClass,
         observe: Callable[[Pending], None],
         *,
         shield: Shield | None = None,
@@ -212,8 +221,9 @@ class Lifecycle:
         # for want of credit; tries by kind of failure; how often the request was sent; and what is
         # known of it. `sent` hears of each attempt.
         self._wire = wire
+        self._route = route
         self._kind: routes.RequestType = kind
-        self._retry: RetryClass = retry
+        self._retry: RetryClass = route.retry
         self._observe = observe
         self._shield = shield or Shield()
         self._policy = policy
@@ -309,7 +319,7 @@ class Lifecycle:
         decision = decide(
             outcome,
             self._retry,
-            Progress(tries, now - self._trouble_at),
+            Progress(tries, now - self._trouble_at, failures=sum(self._counts.values())),
             Limits(budget_s),
             jitter=random.random(),
             wall=wire.clock.wall(),
@@ -317,12 +327,17 @@ class Lifecycle:
         self._counts[event] = tries + 1
         if decision.wait_s is not None:
             if self._policy is None or retry_after_s(outcome.headers, 0.0) is not None:
-                return decision.wait_s
+                return self._measured(decision.wait_s, wait_reason(decision))
             left_s = budget_s - (now - self._trouble_at)
-            return min(self._policy_delay_s(tries), left_s)
+            return self._measured(min(self._policy_delay_s(tries), left_s), "backoff")
         if self._extended(error, tries):
-            return self._policy_delay_s(tries)
+            return self._measured(self._policy_delay_s(tries), "backoff")
         raise self._final(error, decision.reason)
+
+    def _measured(self, wait_s: float, reason: WaitReason) -> float:
+        if meter.on:
+            meter.retry(self._route.name, reason, wait_s)
+        return wait_s
 
     def _final(self, error: TinkerError, reason: str) -> TinkerError:
         """The error that ends a submission."""
@@ -347,7 +362,9 @@ class Lifecycle:
         end = self._credit_gone_at + flags.billing_exception_max_pause_duration_sec
         if now + BILLING_STEP_S > end:
             raise error
-        return BILLING_STEP_S if self._pause is None else self._pause_for(BILLING_STEP_S, error)
+        if self._pause is None:
+            return self._measured(BILLING_STEP_S, "billing")
+        return self._pause_for(BILLING_STEP_S, error)
 
     def _pause_for(self, seconds: float, reason: TinkerError) -> float:
         """Pause everybody who shares the limit; the next `room` waits for its end."""
@@ -397,9 +414,11 @@ class Lifecycle:
         # Counted over the whole call: that a request is accepted each time is no progress.
         self._counts[event] = tries + 1
         decision = decide(outcome, self._retry, Progress(tries), jitter=random.random())
-        if decision.wait_s is None and not self._extended(error, tries):
+        if self._policy is not None and (decision.retry or self._extended(error, tries)):
+            return self._measured(self._policy_delay_s(tries), "backoff")
+        if decision.wait_s is None:
             raise error
-        return decision.wait_s if self._policy is None else self._policy_delay_s(tries)  # pyright: ignore[reportReturnType] - a wait, or a policy
+        return self._measured(decision.wait_s, "backoff")
 
     async def result(self, ticket: Ticket) -> Result:
         """The result of an accepted request; cancelled with the caller."""
@@ -482,6 +501,8 @@ class Lifecycle:
         self.last_life, self._credit_gone_at = now, None
         self._poll_counts.clear()
         self._observe(pending)
+        if meter.on and pending.queue_state in _PAUSES:
+            meter.wait(_PAUSES[pending.queue_state], now - asked)
         poll.unheld = poll.unheld + 1 if now - asked < _HELD_S else 0
         if poll.unheld:
             await self._wire.clock.sleep(min(0.02 * 2.0 ** min(poll.unheld, 6), 1.0))
@@ -501,13 +522,15 @@ class Lifecycle:
         decision = decide(
             outcome,
             "poll",
-            Progress(tries, silent_s),
+            Progress(tries, silent_s, failures=sum(self._poll_counts.values())),
             Limits(wire.silence_s),
             jitter=random.random(),
             wall=wire.clock.wall(),
         )
         if decision.wait_s is not None:
             self._poll_counts[event] = tries + 1
+            if meter.on:
+                meter.retry(routes.RETRIEVE_FUTURE.name, wait_reason(decision), decision.wait_s)
             return decision.wait_s
         if silent_s < wire.silence_s:
             raise error

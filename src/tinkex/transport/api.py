@@ -190,6 +190,8 @@ class Api:
         headers = cast("dict[str, str]", prepared.headers)
         headers[API_KEY] = await self.auth.header_value(raw=route.name in _RAW)
         async with self.transport.stream(prepared) as reply:
+            if meter.on:
+                meter.request(route.name, reply.status)
             yield reply
 
     def raise_for(

@@ -50,13 +50,14 @@ class Outcome:
 class Progress:
     """How far a call has come.
 
-    `retries` counts those after this kind of failure, `elapsed_s` since the trouble began, and
-    `billing_s` seconds of them in a 402 pause.
+    `retries` counts those after this kind of failure, `failures` those of any kind, `elapsed_s` is
+    since the trouble began, and `billing_s` seconds of it in a 402 pause.
     """
 
     retries: int = 0
     elapsed_s: float = 0.0
     billing_s: float = 0.0
+    failures: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +190,9 @@ def decide(
     left_s = limits.budget_s - (progress.elapsed_s - progress.billing_s)
     if left_s < _SHORTEST_S:
         return Decision(None, f"{reason}, and {limits.budget_s:g} s have passed")
-    wait_s = _wait_s(rule, outcome, progress.retries, jitter, wall)
+    # Kinds of failure have limits of their own, and one backoff.
+    failures = max(progress.retries, progress.failures)
+    wait_s = _wait_s(rule, outcome, failures, jitter, wall)
     # Clipped rather than refused: the last attempt is made when the time is up.
     return Decision(min(wait_s, left_s), reason, fresh=rule.action == "again")
 

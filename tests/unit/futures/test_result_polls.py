@@ -18,6 +18,7 @@ from tinkex.errors import (
 )
 from tinkex.futures.budget import ByteBudget
 from tinkex.futures.lifecycle import Lifecycle, Ticket, Wire, charge
+from tinkex.wire import routes
 
 if TYPE_CHECKING:
     from tests.unit.futures.conftest import Stage
@@ -59,7 +60,7 @@ def wait(stage: Stage, *answers: Any, held_s: float = 0.0, **options: Any):
 
     async def result() -> Any:
         feed = None if known_size is None else Announced(known_size)
-        life = Lifecycle(wire, "OptimStep", "full", heard.append, feed=feed)
+        life = Lifecycle(wire, routes.OPTIM_STEP, "OptimStep", heard.append, feed=feed)
         async with wire.limit("optim_step", stage.clock.now()):
             return await life.result(STEP)
 
@@ -114,7 +115,7 @@ def test_waiting_for_the_byte_budget_is_no_silence(stage: Stage):
         api = stage.api(announced, reply({}, 503), reply({}, 503), DONE)
         wire = Wire(api, stage.clock, budget, lambda _: None, silence_s=300.0, submit_s=300.0)
         await asyncio.sleep(0)
-        result = await Lifecycle(wire, "OptimStep", "full", lambda _: None).result(STEP)
+        result = await Lifecycle(wire, routes.OPTIM_STEP, "OptimStep", lambda _: None).result(STEP)
         await held
         return result
 

@@ -10,7 +10,12 @@ from tinkex.errors import ConflictError
 pytestmark = [pytest.mark.req("S22"), pytest.mark.req("S25")]
 
 # What the search found before, each as a sequence of its own.
-STORIES: list[Sequence] = []
+STORIES = [
+    # Accepted in the moment in which it was cancelled: the feed kept its completion.
+    Sequence("sample", (), ("503", "lost"), cancel_after_s=0.0, feed=True),
+    # On the wire when it was cancelled: its place was not free yet.
+    Sequence("sample", ("slow", "429"), ("failed user",), cancel_after_s=2.0),
+]
 
 
 @pytest.mark.parametrize("first", range(0, 1000, 100))

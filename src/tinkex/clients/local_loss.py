@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, cast
 from tinkex.clients.training_requests import given
 from tinkex.errors import InputError, InputTypeError, ResultError
 from tinkex.spans import span
-from tinkex.types import Datum
+from tinkex.types.training import datum_list
 
 if TYPE_CHECKING:
     import torch
 
     from tinkex.clients.custom_loss import CustomLossFnV1
-    from tinkex.types import ForwardBackwardOutput
+    from tinkex.types import Datum, ForwardBackwardOutput
 
 _LOSS = "loss:sum"
 _SURROGATE_LOSS = "surrogate_loss:sum"
@@ -177,14 +177,10 @@ def numbers(metrics: Mapping[Any, Any]) -> dict[str, float]:
 
 def datums_of(data: Any) -> list[Datum]:
     """`data` as a list of datums whose log-probabilities can be asked for."""
-    if not isinstance(data, list | tuple):
-        raise InputTypeError(f"must be a list of Datum, not {type(data).__name__}", "data")
-    datums = list(cast("list[Any]", data))
+    datums = datum_list(data, "data")
     if not datums:
         raise InputError("No data provided; give at least one Datum", "data")
     for index, datum in enumerate(datums):
-        if not isinstance(datum, Datum):
-            raise InputTypeError(f"must be a Datum, not {type(datum).__name__}", f"data[{index}]")
         if "target_tokens" not in datum.loss_fn_inputs:
             raise InputError(
                 "is missing; log-probabilities are those of the target tokens",

@@ -8,6 +8,7 @@ from tinkex.clients.arguments import switch
 from tinkex.clients.retry_config import RetryConfig
 from tinkex.errors import InputError, InputTypeError, ResultError
 from tinkex.types import ModelInput, SampleRequest, SamplingParams, TensorData
+from tinkex.types.frozen import frozen
 
 if TYPE_CHECKING:
     from tinkex.types import SampleResponse
@@ -59,6 +60,8 @@ def build_request(
         record_stability_info=record_stability_info,
     )
     _check_numbers(request)
+    # What is checked is what is sent, now and if it has to be sent again.
+    request = frozen(request)
     _check_prompt(request)
     return request
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from msgspec.structs import replace
 
 from tinkex.clients.chunking import chunk, text_tokens
 from tinkex.clients.notices import QueueNotices
 from tinkex.clients.training_queue import Outgoing, TrainingQueue, inside
-from tinkex.errors import InputError, InputTypeError, ResultError, TinkerError
+from tinkex.errors import ResultError, TinkerError
 from tinkex.futures.combine import combine
 from tinkex.futures.lifecycle import Result, charge
-from tinkex.types import Datum, ForwardBackwardOutput
-from tinkex.types.checks import check_datum
-from tinkex.types.training import loss_config, loss_name
+from tinkex.types.checks import batch_to_send
+from tinkex.types.frozen import frozen
+from tinkex.types.training import loss_config
 from tinkex.wire import json_codec, proto_codec, routes
 
 if TYPE_CHECKING:
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
     from tinkex.clients.session import Session
     from tinkex.clients.training_queue import Call
     from tinkex.futures.future import APIFuture
-    from tinkex.types import LossFnType
+    from tinkex.types import Datum, ForwardBackwardOutput, LossFnType
 
     Backward = Callable[[Sequence[Datum]], APIFuture[ForwardBackwardOutput]]
 
@@ -72,8 +74,7 @@ class TrainingRequests:
         With `place` it is sent where that was reserved.
         """
         try:
-            loss_name(loss_fn, "loss_fn")
-            batch = checked(data, loss_fn, self.vocab_size)
+            batch = batch_to_send(data, loss_fn, self.vocab_size)
             config = loss_config(loss_fn_config, "loss_fn_config")
             requests = self._pass_requests(batch, loss_fn, config, forward_only)
         except TinkerError as error:
@@ -159,7 +160,8 @@ class TrainingRequests:
     ) -> APIFuture[T]:
         """One JSON request in its turn; it is tried once now, so bad input never takes a turn."""
         try:
-            json_codec.encode(make(1))
+            snapshot = frozen(make(1))
+            json_codec.encode(snapshot)
         except TinkerError as error:
             return self.refuse(error)
 
@@ -170,24 +172,11 @@ class TrainingRequests:
 
         assert route.request_type is not None
         request = Outgoing(
-            route, route.request_type, lambda seq_id: json_codec.encode(make(seq_id))
+            route,
+            route.request_type,
+            lambda seq_id: json_codec.encode(replace(snapshot, seq_id=seq_id)),
         )
         return self.queue.take([request], fold)
-
-
-def checked(data: object, loss_fn: LossFnType, vocab_size: int | None = None) -> list[Datum]:
-    """`data` as a list of sound datums, or an error that names the first bad one."""
-    if not isinstance(data, (list, tuple)):
-        raise InputTypeError(f"must be a list of Datum, not {type(data).__name__}", "data")
-    batch: list[Datum] = []
-    for index, datum in enumerate(cast("Sequence[object]", data)):
-        if not isinstance(datum, Datum):
-            raise InputTypeError(f"must be a Datum, not {type(datum).__name__}", f"data[{index}]")
-        check_datum(datum, index, loss_fn, vocab_size)
-        batch.append(datum)
-    if not batch:
-        raise InputError("No data provided; give at least one Datum", "data")
-    return batch
 
 
 def vocabulary(tokenizer: object) -> int | None:

@@ -266,7 +266,7 @@ def returning(value: Any) -> Any:
 REFUSED: list[tuple[Any, Any, str, str]] = [
     ([], quadratic, "data", "No data"),
     ("text", quadratic, "data", "list of Datum"),
-    ([1], quadratic, "data[0]", "must be a Datum"),
+    ([1], quadratic, "data[0]", "expected Datum"),
     (
         [scored(1.0), Datum(ModelInput.from_ints([1]))],
         quadratic,

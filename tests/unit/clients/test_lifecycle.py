@@ -348,8 +348,10 @@ def test_what_is_sent_again_after_a_loss_is_what_was_sent():
         await future
 
     world = training(scenario)
-    assert len({seen.raw_body for seen in world.server.seen("forward_backward")}) == 1
-    assert len(world.server.seen("forward_backward")) == 3
+    sent = world.server.seen("forward_backward")
+    assert len({seen.raw_body for seen in sent}) == 1
+    assert len(sent) == 3
+    assert set(sent[0].body.data[0].loss_fn_inputs["weights"].to_numpy()) == {1.0}
 
 
 @pytest.mark.req("S40")

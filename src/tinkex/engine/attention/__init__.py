@@ -65,7 +65,7 @@ def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor
     small model uses little.
     """
     size_bytes = math.prod(shape) * dtype.itemsize
-    room = torch.from_numpy(np.zeros(size_bytes + _ALIGNMENT, np.uint8))
+    room = torch.from_numpy(np.zeros(size_bytes + _ALIGNMENT, np.uint8))  # pyright: ignore[reportUnknownMemberType] - torch types it loosely
     start = -room.data_ptr() % _ALIGNMENT
     return room[start : start + size_bytes].view(dtype).view(shape)
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.smollm2, pytest.mark.timeout(600)]
 LIMIT_S = 280.0
+Done = subprocess.CompletedProcess[str]
 PROGRAM = [sys.executable, "-m", "tinkex.cli"]
 
 
@@ -39,8 +40,15 @@ def stamps(folder: Path) -> dict[str, int]:
     return {str(path): path.stat().st_mtime_ns for path in sorted(folder.rglob("*"))}
 
 
-def test_the_demo_shows_what_was_learned_and_its_commands_work(tmp_path: Path):
-    done = tinkex(tmp_path, "demo", "--steps", "8")
+@pytest.fixture(scope="module")
+def demonstrated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Done]:
+    """Where the demo was run, and what it said."""
+    work = tmp_path_factory.mktemp("demo")
+    return work, tinkex(work, "demo", "--steps", "8")
+
+
+def test_the_demo_shows_what_was_learned(demonstrated: tuple[Path, Done]):
+    work, done = demonstrated
     assert done.returncode == 0, done.stderr
     # A few lines, not one for each step or save.
     assert re.findall(r"^step (\d)/8", done.stderr, re.MULTILINE) == ["2", "4", "6", "8"]
@@ -56,26 +64,33 @@ def test_the_demo_shows_what_was_learned_and_its_commands_work(tmp_path: Path):
     loss = re.search(r"never seen: (\d\.\d+) -> (\d\.\d+)", done.stdout)
     assert loss is not None
     assert float(loss[2]) < 0.8 * float(loss[1])
-    run = tmp_path / "runs" / "demo"
+    run = work / "runs" / "demo"
     for name in ("curve.svg", "curve.png", "metrics.jsonl"):
         assert (run / name).stat().st_size > 0
     assert (run / "adapter" / "adapter_config.json").is_file()
 
+
+@pytest.mark.exhaustive
+def test_a_second_demo_changes_nothing_and_the_commands_it_names_work(
+    demonstrated: tuple[Path, Done],
+):
+    work, _ = demonstrated
+    run = work / "runs" / "demo"
     before = stamps(run)
-    again = tinkex(tmp_path, "demo", "--steps", "8", "-f", "json")
+    again = tinkex(work, "demo", "--steps", "8", "-f", "json")
     assert again.returncode == 0
     assert again.stderr == ""
     assert stamps(run) == before
 
     talk, train, serve = (shlex.split(command) for command in json.loads(again.stdout)["next"])
     assert talk[:3] == train[:3] == serve[:3] == PROGRAM
-    chatted = tinkex(tmp_path, *talk[3:], "--max-tokens", "20", typed="Who are you?\n")
+    chatted = tinkex(work, *talk[3:], "--max-tokens", "20", typed="Who are you?\n")
     assert chatted.returncode == 0, chatted.stderr
     assert chatted.stdout.strip()
-    trained = tinkex(tmp_path, *train[3:-1], "1")
+    trained = tinkex(work, *train[3:-1], "1")
     assert trained.returncode == 0, trained.stderr
-    assert (tmp_path / "runs" / "mine" / "adapter").is_dir()
-    serves(tmp_path, serve)
+    assert (work / "runs" / "mine" / "adapter").is_dir()
+    serves(work, serve)
 
 
 def serves(work: Path, command: list[str]) -> None:

@@ -63,8 +63,8 @@ def folders(home: Path) -> list[str]:
     ("how", "code"),
     [
         ("returns", 0),
-        ("closes", 0),
-        ("raises", 1),
+        pytest.param("closes", 0, marks=pytest.mark.exhaustive),
+        pytest.param("raises", 1, marks=pytest.mark.exhaustive),
         pytest.param("sys.exit", 3, marks=pytest.mark.exhaustive),
         pytest.param("os._exit", 4, marks=pytest.mark.exhaustive),
         ("kill -9", -signal.SIGKILL),

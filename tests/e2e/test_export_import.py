@@ -224,6 +224,7 @@ def test_what_went_out_comes_back_is_trained_on_and_goes_out_again(tiny: World, 
     assert (tmp_path / "b" / "adapter_model.safetensors").is_file()
 
 
+@pytest.mark.exhaustive
 def test_the_commands_of_the_page_run(tiny: World, tmp_path: Path):
     run_id = tiny.trained().removeprefix("tinker://").partition("/")[0]
     lines = [
@@ -242,6 +243,7 @@ def test_the_commands_of_the_page_run(tiny: World, tmp_path: Path):
 # -- what must not look done -----------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 def test_a_base_model_of_other_weights_is_refused_and_nothing_is_left(tiny: World, tmp_path: Path):
     path = tiny.trained()
     words = ("--layout", "merged", "-o", "model")
@@ -252,6 +254,7 @@ def test_a_base_model_of_other_weights_is_refused_and_nothing_is_left(tiny: Worl
     assert sorted(found.name for found in tmp_path.iterdir()) == ["model"]
 
 
+@pytest.mark.exhaustive
 def test_rounding_that_costs_too_much_of_a_faint_adapter_is_refused(tiny: World, tmp_path: Path):
     faint = tiny.trained(steps=1, rate=2e-5)
     words = ("--layout", "merged", "-o", "model")

@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 280.0
 
-pytestmark = [pytest.mark.smollm2]
+pytestmark = [pytest.mark.smollm2, pytest.mark.exhaustive]
 
 
 def run(example: str, *options: str) -> str:
@@ -71,7 +71,6 @@ def test_fine_tuning_divides_the_loss_of_answers_it_was_not_trained_on_by_four()
     assert all(re.fullmatch(r"Arr! .* matey!<\|im_end\|>", text) for text in trained)
 
 
-@pytest.mark.exhaustive
 def test_reinforcement_learning_multiplies_the_reward():
     short = ("--rounds", "4", "--questions", "4", "--learning-rate", "6e-4", "--goal", "0.3")
     output = run("rl_smollm2.py", *short)
@@ -84,7 +83,6 @@ def test_reinforcement_learning_multiplies_the_reward():
     assert max(gaps) <= 1e-5
 
 
-@pytest.mark.exhaustive
 def test_preferences_move_answers_to_questions_that_were_not_trained():
     margin, pairs, named = claims(run("dpo_smollm2.py"))
     assert float(margin.rpartition(" ")[2]) > 2
@@ -93,7 +91,6 @@ def test_preferences_move_answers_to_questions_that_were_not_trained():
     assert after >= before + 2
 
 
-@pytest.mark.exhaustive
 def test_a_student_comes_close_to_its_teacher_by_its_own_samples():
     closeness, agreement = claims(run("distill_smollm2.py", "--rounds", "5"))
     found = re.search(r" (\d+\.\d+) -> (\d+\.\d+) nats", closeness)
@@ -103,7 +100,6 @@ def test_a_student_comes_close_to_its_teacher_by_its_own_samples():
     assert (before, after > 0) == (0, True)
 
 
-@pytest.mark.exhaustive
 def test_openais_client_sees_what_was_learned():
     (right,) = claims(run("evaluate_openai.py"))
     before, after = counts(right)

@@ -144,12 +144,14 @@ def test_a_command_that_needs_an_extra_says_which(built: Built, clean: Venv):
     assert "pip install 'tinkex[server,engine]'" in done.stderr
 
 
+@pytest.mark.exhaustive
 def test_the_sdist_installs_where_there_is_no_wheel(built: Built, clean: Venv):
     clean.link(closure(base_requirements()))
     clean.install("--no-deps", str(built.sdist))
     assert clean.python(CLIENT) == "ok\n"
 
 
+@pytest.mark.exhaustive
 def test_the_command_works_isolated_as_pipx_installs_it(built: Built, clean: Venv, tmp_path: Path):
     clean.link(closure([*base_requirements(), *extras()["cli"]]))
     clean.install("--no-index", f"{built.wheel}[cli]")

@@ -212,6 +212,7 @@ def test_a_second_ctrl_c_leaves_at_once_and_the_run_goes_on_from_its_last_save(w
     assert_same_adapter(work, "whole", "broken")
 
 
+@pytest.mark.exhaustive
 def test_a_run_is_not_resumed_on_a_server_that_does_not_have_it(work: Path):
     with served(work / "data") as server:
         broken_off(work, "sft", "broken", 3, server=server.url)

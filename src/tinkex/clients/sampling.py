@@ -183,6 +183,8 @@ class SamplingClient:
     async def _draw(self, promise: Promise[Any], request: SampleRequest) -> Result:
         """One lifecycle, with another number for each time that the server has lost the sample."""
         session = self.holder
+        # A copy learns its number with them, by which the server knows its completions.
+        numbers = self._numbers or await self._number()
         estimate = input_bytes(request.prompt, per_token=_BYTES_PER_TOKEN)
         asked = session.clock.now()
         async with self._slot():
@@ -203,7 +205,6 @@ class SamplingClient:
 
             async def submit() -> Ticket:
                 promise.note(state="queued", request_id=None)
-                numbers = self._numbers or await self._number()
                 numbered = msgspec.structs.replace(request, seq_id=next(numbers))
                 post = session.api.prepared(routes.ASAMPLE, json_codec.encode(numbered), _HEADERS)
                 with span("sampling.submit", seq_id=numbered.seq_id):

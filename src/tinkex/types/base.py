@@ -63,6 +63,8 @@ NonNegative = Annotated[float, Meta(ge=0, le=_LARGEST)]
 class FrozenValueError(InputError, FrozenInstanceError):
     """A field was assigned. A ValueError and an AttributeError: programs catch either."""
 
+    code = "frozen_value"
+
 
 def _refuse_change(self: Any, name: str, *_: object) -> None:
     raise FrozenValueError(

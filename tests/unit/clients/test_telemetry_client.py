@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import pickle
+import threading
 import traceback
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from tests.unit.clients.world import MODEL, World, datum
 from tinkex import AdamParams, ModelInput, SamplingParams
 from tinkex.errors import BadRequestError, TinkerError
@@ -196,6 +198,9 @@ def test_a_hook_that_raises_is_logged_and_harms_no_operation(
             await training.forward_backward([datum()], "cross_entropy")
 
     World().run(scenario)
+    for thread in threading.enumerate():
+        if thread.name == "tinkex-callback":
+            thread.join(PATIENCE_S)
     assert "bug in a hook" in caplog.text
 
 

@@ -29,7 +29,7 @@ else ifdef CPU
 $(error CPU is avx2 or portable, not $(CPU))
 endif
 
-.PHONY: all demo test exhaustive test-all unit conformance gpu check fix types bench docs clean
+.PHONY: all demo test exhaustive test-all unit conformance gpu check fuzz fix types bench docs clean
 
 all: check test
 
@@ -72,6 +72,10 @@ check: $(READY)
 	$(BIN)/basedpyright
 	$(BIN)/mypy tests/typing
 	$(BIN)/lint-imports
+
+# Combinations of faults without end, until one ends otherwise than it must.
+fuzz: $(READY)
+	PYTHONPATH=src $(BIN)/python -m tests.property.sequences
 
 fix: $(READY)
 	$(BIN)/ruff check --fix .

@@ -123,7 +123,7 @@ class APIStatusError(APIError):
         super().__init__(message, getattr(response, "request", None), body=body)
         self.response = response
         self.status_code = cast("int", response.status_code)
-        if self.status_code == 408:
+        if response.status_code == 408:
             self.retryable = True  # a time-out that the server reports
 
 

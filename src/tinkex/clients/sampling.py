@@ -206,8 +206,9 @@ class SamplingClient:
             async def submit() -> Ticket:
                 promise.note(state="queued", request_id=None)
                 numbered = msgspec.structs.replace(request, seq_id=next(numbers))
-                post = session.api.prepared(routes.ASAMPLE, json_codec.encode(numbered), _HEADERS)
+                body = json_codec.encode(numbered)
                 with span("sampling.submit", seq_id=numbered.seq_id):
+                    post = session.api.prepared(routes.ASAMPLE, body, _HEADERS)
                     ticket = await life.submit(post, lambda: session.dispatcher.room(estimate))
                 promise.note(state="running", request_id=ticket.request_id)
                 return ticket if ticket.sequence_ids else _with_ids(ticket, request.num_samples)

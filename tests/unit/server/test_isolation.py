@@ -194,6 +194,9 @@ HIDDEN: dict[str, list[Ask]] = {
             retrieved_request_ids=[t.sample],
         )
     ],
+    "release_numbers": [
+        lambda t: post("/tinkex/release_numbers", model_id=t.model, seq_ids=[9]),
+    ],
     "cancel_future": [
         lambda t: post("/cancel_future", request_id=t.operation),
         lambda t: post("/cancel_future", request_id=t.sample),

@@ -231,7 +231,8 @@ def rotation(positions_T: Tensor, frequencies_F: Tensor) -> Rotation:
     filled = F.pad(frequencies_F, (0, -count % _ANGLES_STEP))
     angles_T1F = (positions_T.float()[:, None] * filled)[:, None, :]
     with on_threads(1):
-        return Rotation(angles_T1F.cos()[..., :count], angles_T1F.sin()[..., :count])
+        cos_T1F, sin_T1F = angles_T1F.cos(), angles_T1F.sin()
+    return Rotation(cos_T1F[..., :count].contiguous(), sin_T1F[..., :count].contiguous())
 
 
 _ANGLES_STEP: Final = 16

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from tests.unit.engine.native.processor import needs_mkl
 from tests.unit.engine.training.kit import CONFIG
 from tinkex.engine.threads import multiplications, on_threads, threads_for, threads_in_turn
 
@@ -21,10 +22,6 @@ def as_before() -> Generator[None]:
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
-
-
-has_mkl = torch.backends.mkl.is_available()
-needs_mkl = pytest.mark.skipif(not has_mkl, reason="only MKL gives one thread the bits of two")
 
 
 @needs_mkl

@@ -1,4 +1,4 @@
-"""Which processor the tests run on, as far as the engine's machine code is concerned."""
+"""Which processor the tests run on, as far as the engine's code depends on it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import platform
 from pathlib import Path
 
 import pytest
+import torch
 
 from tinkex.config import cpu_isa
 
@@ -23,4 +24,8 @@ def has_machine_code() -> bool:
 
 needs_machine_code = pytest.mark.skipif(
     not has_machine_code(), reason="no AVX-512 under Linux, or TINKEX_CPU_ISA forbids it"
+)
+needs_mkl = pytest.mark.skipif(
+    not torch.backends.mkl.is_available(),
+    reason="one thread is known to give the bits of two with MKL alone",
 )

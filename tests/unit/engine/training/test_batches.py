@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.unit.engine.native.processor import needs_mkl
 from tests.unit.engine.training.kit import (
     Reference,
     add,
@@ -70,6 +71,7 @@ def test_an_operation_answers_the_same_bits_alone_and_among_others(pass_tokens):
         assert torch.equal(gradient(together, model_id), gradient(alone, model_id))
 
 
+@needs_mkl
 @pytest.mark.parametrize("pass_tokens", [8192, 90])
 def test_half_a_pass_on_each_of_two_threads_gives_the_same_bits(pass_tokens, monkeypatch):
     halves = []
@@ -143,9 +145,9 @@ def test_gradients_accumulate_over_calls_and_the_step_clears_them():
     )
     total.backward()
     assert not torch.equal(gradient(made, "m"), first)
-    torch.testing.assert_close(
-        gradient(made, "m").double(), reference.flat_P.grad, rtol=0, atol=1e-4
-    )
+    expected = reference.flat_P.grad
+    gap = (gradient(made, "m").double() - expected).abs().max() / expected.abs().max()
+    assert gap < 1e-5  # float32 rounding; libraries differ in the order of summation
     step(made, "m")
     assert made.adapters["m"].gradient_P is None
 

@@ -12,7 +12,7 @@ import importlib
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from tinkex.errors import InputError, TokenizerError
 
@@ -33,7 +33,6 @@ _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.j
 _TEMPLATE = "chat_template.jinja"
 
 
-@runtime_checkable
 class Tokenizer(Protocol):
     """What a program may count on, whichever library the tokenizer comes from."""
 

@@ -139,13 +139,17 @@ def test_an_empty_name_is_refused():
 # -- loading -------------------------------------------------------------------------------------
 
 
+# Not isinstance: since Python 3.12 that does not see what transformers computes on demand.
+MEMBERS = [name for name in vars(Tokenizer) if not name.startswith("_")]
+
+
 @pytest.mark.req("S33")
 def test_transformers_makes_the_tokenizer_where_it_is_installed(tmp_path: Path):
     import transformers
 
     loaded = load_tokenizer(str(make_folder(tmp_path)))
     assert isinstance(loaded, transformers.PreTrainedTokenizerBase)
-    assert isinstance(loaded, Tokenizer)
+    assert all(hasattr(loaded, name) for name in MEMBERS)
     assert loaded.encode("hello world") == [0, 2, 3]
 
 
@@ -154,7 +158,7 @@ def test_transformers_makes_the_tokenizer_where_it_is_installed(tmp_path: Path):
 def test_without_transformers_the_small_library_does(tmp_path: Path):
     loaded = load_tokenizer(str(make_folder(tmp_path)))
     assert isinstance(loaded, FastTokenizer)
-    assert isinstance(loaded, Tokenizer)
+    assert all(hasattr(loaded, name) for name in MEMBERS)
     assert loaded.encode("hello world") == [0, 2, 3]
     assert loaded.encode("hello world", add_special_tokens=False) == [2, 3]
     assert loaded.decode([0, 2, 3]) == "<bos> hello world"

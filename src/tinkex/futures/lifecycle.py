@@ -87,6 +87,8 @@ if TYPE_CHECKING:
 # A "pending" that comes back sooner than this was not held by the server; asking again at once
 # would make a hot loop out of it.
 _HELD_S = 1.0
+# How often an error is retried only because the user's RetryConfig names it.
+_EXTENDED_TRIES = 10
 # What a client waits for while the server says that its queue is paused.
 _PAUSES: dict[str, WaitReason] = {
     "paused_capacity": "capacity",
@@ -304,11 +306,14 @@ class Lifecycle:
             self.last_life = now
         event = event_of(outcome)
         if event == "402" and self._retry != "submit":
-            return self._credit_wait_s(error, now)
+            self._check_credit(error, now)
+            if self._pause is not None:
+                return self._pause_for(BILLING_STEP_S, error)
+            return self._measured(BILLING_STEP_S, "billing")
         self._credit_gone_at = None
+        hint_s = retry_after_s(outcome.headers, wire.clock.wall())
         if event == "429" and self._pause is not None:
             self._trouble_at = None
-            hint_s = retry_after_s(outcome.headers, wire.clock.wall())
             return self._pause_for(self._pause_s if hint_s is None else hint_s, error)
         if self._policy is not None and not self._policy.retries:
             raise error
@@ -326,7 +331,7 @@ class Lifecycle:
         )
         self._counts[event] = tries + 1
         if decision.wait_s is not None:
-            if self._policy is None or retry_after_s(outcome.headers, 0.0) is not None:
+            if self._policy is None or hint_s is not None:
                 return self._measured(decision.wait_s, wait_reason(decision))
             left_s = budget_s - (now - self._trouble_at)
             return self._measured(min(self._policy_delay_s(tries), left_s), "backoff")
@@ -354,17 +359,14 @@ class Lifecycle:
             error.add_note(f"gave up after {attempts} attempts: {reason}")
         return error
 
-    def _credit_wait_s(self, error: TinkerError, now: float) -> float:
-        """Wait out an account that cannot pay, as long as the server's flag says."""
+    def _check_credit(self, error: TinkerError, now: float) -> None:
+        """Raise when the account could not pay for longer than the server's flag allows."""
         if self._credit_gone_at is None:
             self._credit_gone_at = now
         flags = self._wire.api.client_config
         end = self._credit_gone_at + flags.billing_exception_max_pause_duration_sec
         if now + BILLING_STEP_S > end:
             raise error
-        if self._pause is None:
-            return self._measured(BILLING_STEP_S, "billing")
-        return self._pause_for(BILLING_STEP_S, error)
 
     def _pause_for(self, seconds: float, reason: TinkerError) -> float:
         """Pause everybody who shares the limit; the next `room` waits for its end."""
@@ -515,7 +517,9 @@ class Lifecycle:
         if event == "402":
             # Neither silence nor progress: the wait for credit has a limit of its own.
             self.last_life = now
-            return self._credit_wait_s_of_poll(error, now)
+            self._check_credit(error, now)
+            # A result is waited for by itself; it does not pause those who submit.
+            return self._measured(BILLING_STEP_S, "billing")
         self._credit_gone_at = None
         silent_s = now - self.last_life
         tries = self._poll_counts.get(event, 0)
@@ -539,17 +543,6 @@ class Lifecycle:
             f"{ticket.request_type} {ticket.request_id} (last problem: {error}); check that the "
             "server runs and is reachable, then send the request again"
         ) from error
-
-    def _credit_wait_s_of_poll(self, error: TinkerError, now: float) -> float:
-        # A result is waited for by itself; it does not pause those who submit.
-        pause, self._pause = self._pause, None
-        try:
-            return self._credit_wait_s(error, now)
-        finally:
-            self._pause = pause
-
-
-_EXTENDED_TRIES = 10
 
 
 @dataclass(slots=True)

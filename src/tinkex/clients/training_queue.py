@@ -40,7 +40,7 @@ _COMPRESS_ASIDE_BYTES = 1 << 20
 _CHUNKS_AT_ONCE = 16
 
 # The place that the custom loss which runs now has reserved for its backward pass.
-inside: contextvars.ContextVar[Call | None] = contextvars.ContextVar("place", default=None)
+inside: contextvars.ContextVar[QueuedCall | None] = contextvars.ContextVar("place", default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class _Sent:
 
 
 @dataclass(slots=True, eq=False)
-class Call:
+class QueuedCall:
     """A call: its requests (None while only its place is reserved), and how results are folded."""
 
     promise: Promise[Any]
@@ -95,7 +95,7 @@ class TrainingQueue:
         self._operations = operations
         self._notices = notices
         self._model_id = model_id
-        self._waiting: deque[Call] = deque()
+        self._waiting: deque[QueuedCall] = deque()
         self._sending = False
         self._queued = 0
         self._sent = 0
@@ -119,14 +119,14 @@ class TrainingQueue:
         self._operations.post(call.promise, lambda: self._queue(call, before))
         return call.promise.future
 
-    def reserve(self) -> Call:
+    def reserve(self) -> QueuedCall:
         """Keep a place in the order for a call whose requests are not known yet."""
         call = self._call()
         self._operations.post(call.promise, lambda: self._queue(call, None))
         return call
 
     def fill(
-        self, call: Call, requests: Sequence[Outgoing], fold: Callable[[list[Result]], Any]
+        self, call: QueuedCall, requests: Sequence[Outgoing], fold: Callable[[list[Result]], Any]
     ) -> APIFuture[Any]:
         """Send these requests in the place that was reserved."""
 
@@ -140,7 +140,7 @@ class TrainingQueue:
         self._operations.post(call.promise, filled)
         return call.promise.future
 
-    def give_up(self, call: Call) -> None:
+    def give_up(self, call: QueuedCall) -> None:
         """Nothing will be sent in the place that was reserved, unless it was filled."""
 
         def free() -> None:
@@ -151,13 +151,13 @@ class TrainingQueue:
         with contextlib.suppress(ClosedError):  # and so nothing waits behind it
             self._operations.portal.post(free)
 
-    def _call(self, parts: int = 0) -> Call:
+    def _call(self, parts: int = 0) -> QueuedCall:
         promise = self._operations.promise(parts=parts)
-        return Call(promise, contextvars.copy_context(), self._operations.clock.now())
+        return QueuedCall(promise, contextvars.copy_context(), self._operations.clock.now())
 
     # -- on the loop ----------------------------------------------------------------------------
 
-    def _queue(self, call: Call, before: Call | None) -> None:
+    def _queue(self, call: QueuedCall, before: QueuedCall | None) -> None:
         place = self._queued
         self._queued += 1
         if before is not None and before in self._waiting:
@@ -188,7 +188,7 @@ class TrainingQueue:
         finally:
             self._sending = False
 
-    async def _send(self, call: Call) -> None:
+    async def _send(self, call: QueuedCall) -> None:
         """Submit a call in a task of its own; returns when its numbers are settled."""
         settled = asyncio.Event()
         task = self._operations.carry(
@@ -197,7 +197,7 @@ class TrainingQueue:
         task.add_done_callback(lambda _: settled.set())
         await settled.wait()
 
-    async def _run(self, call: Call, promise: Promise[Any], settled: asyncio.Event) -> Any:
+    async def _run(self, call: QueuedCall, promise: Promise[Any], settled: asyncio.Event) -> Any:
         assert call.requests is not None
         wire, name = self._session.wire, call.requests[0].route.name
         with span(f"training.{name}", model_id=self._model_id) as step:
@@ -214,7 +214,7 @@ class TrainingQueue:
                 with span("training.wait"):
                     return await self._collect(call)
 
-    async def _submit(self, call: Call, requests: Sequence[Outgoing], shield: Shield) -> None:
+    async def _submit(self, call: QueuedCall, requests: Sequence[Outgoing], shield: Shield) -> None:
         session = self._session
         observe = self._notices.observer(call.promise)
         call.sent = [
@@ -267,7 +267,7 @@ class TrainingQueue:
             body, headers = await _compress(body), {"Content-Encoding": "zstd"}
         return api.prepared(request.route, body, headers)
 
-    async def _collect(self, call: Call) -> Any:
+    async def _collect(self, call: QueuedCall) -> Any:
         async def one(index: int, sent: _Sent) -> Result:
             assert sent.ticket is not None
             result = await sent.life.finish(sent.ticket, lambda: self._post(sent))

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from tinkex.clients.operations import Operations
     from tinkex.clients.session import Session
-    from tinkex.clients.training_queue import Call
+    from tinkex.clients.training_queue import QueuedCall
     from tinkex.futures.future import APIFuture
     from tinkex.types import Datum, ForwardBackwardOutput, LossFnType
 
@@ -67,7 +67,7 @@ class TrainingRequests:
         loss_fn_config: Mapping[str, float | str] | None,
         *,
         forward_only: bool,
-        place: Call | None = None,
+        place: QueuedCall | None = None,
     ) -> APIFuture[ForwardBackwardOutput]:
         """A forward or forward-backward pass over `data`, in as many requests as it takes.
 

@@ -75,10 +75,10 @@ TROUBLES = (
     ),
     Trouble(
         r"ResolutionImpossible",
-        "The package registry has not all the versions that constraints.txt names, or cannot be "
-        "reached.",
-        "Check the network, and which mirror pip is told to use (`pip config list`); then run "
-        "make again.",
+        "The package registry has not all the versions that constraints.txt names for this Python, "
+        "or\ncannot be reached.",
+        "Check the network, and which mirror pip is told to use (`pip config list`), or try another\n"
+        "Python: make clean, then make PYTHON=python3.12",
         downloading=True,
     ),
     Trouble(

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 from tests.installed import base_requirements, closure, extras
 from tests.patience import PATIENCE_S
@@ -53,6 +54,17 @@ def test_no_extra_is_needed_by_the_client():
     for heavy in ("torch", "transformers", "pydantic", "starlette", "uvicorn", "ray"):
         assert heavy not in base
     assert {"server", "engine", "otel", "cli"} <= set(extras())
+
+
+def test_every_pinned_package_installs_on_the_first_python_that_is_claimed():
+    """Debian 12 has 3.11.2: a package that wants 3.11.5 cannot be installed there."""
+    oldest = "3.11.0"  # requires-python in pyproject.toml
+    refused = {
+        f"{package.name} {package.version} needs Python {needs}"
+        for package in metadata.distributions()
+        if (needs := package.metadata["Requires-Python"]) and oldest not in SpecifierSet(needs)
+    }
+    assert refused == set()
 
 
 def loaded_after(program: str) -> set[str]:

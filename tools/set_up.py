@@ -77,8 +77,8 @@ TROUBLES = (
         r"ResolutionImpossible",
         "The package registry has not all the versions that constraints.txt names for this Python, "
         "or\ncannot be reached.",
-        "Check the network, and which mirror pip is told to use (`pip config list`), or try another\n"
-        "Python: make clean, then make PYTHON=python3.12",
+        "Check the network, and which mirror pip is told to use (`pip config list`), or try\n"
+        "another Python: make clean, then make PYTHON=python3.12",
         downloading=True,
     ),
     Trouble(

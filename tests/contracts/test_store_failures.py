@@ -42,9 +42,13 @@ def files_limited_to(size_bytes: int) -> Iterator[None]:
 
 
 @contextmanager
-def as_an_ordinary_user() -> Iterator[None]:
-    """Permissions mean nothing to root."""
+def without_permission(folder: Path) -> Iterator[None]:
+    """Let nothing in a folder be written: permissions, and another user where root runs this."""
     root = os.geteuid() == 0
+    paths = [*folder.iterdir(), folder]
+    modes = [path.stat().st_mode for path in paths]
+    for path in paths:
+        path.chmod(path.stat().st_mode & ~0o222)
     if root:
         os.seteuid(65534)
     try:
@@ -52,6 +56,8 @@ def as_an_ordinary_user() -> Iterator[None]:
     finally:
         if root:
             os.seteuid(0)
+        for path, mode in zip(paths, modes, strict=True):
+            path.chmod(mode)
 
 
 @pytest.fixture
@@ -104,7 +110,7 @@ async def test_a_read_only_file_is_called_so_and_works_once_it_is_writable(folde
     place = folder / "store.db"
     async with SqlStore.open(place) as store:
         await store.put_session(session())
-    with as_an_ordinary_user(), pytest.raises(StorageError, match=r"read-only; make the file"):
+    with without_permission(folder), pytest.raises(StorageError, match=r"read-only; make the file"):
         async with SqlStore.open(place):
             pass
     async with SqlStore.open(place) as store:
@@ -128,7 +134,10 @@ async def test_what_could_not_be_written_later_is_written_once_it_can_be(tmp_pat
 
 
 async def test_a_folder_without_permission_is_called_so(folder: Path) -> None:
-    with as_an_ordinary_user(), pytest.raises(StorageError, match="its folder exists and is wri"):
+    with (
+        without_permission(folder),
+        pytest.raises(StorageError, match="its folder exists and is wri"),
+    ):
         async with SqlStore.open(folder / "store.db"):
             pass
     with pytest.raises(StorageError, match="its folder exists"):
@@ -140,7 +149,10 @@ async def test_a_folder_without_permission_is_called_so(folder: Path) -> None:
 async def test_a_lock_that_cannot_be_written_is_called_so(folder: Path) -> None:
     place = folder / "store.db"
     async with SqlStore.open(place) as store:
-        with as_an_ordinary_user(), pytest.raises(StorageError, match=r"The lock .* cannot be"):
+        with (
+            without_permission(folder),
+            pytest.raises(StorageError, match=r"The lock .* cannot be"),
+        ):
             await store.lock()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import sys
@@ -197,8 +198,19 @@ def terminal_size(stream: TextIO) -> tuple[int, int]:
 
 def _write(stream: TextIO, text: str) -> None:
     encoding = getattr(stream, "encoding", None) or "utf-8"
-    stream.write(text.encode(encoding, "replace").decode(encoding))
-    stream.flush()
+    try:
+        stream.write(text.encode(encoding, "replace").decode(encoding))
+        stream.flush()
+    except OSError as error:
+        if error.errno in (errno.EIO, errno.EPIPE):
+            _point_at_nothing(stream)
+        raise
+
+
+def _point_at_nothing(stream: TextIO) -> None:
+    """Let what is still buffered go nowhere: at exit it would turn a success into status 120."""
+    with suppress(OSError, ValueError), open(os.devnull, "wb") as nothing:
+        os.dup2(nothing.fileno(), stream.fileno())
 
 
 @contextmanager

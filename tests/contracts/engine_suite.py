@@ -541,6 +541,15 @@ class EngineSuite:
         best = tokens_of(await engine.sample(greedy))
         assert best[0] == best[1]
 
+    async def test_a_cached_prompt_is_found_only_with_the_same_salt(self, engine: Engine) -> None:
+        prompt = ModelInput.from_ints([(7 * i + i * i) % 251 for i in range(40)])
+        hits = [
+            (await engine.sample(sample_op(base(), prompt=prompt, cache_salt=salt))).cached_tokens
+            for salt in ("one", "two", "one")
+        ]
+        assert hits[:2] == [0, 0]
+        assert hits[2] > 0
+
     # Without its place back the second sample would wait for a hundred thousand tokens.
     async def test_a_cancelled_sample_gives_its_place_back(self, engine: Engine) -> None:
         heard = asyncio.Event()

@@ -86,6 +86,7 @@ def sequence(
     sample: int = 0,
     version: str = "v",
     reusable: int | None = None,
+    cache_salt: str = "",
 ) -> TokenSequence:
     length = len(prompt) + new_tokens
     return TokenSequence(
@@ -96,6 +97,7 @@ def sequence(
         max_length=length,
         tokens=list(prompt),
         reusable=length if reusable is None else reusable,
+        cache_salt=cache_salt,
     )
 
 
@@ -307,9 +309,18 @@ def test_releasing_twice_and_naming_unused_blocks_are_errors() -> None:
         pool.name(blocks[0], b"key")
 
 
-def test_keys_cover_the_version_and_every_token_before() -> None:
+def test_keys_cover_the_version_the_salt_and_every_token_before() -> None:
     a, b = sequence(0, [1, 2, 3, 4], 1), sequence(1, [9, 2, 3, 4], 1)
     c = sequence(2, [1, 2, 3, 4], 1, version="w")
     assert len(a.keys(2)) == 2
     assert not set(a.keys(2)) & set(b.keys(2))
     assert not set(a.keys(2)) & set(c.keys(2))
+    d, e = (sequence(3, [1, 2, 3, 4], 1, cache_salt=salt) for salt in ("x", "y"))
+    assert not set(a.keys(2)) & set(d.keys(2))
+    assert not set(d.keys(2)) & set(e.keys(2))
+
+
+def test_no_version_and_salt_give_the_keys_of_another_pair() -> None:
+    pairs = [("ab", ""), ("a", "b"), ("", "ab"), ("2:ab", ""), ("", "2:ab"), ("b", "a")]
+    assert len({root_key(*pair) for pair in pairs}) == len(pairs)
+    assert root_key("a", "b") == root_key("a", "b")

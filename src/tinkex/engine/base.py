@@ -165,6 +165,11 @@ class SampleOp:
     target_prompt_logprobs: TensorData | None = None
     prompt_alt_tokens_k: int = 0
     record_stability_info: bool = False
+    cache_salt: str = ""
+    """Requests share cached prompts only with requests of the same salt; the server uses the owner.
+
+    Otherwise `cached_tokens` would tell a tenant how another one's prompt began.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

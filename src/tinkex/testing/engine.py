@@ -235,7 +235,7 @@ class FakeEngine:
         await self._enter("sample", (op.op_id,), self.delays.sample_s)
         spec = self._base(op.weights.base_model)
         prompt = input_tokens(op.prompt)
-        key = zlib.crc32(repr((op.weights, prompt)).encode())
+        key = zlib.crc32(repr((op.weights, op.cache_salt, prompt)).encode())
         cached = len(prompt) - 1 if key in self._seen_prompts else 0
         if len(self._seen_prompts) > 100_000:
             self._seen_prompts.clear()

@@ -480,3 +480,36 @@ async def test_openai_clients_list_their_own_weights(
     assert alice.model.encode() not in (await ask_openai(mallory[0], "GET", "/models")).body
     shown = await ask_openai(mallory[0], "GET", f"/models/{alice.path}", **{TOKEN: api.key})
     assert shown.status == 200
+
+
+async def test_a_prompt_of_another_tenant_is_never_found_in_the_prefix_cache(
+    api: Api, mallory: tuple[Api, str]
+) -> None:
+    async def hits(asking: Api, session: str, seq: int = 0) -> tuple[int, Any]:
+        future = await asking.sample(await asking.sampler(session), seq)
+        found = (await asking.sampled(future)).prompt_cache_hit_tokens
+        usage = (await asking.poll(future)).headers["x-tinkex-usage"]
+        return found, msgspec.json.decode(usage)["cached_tokens"]
+
+    mine = await api.session()
+    assert await hits(api, mine) == (0, 0)
+    assert await hits(*mallory) == (0, 0)
+    assert await hits(api, mine, 1) == (2, 2)
+
+
+@pytest.mark.parametrize("path", ["/completions", "/chat/completions"])
+async def test_openai_clients_never_find_a_prompt_of_another_tenant_in_the_prefix_cache(
+    api: Api, mallory: tuple[Api, str], path: str
+) -> None:
+    message = {"messages": [{"role": "user", "content": "a secret"}]}
+    asked = message if "chat" in path else {"prompt": "a secret"}
+    body = {"model": "tinkex/tiny", "max_tokens": 1, **asked}
+
+    async def hits(asking: Api) -> int:
+        reply = await ask_openai(asking, "POST", path, body)
+        assert reply.status == 200, reply.body
+        usage = msgspec.json.decode(reply.body)["usage"]
+        return usage["prompt_tokens_details"]["cached_tokens"]
+
+    assert [await hits(api), await hits(mallory[0])] == [0, 0]
+    assert await hits(api) > 0

@@ -1,10 +1,10 @@
 """Which blocks of the key/value cache are free, in use, or kept for the next prompt.
 
 A block holds the keys and values of `block_size` consecutive tokens. A full block may be
-named by a key that covers the weights and every token up to its end; a named block is
-shared by all sequences that begin alike, and stays findable after its last user until the
-space is needed, least recently used first. Only full blocks are named, so a shared block is
-never written again and nothing is ever copied. No tensors here.
+named by a key that covers the weights, the request's salt and every token up to its end; a
+named block is shared by all sequences that begin alike, and stays findable after its last user
+until the space is needed, least recently used first. Only full blocks are named, so a shared
+block is never written again and nothing is ever copied. No tensors here.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ if TYPE_CHECKING:
 _KEY_BYTES = 16
 
 
-def root_key(version: str) -> bytes:
-    """Where the chain of keys of one version of the weights starts."""
-    return blake2b(version.encode(), digest_size=_KEY_BYTES).digest()
+def root_key(version: str, salt: str = "") -> bytes:
+    """Where the chain of keys of one version of the weights and one salt starts."""
+    # The length says where the version ends, so that no other pair gives the same text.
+    named = f"{len(version)}:{version}{salt}"
+    return blake2b(named.encode(), digest_size=_KEY_BYTES).digest()
 
 
 def block_key(parent: bytes, tokens: Sequence[int]) -> bytes:

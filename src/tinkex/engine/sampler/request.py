@@ -54,7 +54,8 @@ class SampleRun:
         self.usual = self.plain and op.params.temperature == 1.0
         self.scores = PromptScores(op, accepted.prompt, self.seed, vocab_size)
         self.sequences = [
-            _sequence(accepted, version, number, sample) for sample in range(len(op.sequence_ids))
+            _sequence(accepted, version, op.cache_salt, number, sample)
+            for sample in range(len(op.sequence_ids))
         ]
         # Only the first sample scores the prompt; the others may share all of it.
         self.sequences[0].reusable = self._reusable()
@@ -196,7 +197,9 @@ def next_uniforms(
     return found
 
 
-def _sequence(accepted: Accepted, version: str, number: int, sample: int) -> TokenSequence:
+def _sequence(
+    accepted: Accepted, version: str, salt: str, number: int, sample: int
+) -> TokenSequence:
     return TokenSequence(
         # Sample k lets at most k later requests go first: many samples of one request do not
         # hold up everybody else, and still none of them waits for ever.
@@ -207,4 +210,5 @@ def _sequence(accepted: Accepted, version: str, number: int, sample: int) -> Tok
         max_length=accepted.max_length,
         tokens=list(accepted.prompt),
         reusable=accepted.max_length,
+        cache_salt=salt,
     )

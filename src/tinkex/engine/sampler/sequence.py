@@ -31,6 +31,8 @@ class TokenSequence:
     max_length: int
     tokens: list[int]
     reusable: int
+    cache_salt: str = ""
+    """Part of the names of its blocks: only sequences of the same salt share them."""
     logprobs: list[float] = field(default_factory=list[float])
     blocks: list[int] = field(default_factory=list[int])
     computed: int = 0
@@ -73,6 +75,6 @@ class TokenSequence:
         """The names of all full blocks of the tokens so far."""
         keys = self._keys
         while (end := (len(keys) + 1) * block_size) <= len(self.tokens):
-            parent = keys[-1] if keys else root_key(self.version)
+            parent = keys[-1] if keys else root_key(self.version, self.cache_salt)
             keys.append(block_key(parent, self.tokens[end - block_size : end]))
         return keys

@@ -138,6 +138,7 @@ def _op(order: Order, number: int, operation: Operation) -> SampleOp:
         prompt_logprobs=order.prompt_logprobs,
         topk_prompt_logprobs=order.topk if order.prompt_logprobs else 0,
         topk_sample_logprobs=order.topk,
+        cache_salt=operation.owner,
     )
 
 

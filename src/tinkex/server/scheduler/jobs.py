@@ -83,6 +83,7 @@ class Jobs:
             target_prompt_logprobs=request.target_prompt_logprobs,
             prompt_alt_tokens_k=request.prompt_alt_tokens_k,
             record_stability_info=bool(request.record_stability_info),
+            cache_salt=op.owner,
         )
 
     async def _custom_loss(self, op: Operation, config: Mapping[str, float | str]) -> CustomLoss:

@@ -82,6 +82,7 @@ SAMPLE = SampleOp(
     params=SamplingParams(max_tokens=3, stop=["a"], seed=2),
     sequence_ids=["q"],
     target_prompt_logprobs=TensorData.from_numpy(np.zeros((4, 2), np.int64)),
+    cache_salt="owner",
 )
 TRAINED = TrainResult(
     output=ForwardBackwardOutput(

@@ -240,6 +240,25 @@ def test_another_version_of_the_weights_never_hits() -> None:
     assert sample(target, op(text(20)), version="one").cached_tokens == 16
 
 
+def test_a_prompt_is_found_in_the_cache_only_by_requests_of_the_same_salt() -> None:
+    target = sampler(block_size=4)
+    hits = [
+        sample(target, op(text(20), extra={"cache_salt": salt})).cached_tokens
+        for salt in ("a", "b", "", "a", "b")
+    ]
+    assert hits == [0, 0, 0, 16, 16]
+
+
+def test_a_request_does_not_wait_for_the_same_prompt_of_another_salt() -> None:
+    target = sampler(block_size=4, max_sequences=2, pass_tokens=40)
+    runs = [target.submit(op(text(20), extra={"cache_salt": salt})) for salt in ("a", "b")]
+    target.step()
+    assert [run.sequences[0].computed for run in runs] == [20, 20]
+    drive(target)
+    assert [answer(run).cached_tokens for run in runs] == [0, 0]
+    assert tokens(answer(runs[0])) == tokens(answer(runs[1]))
+
+
 @pytest.mark.parametrize(
     ("stop", "cut"),
     [(None, None), ([], None), ("token", 5), ("string", 5)],

@@ -2,14 +2,15 @@
 
 The library picks a kernel by the number of rows, and kernels differ in the last bits. Here it
 is only ever called with block sizes that were seen to give the same bits for a weight of that
-shape; a short last block is filled up. Rows do not influence each other within a block.
+shape, with a bias or without one, as the call has it; a short last block is filled up. Rows do
+not influence each other within a block.
 
 Shapes: T rows, C rows of a block, I inputs, O outputs.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 import torch
 from torch.nn import functional as F
@@ -25,12 +26,42 @@ _TRIAL_BYTES: Final = 2**31
 _SEED: Final = 271_828
 
 
+class Product(Protocol):
+    """The library's product."""
+
+    def __call__(
+        self, x_CI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
+        """Return y_CO in `dtype`."""
+        ...
+
+
+class _Case(NamedTuple):
+    """What the library chooses a kernel by, besides the number of rows."""
+
+    outputs: int
+    inputs: int
+    dtype: torch.dtype
+    has_bias: bool
+
+
+def library_product(
+    x_CI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """`F.linear`, or the product in another precision, which has no bias."""
+    if dtype == x_CI.dtype:
+        return F.linear(x_CI, weight_OI, bias_O)
+    assert bias_O is None
+    return torch.mm(x_CI, weight_OI.T, out_dtype=dtype)
+
+
 class FixedRows:
     """Calls matrix products in blocks of rows; remembers which blocks fit which shape."""
 
-    def __init__(self) -> None:
-        # Mutable state: allowed block sizes by (outputs, inputs, dtype), largest first.
-        self._blocks: dict[tuple[int, int, torch.dtype], tuple[int, ...]] = {}
+    def __init__(self, product: Product = library_product) -> None:
+        self._product = product
+        # Mutable state: allowed block sizes, largest first.
+        self._blocks: dict[_Case, tuple[int, ...]] = {}
 
     def linear(self, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
         """`F.linear`, row by row the same whatever the number of rows."""
@@ -44,12 +75,12 @@ class FixedRows:
         self, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, dtype: torch.dtype
     ) -> Tensor:
         rows = x_TI.shape[0]
-        key = (weight_OI.shape[0], weight_OI.shape[1], dtype)
-        blocks = self._blocks.get(key)
+        case = _Case(weight_OI.shape[0], weight_OI.shape[1], dtype, bias_O is not None)
+        blocks = self._blocks.get(case)
         if blocks is None:
-            blocks = self._blocks[key] = _find_blocks(weight_OI, dtype)
+            blocks = self._blocks[case] = self._find_blocks(weight_OI, bias_O, dtype)
         if rows in blocks:
-            return _product(x_TI, weight_OI, bias_O, dtype)
+            return self._product(x_TI, weight_OI, bias_O, dtype)
         y_TO = x_TI.new_empty((rows, weight_OI.shape[0]), dtype=dtype)
         start = 0
         while start < rows:
@@ -57,36 +88,34 @@ class FixedRows:
             block_CI = x_TI[start : start + size]
             if (missing := size - block_CI.shape[0]) > 0:
                 block_CI = F.pad(block_CI, (0, 0, 0, missing))
-            block_CO = _product(block_CI, weight_OI, bias_O, dtype)
+            block_CO = self._product(block_CI, weight_OI, bias_O, dtype)
             y_TO[start : start + size] = block_CO[: rows - start]
             start += size
         return y_TO
 
+    def _find_blocks(
+        self, weight_OI: Tensor, bias_O: Tensor | None, dtype: torch.dtype
+    ) -> tuple[int, ...]:
+        """The block sizes that give the bits of `BLOCK_ROWS`, tried on random rows.
 
-def _product(x_CI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, dtype: torch.dtype) -> Tensor:
-    if dtype == x_CI.dtype:
-        return F.linear(x_CI, weight_OI, bias_O)
-    return torch.mm(x_CI, weight_OI.T, out_dtype=dtype)
+        The call is the one that will be made: same function, weight and bias. Kernels that add
+        up in another order differ in many of the thousands of results compared.
+        """
+        device = weight_OI.device
+        generator = torch.Generator(device).manual_seed(_SEED)
+        row_bytes = weight_OI.shape[0] * dtype.itemsize
+        sizes = [size for size in LARGE_BLOCKS if size * row_bytes <= _TRIAL_BYTES]
+        x_CI = torch.randn(
+            (LARGE_BLOCKS[0], weight_OI.shape[1]), generator=generator, device=device
+        ).to(weight_OI.dtype)
 
+        def product(rows_CI: Tensor) -> Tensor:
+            return self._product(rows_CI, weight_OI, bias_O, dtype)
 
-def _find_blocks(weight_OI: Tensor, dtype: torch.dtype) -> tuple[int, ...]:
-    """The block sizes that give the bits of `BLOCK_ROWS`, tried on random rows.
-
-    Kernels that add up in another order differ in many of the thousands of results compared.
-    """
-    device = weight_OI.device
-    generator = torch.Generator(device).manual_seed(_SEED)
-    x_CI = torch.randn(
-        (LARGE_BLOCKS[0], weight_OI.shape[1]), generator=generator, device=device
-    ).to(weight_OI.dtype)
-    wanted_CO = torch.cat(
-        [_product(part, weight_OI, None, dtype) for part in (x_CI[:BLOCK_ROWS], x_CI[-BLOCK_ROWS:])]
-    )
-    found = [BLOCK_ROWS]
-    row_bytes = weight_OI.shape[0] * dtype.itemsize
-    for size in reversed([size for size in LARGE_BLOCKS if size * row_bytes <= _TRIAL_BYTES]):
-        rows = torch.cat((x_CI[: size - BLOCK_ROWS], x_CI[-BLOCK_ROWS:]))
-        y_CO = _product(rows, weight_OI, None, dtype)
-        if torch.equal(torch.cat((y_CO[:BLOCK_ROWS], y_CO[-BLOCK_ROWS:])), wanted_CO):
-            found.append(size)
-    return tuple(reversed(found))
+        wanted_CO = torch.cat([product(part) for part in (x_CI[:BLOCK_ROWS], x_CI[-BLOCK_ROWS:])])
+        found = [BLOCK_ROWS]
+        for size in reversed(sizes):
+            y_CO = product(torch.cat((x_CI[: size - BLOCK_ROWS], x_CI[-BLOCK_ROWS:])))
+            if torch.equal(torch.cat((y_CO[:BLOCK_ROWS], y_CO[-BLOCK_ROWS:])), wanted_CO):
+                found.append(size)
+        return tuple(reversed(found))

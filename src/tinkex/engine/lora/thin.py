@@ -82,16 +82,8 @@ def _add_in_steps_(y_SO: Tensor, z_SZ: Tensor, b_OZ: Tensor, scale: float) -> No
 @cache
 def _adds_alike(outputs: int, rank: int, _threads: tuple[int, ...]) -> bool:
     """Whether `_add_in_steps_` gives a row the same bits in any company on this machine."""
-    count = trial_rows(outputs, rank)
-    b_OZ, z_TZ = random_rows(outputs, rank), random_rows(count, rank, seed=1)
-    y_TO = random_rows(count, outputs, seed=2)
-
-    def added(part: slice) -> Tensor:
-        y_SO = y_TO[part].clone()
-        _add_in_steps_(y_SO, z_TZ[part], b_OZ, 0.7)
-        return y_SO
-
-    alike = rows_agree(added, count)
+    # Alone, and as columns of a joined product, in which rows lie further apart.
+    alike = all(_adds_alike_beside(others, outputs, rank) for others in (0, STEP))
     if not alike:
         _log.info(
             "addmm is not used for adapter weights of shape %s: on this machine the bits of a row "
@@ -99,6 +91,21 @@ def _adds_alike(outputs: int, rank: int, _threads: tuple[int, ...]) -> bool:
             (outputs, rank),
         )
     return alike
+
+
+def _adds_alike_beside(others: int, outputs: int, rank: int) -> bool:
+    count = trial_rows(outputs + others, rank + others)
+    b_OZ = random_rows(outputs, rank)
+    z_TZ = random_rows(count, rank + others, seed=1)[:, :rank]
+    y_TY = random_rows(count, outputs + others, seed=2)
+
+    def added(part: slice) -> Tensor:
+        # Where they lie among all rows: libraries also choose by the place in memory.
+        y_SO = y_TY.clone()[part, :outputs]
+        _add_in_steps_(y_SO, z_TZ[part], b_OZ, 0.7)
+        return y_SO
+
+    return rows_agree(added, count)
 
 
 class _SteppedProduct:

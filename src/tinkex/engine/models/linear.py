@@ -7,6 +7,9 @@ On a CPU in float32 there are two ways to multiply:
 - *packed*: faster, most of all for the few rows of decoding, and rows have the same bits whatever
   their number: see `packed`. It adds in another order, so it differs from plain by rounding.
 
+A bias is added to a packed product afterwards, number by number, which rounds the same way for any
+number of rows.
+
 Slopes by the input are packed products with the transposed weight. The copies of the weight that
 this takes are made when they are first needed. Everywhere else both ways are the library's
 product.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from torch.nn import functional as F
 
-from tinkex.engine.models.base import plainly
+from tinkex.engine.models.base import BlockForm, plainly
 from tinkex.engine.models.layers import (
     add_norm,
     rms_norm,
@@ -34,6 +34,7 @@ class Llama(StoredDecoder):
 
     arch = "LlamaForCausalLM"
     model_type = "llama"
+    form = BlockForm(norms=("attention", "mlp", "last"), rotation="halves", activation="silu")
 
     def hidden(
         self,

@@ -18,5 +18,6 @@ class Qwen2(Llama):
 
     arch = "Qwen2ForCausalLM"
     model_type = "qwen2"
+    form = Llama.form
     biased: ClassVar[tuple[Projection, ...]] = ("q_proj", "k_proj", "v_proj")
     always_biased = True

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from torch.nn import functional as F
 
-from tinkex.engine.models.base import plainly
+from tinkex.engine.models.base import BlockForm, plainly
 from tinkex.engine.models.layers import (
     add_norm,
     rms_norm,
@@ -34,6 +34,9 @@ class Qwen3(StoredDecoder):
 
     arch = "Qwen3ForCausalLM"
     model_type = "qwen3"
+    form = BlockForm(
+        norms=("attention", "queries", "keys", "mlp", "last"), rotation="halves", activation="silu"
+    )
     qk_norm = True
 
     def hidden(

@@ -1,9 +1,11 @@
-"""Few tokens on a CPU, as in decoding: the block that all families share, written out for them.
+"""Few tokens on a CPU, as in decoding: the block of Llama and Qwen, written out for them.
 
-Gives the bits of `Decoder.hidden`. With few rows every call of a library takes longer than its
-arithmetic, so here are fewer calls, and they write to memory that stays. Sums, exponentials and
-products are torch's, in whose order they add up; what rounds the same way everywhere is left to
-numpy, whose calls take half as long.
+Gives the bits of `Decoder.hidden`. It serves a family only if the family declares one of the forms
+below and a small model of it passes a trial: see `cpu_trial`. Any other is computed plainly.
+
+With few rows every call of a library takes longer than its arithmetic, so here are fewer calls, and
+they write to memory that stays. Sums, exponentials and products are torch's, in whose order they
+add up; what rounds the same way everywhere is left to numpy, whose calls take half as long.
 
 Shapes: B sequences, R >= B rows, D hidden, H heads, G key/value heads, d head size, N = H + G,
 F = d/2, Y = (H + 2*G)*d, M intermediate size, I inputs and O outputs of a product, K steps.
@@ -24,10 +26,12 @@ from tinkex.engine.attention.lone import LoneTokens
 from tinkex.engine.attention.paged import PagedTokens
 from tinkex.engine.lora import adapted_in_place
 from tinkex.engine.lora.thin import STEP
+from tinkex.engine.models.base import BlockForm
 from tinkex.engine.models.layers import SILU_ALONE, SILU_STEP, rotation, swiglu
 from tinkex.engine.models.packed import ROW_STEP
 from tinkex.engine.models.weights import StoredDecoder
 from tinkex.engine.sampler.adapters import LoraAdapters
+from tinkex.engine.sampler.cpu_trial import gives_the_same_bits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -50,6 +54,10 @@ _FEW_ROWS: Final = 64
 """Up to so many tokens are computed here; beyond, sums that several threads share pay."""
 _AHEAD: Final = 64
 """Steps whose rotations are made at a time."""
+
+
+_FORM: Final = BlockForm(norms=("attention", "mlp", "last"), rotation="halves", activation="silu")
+_WITH_HEAD_NORMS: Final = replace(_FORM, norms=("attention", "queries", "keys", "mlp", "last"))
 
 
 class CpuSteps:
@@ -117,12 +125,22 @@ class CpuSteps:
 def cpu_steps(
     decoder: Decoder, adapters: Adapters, cache: Tensor, *, block_size: int
 ) -> CpuSteps | None:
-    """What decodes on a CPU in float32, or None elsewhere."""
+    """What decodes on a CPU in float32; None where `Decoder.hidden` has to do it."""
     if cache.device.type != "cpu" or cache.dtype != torch.float32:
         return None
     if not (isinstance(decoder, StoredDecoder) and isinstance(adapters, LoraAdapters)):
         return None
+    if not _implements(decoder):
+        return None
     return CpuSteps(decoder, adapters, cache, block_size=block_size)
+
+
+def _implements(decoder: StoredDecoder) -> bool:
+    """Whether the steps here compute what the decoder does."""
+    config = decoder.config
+    if decoder.own_form() != (_WITH_HEAD_NORMS if config.qk_norm else _FORM):
+        return False
+    return gives_the_same_bits(type(decoder), config, CpuSteps)
 
 
 class _Model:

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 import torch
+from torch.nn import functional as F
 
-from tests.unit.engine.sampler.kit import BaseOnly
+from tests.unit.engine.sampler.kit import BaseOnly, op, sample, sampler, text
 from tests.unit.engine.training.kit import CONFIG, QWEN, QWEN2, decoder
-from tinkex.engine.attention import PagedAttention, Span, new_cache
+from tinkex.engine.attention import PackedAttention, PagedAttention, Span, new_cache
 from tinkex.engine.lora import adapted_projections, initial
+from tinkex.engine.models.base import base_projections, plainly
+from tinkex.engine.models.families import FAMILIES as FAMILY_TABLE
+from tinkex.engine.models.layers import (
+    Rotation,
+    rms_norm,
+    rotated_heads,
+    rotation,
+    split_heads,
+    swiglu,
+)
+from tinkex.engine.models.llama import Llama
 from tinkex.engine.sampler import BASE, LoraAdapters
 from tinkex.engine.sampler.cpu_step import CpuSteps, cpu_steps
 from tinkex.engine.sampler.runner import Segment
@@ -22,7 +36,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tinkex.engine.lora import LoraWeights
-    from tinkex.engine.models.base import Decoder, DecoderConfig
+    from tinkex.engine.models.base import Attend, Decoder, DecoderConfig, Project, RunBlock
 
 BLOCK = 4
 # Weights that are too large to be multiplied plainly: see `models/linear.py`.
@@ -167,6 +181,125 @@ def test_many_tokens_are_left_to_the_usual_way() -> None:
     assert bench.steps.suits([prompt, lone])
     assert not bench.steps.suits([prompt, prompt])
     assert not bench.steps.suits([Span(0, 1, list(range(2**20)))] * 100)
+
+
+class MadeUp(Llama):
+    """A family that differs from Llama in one thing, inherits its tensors and declares no form."""
+
+    embedding_scale = 1.0
+
+    def hidden(
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        attend: Attend,
+        project: Project,
+        run_block: RunBlock = plainly,
+    ) -> Tensor:
+        rotate = rotation(positions_T, self.frequencies_F)
+        h_TD = F.embedding(tokens_T, self.stored.embed_VD) * self.embedding_scale
+        for layer in range(self.config.num_layers):
+            h_TD = run_block(partial(self._block, layer, rotate, attend, project), h_TD)
+        return rms_norm(h_TD, self.stored.final_norm_D, self.config.rms_eps)
+
+    def _block(
+        self, layer: int, rotate: Rotation, attend: Attend, project: Project, h_TD: Tensor
+    ) -> Tensor:
+        weights, eps = self.stored.layers[layer], self.config.rms_eps
+        x_TD = rms_norm(h_TD, weights.input_norm_D, eps)
+        q_TX, k_TY, v_TY = project(layer, ("q_proj", "k_proj", "v_proj"), x_TD)
+        q_THd, k_TGd = rotated_heads(q_TX, k_TY, rotate)
+        o_TX = attend(layer, q_THd, k_TGd, split_heads(v_TY, self.config.head_dim))
+        h_TD = h_TD + self.after_attention(project(layer, ("o_proj",), o_TX)[0], layer)
+        x_TD = rms_norm(h_TD, weights.post_attention_norm_D, eps)
+        gate_TM, up_TM = project(layer, ("gate_proj", "up_proj"), x_TD)
+        return h_TD + project(layer, ("down_proj",), self.gated(gate_TM, up_TM))[0]
+
+    def after_attention(self, o_TD: Tensor, layer: int) -> Tensor:
+        return o_TD
+
+    def gated(self, gate_TM: Tensor, up_TM: Tensor) -> Tensor:
+        return swiglu(gate_TM, up_TM)
+
+
+class ScaledEmbeddings(MadeUp):
+    embedding_scale = 5.5
+
+
+class OtherActivation(MadeUp):
+    def gated(self, gate_TM: Tensor, up_TM: Tensor) -> Tensor:
+        return F.gelu(gate_TM) * up_TM
+
+
+class ExtraNorm(MadeUp):
+    def after_attention(self, o_TD: Tensor, layer: int) -> Tensor:
+        norm_D = self.stored.layers[layer].input_norm_D
+        return rms_norm(o_TD, norm_D, self.config.rms_eps)
+
+
+class OneLayerWithoutPositions(MadeUp):
+    """Only the last layer differs."""
+
+    def _block(
+        self, layer: int, rotate: Rotation, attend: Attend, project: Project, h_TD: Tensor
+    ) -> Tensor:
+        if layer == self.config.num_layers - 1:
+            rotate = Rotation(torch.ones_like(rotate.cos_T1F), torch.zeros_like(rotate.sin_T1F))
+        return super()._block(layer, rotate, attend, project, h_TD)
+
+
+MADE_UP = [ScaledEmbeddings, OtherActivation, ExtraNorm, OneLayerWithoutPositions]
+
+
+@pytest.mark.parametrize("declares", [False, True], ids=["undeclared", "declared wrongly"])
+@pytest.mark.parametrize("made_up", MADE_UP)
+def test_a_family_with_another_block_is_sampled_by_its_own_definition(
+    made_up: type[MadeUp], declares: bool
+) -> None:
+    family = type("Family", (made_up,), {"form": Llama.form} if declares else {})
+    made = family(CONFIG, dtype=torch.float32, device=torch.device("cpu"))
+    for (_, slot), (_, value) in zip(made.stored.named(), decoder().stored.named(), strict=True):
+        slot.copy_(value)
+    prompt = [token % CONFIG.vocab_size for token in text(24)]
+    result = sample(
+        sampler(decoder=made), op(prompt, max_tokens=6, extra={"prompt_logprobs": True})
+    )
+    (drawn,) = result.response.sequences
+    found = [*result.response.prompt_logprobs[1:], *drawn.logprobs]
+    tokens = torch.tensor([*prompt, *drawn.tokens])
+    with torch.no_grad():
+        h_TD = made.hidden(
+            tokens,
+            torch.arange(len(tokens)),
+            PackedAttention([len(tokens)], tokens.device),
+            base_projections(made, packed=True),
+        )
+    expected = F.log_softmax(h_TD @ made.unembed_VD.T, -1)[:-1].gather(1, tokens[1:, None])[:, 0]
+    assert found == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+def test_a_subclass_does_not_inherit_the_form_and_every_family_declares_its_own() -> None:
+    assert type("Family", (Llama,), {}).own_form() is None
+    assert all(family.own_form() is not None for family in FAMILY_TABLE)
+
+
+def test_tensors_that_a_family_does_not_use_are_not_used_for_it() -> None:
+    config = replace(CONFIG, qk_norm=True)  # Llama's block has no norms of heads
+    bench = Bench(CONFIG)
+    assert cpu_steps(decoder(config), bench.adapters, bench.cache, block_size=BLOCK) is None
+
+
+def test_steps_that_are_not_used_are_named_in_the_log_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    family = type("Family", (ExtraNorm,), {"form": Llama.form})
+    bench = Bench(CONFIG)
+    with caplog.at_level(logging.INFO, "tinkex"):
+        for _ in range(2):
+            made = family(CONFIG, dtype=torch.float32, device=torch.device("cpu"))
+            assert cpu_steps(made, bench.adapters, bench.cache, block_size=BLOCK) is None
+    (line,) = caplog.messages
+    assert "LlamaForCausalLM is sampled by its plain definition" in line
 
 
 def test_other_adapters_and_precisions_are_left_to_the_usual_way() -> None:

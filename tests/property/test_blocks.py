@@ -280,6 +280,26 @@ def test_decoding_rows_come_before_a_long_prompt() -> None:
         assert [len(one.tokens) for one in streams] == [count + 1 for count in before]
 
 
+def test_only_versions_that_fit_together_run_together_and_all_get_their_turn() -> None:
+    asked: list[set[str]] = []
+
+    def fits(versions: set[str]) -> bool:
+        asked.append(versions)
+        return len(versions) <= 2
+
+    batcher = Batcher(BlockPool(100, 4), max_tokens=50, max_sequences=20, fits=fits)
+    waiting = [sequence(i, [i], 4, version=f"v{i % 5}") for i in range(15)]
+    for one in waiting:
+        batcher.add(one)
+    finished: list[TokenSequence] = []
+    while len(batcher):
+        finished += run_pass(batcher)[0]
+        assert len({one.version for one in batcher if one.running}) <= 2
+    assert finished == sorted(finished, key=lambda one: one.turn)
+    assert len(finished) == 15
+    assert all(len(versions) > 1 for versions in asked)  # alone, a version always fits
+
+
 def test_the_least_recently_used_prefix_is_forgotten_first_and_from_its_end() -> None:
     pool = BlockPool(4, 1)
     keys: dict[str, list[bytes]] = {}

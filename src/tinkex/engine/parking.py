@@ -5,6 +5,8 @@ first: from the device to host memory, from there to a file. It comes back, bit 
 somebody asks for it. Values are never written to, so a file stays good as long as its value
 is the one on the shelf. A value that is larger than the whole device is refused.
 
+A spare value is dropped instead of parked: its owner can make it again.
+
 What is asked for within `holding` stays until that ends, even beyond the budget: a pass that
 runs is never parked. It belongs to one thread.
 """
@@ -52,6 +54,7 @@ class _Entry:
     pack: Callable[[Any], Packed[Any]]
     size_bytes: int
     value: Any
+    spare: bool = False
     rebuild: Callable[[Tensors], Any] | None = None
     host: Tensors | None = None
     file: Path | None = None
@@ -79,15 +82,21 @@ class Parking:
         self._device = torch.device(device)
         self._host_bytes = host_bytes
         self._folder = folder
-        # Mutable state: every value, least recently used first; what was asked for since
-        # `holding` began; and a number for file names.
+        # Mutable state: every value, least recently used first; the shelves of copies; what was
+        # asked for since `holding` began; and a number for file names.
         self._entries: OrderedDict[Key, _Entry] = OrderedDict()
+        self._copies: set[str] = set()
         self._held: set[Key] | None = None
         self._files = 0
 
     def shelf(self, name: str, pack: Callable[[T], Packed[T]]) -> Shelf[T]:
         """Room for values of one kind under names of their own."""
         return Shelf(self, name, pack)
+
+    def copies(self, name: str, pack: Callable[[T], Packed[T]]) -> Shelf[T]:
+        """Room for copies of other shelves' values: all of them spare, none counted as adapters."""
+        self._copies.add(name)
+        return Shelf(self, name, pack, spare=True)
 
     @contextmanager
     def holding(self) -> Generator[None]:
@@ -110,9 +119,9 @@ class Parking:
 
     def counts(self) -> tuple[int, int]:
         """How many values lie ready on the device, and how many are parked; for any thread."""
-        entries = list(self._entries.values())  # in one go, as its owner may be at work
-        ready = sum(entry.ready for entry in entries)
-        return ready, len(entries) - ready
+        entries = list(self._entries.items())  # in one go, as its owner may be at work
+        found = [entry.ready for (shelf, _), entry in entries if shelf not in self._copies]
+        return sum(found), len(found) - sum(found)
 
     def close(self) -> None:
         """Let go of everything, and of the files."""
@@ -136,18 +145,20 @@ class Parking:
         if self.device_bytes is not None and size_bytes > self.device_bytes:
             raise RequestFailedError(
                 f"{name!r} takes {size_bytes} bytes; {self.device_bytes} are set aside for "
-                "adapters on the device",
+                "adapters on the device (the engine's setting adapter_bytes)",
                 None,
                 "user",
             )
 
-    def put(self, key: Key, value: T, pack: Callable[[T], Packed[T]]) -> None:
+    def put(
+        self, key: Key, value: T, pack: Callable[[T], Packed[T]], *, spare: bool = False
+    ) -> None:
         """Put a value in; when it raises, what was there before still is."""
         size = _size(pack(value).tensors)
         self.check(key[1], size)
         self._make_room(size, apart_from=key)
         before = self._entries.pop(key, None)
-        self._use(key, _Entry(pack, size, value))
+        self._use(key, _Entry(pack, size, value, spare))
         if before is not None:
             _remove_file(before)
 
@@ -159,6 +170,20 @@ class Parking:
             self._bring_back(key, entry)
         self._use(key, entry)
         return entry.value
+
+    def peek(self, key: Key) -> Any:
+        """A value where it lies, on the device or not; for whoever makes a copy of it."""
+        entry = self._entries[key]
+        if entry.rebuild is None:
+            return entry.value
+        return entry.rebuild(self._parked(key, entry))
+
+    def set_spare(self, key: Key, *, spare: bool) -> None:
+        """Say whether a value may be dropped instead of parked."""
+        entry = self._entries[key]
+        entry.spare = spare
+        if spare and not entry.ready and entry.host is None:
+            self.drop(key)  # all that is left of it is a file, which is what nobody needs now
 
     def drop(self, key: Key) -> None:
         """Forget a value and remove its file; unknown keys are fine."""
@@ -187,6 +212,9 @@ class Parking:
                 used -= entry.size_bytes
 
     def _park(self, key: Key, entry: _Entry) -> None:
+        if entry.spare:
+            self.drop(key)
+            return
         packed = entry.pack(entry.value)
         if self._fits_host(entry.size_bytes):
             entry.host = {name: tensor.cpu() for name, tensor in packed.tensors.items()}
@@ -205,7 +233,10 @@ class Parking:
             if used + size <= self._host_bytes:
                 break
             if entry.host is not None:
-                self._write(key, entry, entry.host)
+                if entry.spare:
+                    self.drop(key)
+                else:
+                    self._write(key, entry, entry.host)
                 entry.host = None
                 used -= entry.size_bytes
         return True
@@ -226,15 +257,20 @@ class Parking:
         self._files += 1
         entry.file = path
 
+    def _parked(self, key: Key, entry: _Entry) -> Tensors:
+        """The tensors of a value that is not on the device."""
+        if entry.host is not None:
+            return entry.host
+        assert entry.file is not None
+        try:
+            header, tensors = read_tensors(entry.file)
+        except FileNotFoundError as error:
+            raise _failed(f"the file that {key[1]!r} was parked in is gone", error) from error
+        assert header == "/".join(key)
+        return tensors
+
     def _bring_back(self, key: Key, entry: _Entry) -> None:
-        tensors = entry.host
-        if tensors is None:
-            assert entry.file is not None
-            try:
-                header, tensors = read_tensors(entry.file)
-            except FileNotFoundError as error:
-                raise _failed(f"the file that {key[1]!r} was parked in is gone", error) from error
-            assert header == "/".join(key)
+        tensors = self._parked(key, entry)
         assert entry.rebuild is not None
         entry.value = entry.rebuild(
             {name: tensor.to(self._device) for name, tensor in tensors.items()}
@@ -245,10 +281,18 @@ class Parking:
 class Shelf(MutableMapping[str, T]):
     """Values of one kind by name; asking for one brings it back to the device."""
 
-    def __init__(self, parking: Parking, name: str, pack: Callable[[T], Packed[T]]) -> None:
+    def __init__(
+        self,
+        parking: Parking,
+        name: str,
+        pack: Callable[[T], Packed[T]],
+        *,
+        spare: bool = False,
+    ) -> None:
         self._parking = parking
         self._name = name
         self._pack = pack
+        self._spare = spare
 
     @property
     def parking(self) -> Parking:
@@ -259,11 +303,23 @@ class Shelf(MutableMapping[str, T]):
         """Bytes of one value, wherever it is."""
         return self._parking.size_of((self._name, name))
 
+    def peek(self, name: str) -> T:
+        """A value where it lies, on the device or not; for whoever makes a copy of it."""
+        return cast("T", self._parking.peek((self._name, name)))
+
+    def set_spare(self, name: str, *, spare: bool) -> None:
+        """Say whether a value may be dropped instead of parked."""
+        self._parking.set_spare((self._name, name), spare=spare)
+
+    def discard(self, name: str) -> None:
+        """Forget a value; unknown names are fine."""
+        self._parking.drop((self._name, name))
+
     def __getitem__(self, name: str) -> T:
         return cast("T", self._parking.get((self._name, name)))
 
     def __setitem__(self, name: str, value: T) -> None:
-        self._parking.put((self._name, name), value, self._pack)
+        self._parking.put((self._name, name), value, self._pack, spare=self._spare)
 
     def __delitem__(self, name: str) -> None:
         if name not in self:

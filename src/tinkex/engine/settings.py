@@ -29,7 +29,10 @@ class LocalSettings:
     memory_bytes: int | None = None
     """What a training pass may take; None is a part of what the machine has, measured once."""
     adapter_bytes: int | None = None
-    """What adapters and snapshots may take on the device before some are parked; None likewise."""
+    """What adapters, snapshots and their copies may take on the device; None likewise.
+
+    Beyond it, those not used for longest are parked, or dropped where they can be made again.
+    """
     host_bytes: int | None = None
     """What parked ones may take in host memory before they go to disk; None likewise."""
     parking_folder: Path | None = None

@@ -20,7 +20,7 @@ from tinkex.types import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
 TINY = "tinkex/tiny"
@@ -35,6 +35,7 @@ class NotingDecoder:
         self.notes: list[str] = []
         self.tokens: list[int] = []
         self.gates: dict[int, tuple[threading.Event, threading.Event]] = {}
+        self._watched: list[tuple[Callable[[], int], list[int]]] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -44,10 +45,18 @@ class NotingDecoder:
         self.gates[number] = threading.Event(), threading.Event()
         return self.gates[number]
 
+    def watch(self, read: Callable[[], int]) -> list[int]:
+        """What `read` gives in every pass from now on."""
+        found: list[int] = []
+        self._watched.append((read, found))
+        return found
+
     def hidden(self, tokens_T: Any, *others: Any) -> Any:
         # Only training says how blocks are to be run.
         kind = "train" if len(others) == 4 else "sample"
         self.notes.append(kind)
+        for read, found in self._watched:
+            found.append(read())
         if kind == "train":
             self.tokens.append(len(tokens_T))
             came, go = self.gates.get(self.notes.count("train"), (None, None))

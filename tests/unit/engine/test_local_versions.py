@@ -9,6 +9,7 @@ import pytest
 from tests.unit.engine.local_kit import (
     data,
     engine,
+    noting_model,
     optim_op,
     sample_op,
     spec,
@@ -231,3 +232,98 @@ def test_many_adapters_and_snapshots_on_little_room_give_the_same_numbers(tmp_pa
     assert free[1] == []
     assert len(tight[1]) > 20
     assert tight[0] == free[0]
+
+
+# Room to train one adapter of rank 2, or for the weights of four.
+ROOM = 4 * 4 * 4488 * 2
+
+
+async def _published(target, count):
+    await target.create_adapter(spec("m"))
+    for number in range(count):
+        await _learn(target)
+        await target.publish("m", f"s{number}")
+    await target.drop_adapter("m")
+    return [f"s{number}" for number in range(count)]
+
+
+def _parked(folder):
+    return list(folder.rglob(".parked-*/*.safetensors"))
+
+
+def test_samples_of_many_snapshots_at_once_stay_within_the_budget(tmp_path):
+    async def scenario(folder, **settings):
+        model, decoder = noting_model()
+        async with engine(folder, model, **settings) as target:
+            names = await _published(target, 10)
+            taken = decoder.watch(lambda: target._parking.on_device_bytes)
+            samples = await asyncio.gather(
+                *(target.sample(sample_op(snapshot=name)) for name in names * 2)
+            )
+        return [_numbers(sample)[0] for sample in samples], max(taken)
+
+    free, more = asyncio.run(scenario(tmp_path / "free"))
+    tight, most = asyncio.run(scenario(tmp_path / "tight", adapter_bytes=ROOM))
+    assert more > ROOM >= most
+    assert tight == free
+
+
+def test_dropping_a_parked_snapshot_removes_its_file_at_once(tmp_path):
+    async def scenario():
+        async with engine(tmp_path, adapter_bytes=ROOM) as target:
+            names = await _published(target, 7)
+            before, counts = len(_parked(tmp_path)), []
+            for name in names:
+                await target.drop_snapshot(name)
+                counts.append((_held(target), len(_parked(tmp_path))))
+            return before, counts, target._parking.on_device_bytes
+
+    before, counts, left = asyncio.run(scenario())
+    assert before >= 3
+    assert [held for held, _ in counts] == [6, 5, 4, 3, 2, 1, 0]
+    assert counts[0][1] == before - 1  # the oldest was in a file
+    assert counts[-1][1] == left == 0
+
+
+def test_saved_adapters_are_read_again_instead_of_parked(tmp_path):
+    async def scenario():
+        async with engine(tmp_path, adapter_bytes=ROOM) as target:
+            await target.create_adapter(spec("m"))
+            places = [f"run/{number}" for number in range(7)]
+            for place in places:
+                await _learn(target)
+                await target.save_adapter("m", place, optimizer=False)
+            await target.drop_adapter("m")
+            found = []
+            for _ in range(2):
+                for place in places:
+                    found.append(_numbers(await target.sample(sample_op(location=place))))
+                    assert target._parking.on_device_bytes <= ROOM
+            return found, _held(target), len(_parked(tmp_path))
+
+    found, held, parked = asyncio.run(scenario())
+    assert found[:7] == found[7:]
+    assert len({tuple(scores) for _, _, scores in found}) == 7
+    assert (held, parked) == (4, 0)
+
+
+def test_a_saved_adapter_that_a_sample_uses_is_kept_until_it_ends(tmp_path):
+    async def scenario():
+        async with engine(tmp_path, adapter_bytes=ROOM) as target:
+            await target.create_adapter(spec("m"))
+            await target.save_adapter("m", "used", optimizer=False)
+            expected = _numbers(await target.sample(sample_op(location="used", max_tokens=60)))
+            heard = asyncio.Event()
+            running = asyncio.ensure_future(
+                target.sample(sample_op(location="used", max_tokens=60), lambda *_: heard.set())
+            )
+            await heard.wait()
+            for number in range(6):  # more than fit beside it
+                await target.publish("m", f"s{number}")
+            assert _numbers(await running) == expected
+            for number in range(6):
+                await target.drop_snapshot(f"s{number}")
+            return _numbers(await target.sample(sample_op(location="used", max_tokens=60)))
+
+    tokens, _, _ = asyncio.run(scenario())
+    assert len(tokens) == 60

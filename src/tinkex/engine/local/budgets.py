@@ -32,7 +32,10 @@ _CGROUP_LIMITS: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budgets:
-    """Bytes of each model's cache, a training pass, adapters on the device, and parked ones."""
+    """Bytes of each model's cache, a training pass, adapters on the device, and parked ones.
+
+    Adapters are those in training, snapshots, and the copies of both that kernels sample from.
+    """
 
     cache_bytes: int
     pass_bytes: int

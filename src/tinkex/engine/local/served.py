@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from tinkex.engine import checkpoints
 from tinkex.engine.base import ModelSpec, ModelText, SampleResult
 from tinkex.engine.failures import failure, user_error
+from tinkex.engine.kernels import has_kernels
 from tinkex.engine.local.budgets import sizes
 from tinkex.engine.local.versions import Versions
 from tinkex.engine.lora import wrap
@@ -71,7 +72,8 @@ class Served:
         )
         # Mutable state besides the trainer's: versions, whom to tell about which sample, and
         # tokens so far.
-        self.versions = Versions(parking, config.name)
+        copied_as = weight.dtype if has_kernels(weight) else None
+        self.versions = Versions(parking, config.name, copied_as)
         self._waiting: dict[SampleRun, Tell] = {}
         self.counts: Counter[str] = Counter()
         sampling = SamplerSettings(
@@ -85,14 +87,20 @@ class Served:
         self._sampler = Sampler(
             decoder,
             sampling,
-            adapters=LoraAdapters(decoder, self.versions.weights),
+            adapters=LoraAdapters(
+                decoder,
+                self.versions.weights,
+                peek=self.versions.peek,
+                copies=self.versions.copies,
+            ),
             decode=None if model.tokenizer is None else model.tokenizer.decode,
+            fits=self.versions.fit,
         )
 
     def frozen(self, snapshot: str) -> checkpoints.State:
         """What was published under a name, in host memory."""
         version = self.versions.find(snapshot_name(snapshot))
-        weights = None if version is None else self.versions.weights(version)
+        weights = None if version is None else self.versions.peek(version)
         if weights is None:
             raise _not_published(snapshot)
         return checkpoints.State(
@@ -116,7 +124,7 @@ class Served:
         flat_P = state.weights.flat_P
         self._parking.check(location, flat_P.numel() * flat_P.itemsize)
         weights = wrap(self.config, state.weights.lora, flat_P.to(self._device))
-        return self.versions.add(saved_name(location), weights)
+        return self.versions.add(saved_name(location), weights, in_file=True)
 
     def submit(
         self, op: SampleOp, version: str, on_token: OnToken | None, tell: Tell

@@ -3,6 +3,10 @@
 A name is a snapshot or a saved location. What it stands for may be replaced or dropped; the
 samples that began with it keep what they had. Every version has an id that never returns, so
 that cached keys and values of one are never taken for those of another.
+
+All of them are on shelves of one `Parking` and count against its budgets: the weights, and the
+copies that a CUDA device samples from. What was read from a file is read again when it is needed,
+so it is dropped instead of parked while no sample uses it.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from tinkex.engine.parking import Packed
 from tinkex.engine.sampler import BASE
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from tinkex.engine.lora import LoraWeights
@@ -23,29 +28,50 @@ if TYPE_CHECKING:
 
 
 class Versions:
-    """The versions of one base model."""
+    """The versions of one base model.
 
-    def __init__(self, parking: Parking, base_model: str) -> None:
+    `copied_as` is the precision of the copies that samples are drawn from, None where they are
+    drawn from the weights themselves.
+    """
+
+    def __init__(
+        self, parking: Parking, base_model: str, copied_as: torch.dtype | None = None
+    ) -> None:
+        self._parking = parking
+        self._copied_as = copied_as
         self._numbers = count(1)
-        # Mutable state: weights by id, the id of each name, and how many samples use an id.
+        # Mutable state: weights by id and their copies on the device, the id of each name, ids
+        # whose weights lie in a file, and how many samples use an id.
         self._weights = parking.shelf(f"sampling/{base_model}", pack_weights)
+        self.copies = parking.copies(f"sampling copies/{base_model}", pack_weights)
         self._named: dict[str, str] = {}
+        self._in_files: set[str] = set()
         self._users: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return len(self._weights)
 
-    def add(self, name: str, weights: LoraWeights) -> str:
-        """Give a name to some weights, instead of those it had."""
+    def add(self, name: str, weights: LoraWeights, *, in_file: bool = False) -> str:
+        """Give a name to some weights, instead of those it had.
+
+        Those of a file may be gone when they are next looked for: see `find`.
+        """
         version = f"{name}@{next(self._numbers)}"
         self._weights[version] = weights
+        if in_file:
+            self._in_files.add(version)
+            self._weights.set_spare(version, spare=True)
         self.retire(name)
         self._named[name] = version
         return version
 
     def find(self, name: str) -> str | None:
-        """The version that a name stands for now."""
-        return self._named.get(name)
+        """The version that a name stands for now; None also where a file has to be read again."""
+        version = self._named.get(name)
+        if version is not None and version not in self._weights:
+            self.retire(name)
+            return None
+        return version
 
     def retire(self, name: str) -> None:
         """Take a name away; unknown ones are fine."""
@@ -56,12 +82,16 @@ class Versions:
     def begin(self, version: str) -> None:
         """A sample uses it from now on."""
         self._users[version] += 1
+        if version in self._in_files:
+            self._weights.set_spare(version, spare=False)
 
     def end(self, version: str) -> None:
         """One sample less uses it."""
         self._users[version] -= 1
         if not self._users[version]:
             del self._users[version]
+            if version in self._in_files:
+                self._weights.set_spare(version, spare=True)
             if version != BASE:
                 self._free_if_unused(version)
 
@@ -69,9 +99,24 @@ class Versions:
         """The weights of a version, on the device; None for the base model."""
         return None if version == BASE else self._weights[version]
 
+    def peek(self, version: str) -> LoraWeights | None:
+        """The weights of a version wherever they lie, to be copied; None for the base model."""
+        return None if version == BASE else self._weights.peek(version)
+
+    def fit(self, versions: set[str]) -> bool:
+        """Whether samples of these versions can be drawn in one pass."""
+        room = self._parking.device_bytes
+        return room is None or sum(map(self._sampled_bytes, versions - {BASE})) <= room
+
+    def _sampled_bytes(self, version: str) -> int:
+        size = self._weights.size_of(version)
+        return size if self._copied_as is None else size // 4 * self._copied_as.itemsize
+
     def _free_if_unused(self, version: str) -> None:
         if version not in self._users and version not in self._named.values():
-            del self._weights[version]
+            self._weights.discard(version)
+            self.copies.discard(version)
+            self._in_files.discard(version)
 
 
 def pack_weights(weights: LoraWeights) -> Packed[LoraWeights]:

@@ -42,7 +42,7 @@ class CudaProducts:
         self._slots = LoraSlots(
             decoder.config, max(len(adapted), 1), device=weight.device, dtype=weight.dtype
         )
-        self._places = self._slots.place(adapted)
+        self._places = self._slots.place(adapted, adapted.get)
         self._rank = self._slots.rank(list(adapted))
         self._unembeds = self._slots.unembeds(list(adapted))
         self._tiles = self._tiles_between(0, segments[-1].stop)

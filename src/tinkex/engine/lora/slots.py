@@ -4,15 +4,17 @@ A slot is one version of the weights: a copy in the precision of the activations
 each of its factors lies. Tables keep their place in memory, so captured graphs can read them.
 A pass names its rows' slots in tiles of at most `TILE_ROWS` rows that share one.
 
+The mapping that holds the copies may drop some between two passes, to keep to a budget. Their slots
+are free then, and a version gets a new copy when it is next named.
+
 Shapes: T rows, S slots, P projections that share an input, I inputs, O outputs, R rank.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -23,7 +25,7 @@ from tinkex.engine.lora.weights import wrap
 from tinkex.engine.models.base import SHARED_INPUT
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterable, MutableMapping, Sequence
 
     from numpy.typing import NDArray
     from torch import Tensor
@@ -63,11 +65,26 @@ def tile_table(runs: Sequence[tuple[int, int]]) -> NDArray[np.int32]:
     return np.array(found, np.int32).reshape(-1, 3).T.copy()
 
 
+class _Slot(NamedTuple):
+    number: int
+    rank: int
+    unembeds: bool
+
+
 class LoraSlots:
-    """The versions that are ready for the kernels, at most `slots` of them at a time."""
+    """The versions that are ready for the kernels, at most `slots` of them at a time.
+
+    `copies` holds their copies: by default a dict, which drops none.
+    """
 
     def __init__(
-        self, config: DecoderConfig, slots: int, *, device: torch.device, dtype: torch.dtype
+        self,
+        config: DecoderConfig,
+        slots: int,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        copies: MutableMapping[str, LoraWeights] | None = None,
     ) -> None:
         self._config = config
         self._device = device
@@ -91,39 +108,65 @@ class LoraSlots:
         self._unembed = torch.zeros((2, slots, 1), dtype=torch.int64, device=device)
         self._ranks = torch.zeros(slots, dtype=torch.int32, device=device)
         self._scales = torch.zeros(slots, dtype=torch.float32, device=device)
-        self._used: OrderedDict[str, int] = OrderedDict()
-        self._kept: dict[str, LoraWeights] = {}
-        self._origins: dict[str, weakref.ref[Tensor]] = {}
+        self._used: OrderedDict[str, _Slot] = OrderedDict()
+        self._copies: MutableMapping[str, LoraWeights] = {} if copies is None else copies
         self._free = list(range(slots - 1, -1, -1))
 
-    def place(self, versions: dict[str, LoraWeights]) -> dict[str, int]:
-        """Give every version a slot; one that has none takes the least recently used."""
-        for version in versions.keys() & self._used.keys():
-            if self._origins[version]() is versions[version].flat_P:
-                self._used.move_to_end(version)
+    @property
+    def in_use(self) -> list[str]:
+        """The versions that have a slot, least recently used first."""
+        return [version for version in self._used if version in self._copies]
+
+    def place(
+        self, versions: Iterable[str], find: Callable[[str], LoraWeights | None]
+    ) -> dict[str, int]:
+        """Give every version a slot; one that has none takes the least recently used.
+
+        `find` gives the weights of a version, which never change; those without any get no slot.
+        They may lie anywhere.
+        """
+        wanted = dict.fromkeys(versions)
+        # First those that have one: asked for, they are not what makes room for the others.
+        missing = [version for version in wanted if not self._touch(version)]
+        for version in missing:
+            weights = find(version)
+            if weights is None:
+                del wanted[version]
             else:
-                self.forget(version)  # a new meaning of an old name, or weights that came back
-        for version in versions.keys() - self._used.keys():
-            if not self._free:
-                self.forget(next(iter(self._used)))
-            self._fill(version, versions[version])
-        return {version: self._used[version] for version in versions}
+                self._fill(version, weights)
+        return {version: self._used[version].number for version in wanted}
+
+    def _touch(self, version: str) -> bool:
+        """Note that a version is used; False when it has to be placed first."""
+        if version not in self._used or version not in self._copies:
+            return False
+        self._copies[version]  # read, because the least recently read copy is dropped first
+        self._used.move_to_end(version)
+        return True
 
     def forget(self, version: str) -> None:
         """Free a version's slot; unknown ones are fine."""
         slot = self._used.pop(version, None)
         if slot is not None:
-            del self._kept[version], self._origins[version]
-            self._free.append(slot)
+            if version in self._copies:
+                del self._copies[version]
+            self._free.append(slot.number)
+
+    def _free_slot(self) -> int:
+        if not self._free:
+            gone = [version for version in self._used if version not in self._copies]
+            for version in gone or [next(iter(self._used))]:
+                self.forget(version)
+        return self._free.pop()
 
     def rank(self, versions: Sequence[str]) -> int:
         """A bound for the ranks of these versions, a power of two."""
-        ranks = [self._kept[version].lora.rank for version in versions]
+        ranks = [self._used[version].rank for version in versions]
         return max(_SMALLEST_RANK, 1 << (max(ranks) - 1).bit_length()) if ranks else 0
 
     def unembeds(self, versions: Sequence[str]) -> bool:
         """Whether one of these versions changes the unembedding."""
-        return any(self._kept[v].pair(None, "unembed") is not None for v in versions)
+        return any(self._used[version].unembeds for version in versions)
 
     def add(
         self, layer: int, names: tuple[Projection, ...], x_TI: Tensor, y_TO: Tensor, tiles: Tiles
@@ -157,9 +200,10 @@ class LoraSlots:
         )
 
     def _fill(self, version: str, weights: LoraWeights) -> None:
-        slot = self._free.pop()
+        self.forget(version)  # it still has the slot of a copy that was dropped
         copy_P = weights.flat_P.to(self._device, self._dtype, copy=True)
-        kept = wrap(weights.config, weights.lora, copy_P)
+        kept = self._copies[version] = wrap(weights.config, weights.lora, copy_P)
+        slot = self._free_slot()
         for names, table in self._tables.items():
             found = [
                 [[_address(kept, layer, name, factor) for name in names] for factor in (0, 1)]
@@ -170,9 +214,7 @@ class LoraSlots:
         self._unembed[:, slot] = torch.tensor(heads, dtype=torch.int64).to(self._device)
         self._ranks[slot] = kept.lora.rank
         self._scales[slot] = kept.scale
-        self._used[version] = slot
-        self._kept[version] = kept
-        self._origins[version] = weakref.ref(weights.flat_P)
+        self._used[version] = _Slot(slot, kept.lora.rank, heads[0][0] != 0)
 
 
 def _address(weights: LoraWeights, layer: int | None, name: Matrix, factor: int) -> int:

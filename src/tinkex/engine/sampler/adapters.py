@@ -11,7 +11,7 @@ from tinkex.engine.lora import Segment as LoraSegment
 from tinkex.engine.lora import adapt_, adapted_projections, logits
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, MutableMapping, Sequence
 
     from torch import Tensor
 
@@ -23,13 +23,23 @@ if TYPE_CHECKING:
 class LoraAdapters:
     """`Adapters` over the trainer's own LoRA layers, so that both compute the same.
 
-    `find` gives the weights of a version, None for the base model; they must not change while
-    a sequence uses them. What it raises fails the requests that named the version.
+    `find` gives the weights of a version, None for the base model; a version never changes its
+    weights. What it raises fails the requests that named the version. On a device that samples
+    from copies, `peek` gives them wherever they lie, and `copies` is where the copies are kept.
     """
 
-    def __init__(self, decoder: Decoder, find: Callable[[str], LoraWeights | None]) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        find: Callable[[str], LoraWeights | None],
+        *,
+        peek: Callable[[str], LoraWeights | None] | None = None,
+        copies: MutableMapping[str, LoraWeights] | None = None,
+    ) -> None:
         self._decoder = decoder
         self.find = find
+        self.peek = peek or find
+        self.copies = copies
 
     def project(self, segments: Sequence[Segment]) -> Project:
         """The base layers with each segment's adapter on top."""

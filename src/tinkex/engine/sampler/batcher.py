@@ -15,7 +15,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from tinkex.engine.sampler.blocks import BlockPool
     from tinkex.engine.sampler.sequence import TokenSequence
@@ -41,15 +41,26 @@ class Piece:
 
 
 class Batcher:
-    """Continuous batching over one pool of blocks."""
+    """Continuous batching over one pool of blocks.
 
-    def __init__(self, pool: BlockPool, *, max_tokens: int, max_sequences: int) -> None:
+    `fits` says whether the weights of some versions have room at the same time.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        max_tokens: int,
+        max_sequences: int,
+        fits: Callable[[set[str]], bool] | None = None,
+    ) -> None:
         if not 1 <= max_sequences <= max_tokens:
             # Otherwise the decoding sequences could use up every pass and no prompt would move.
             raise ValueError(f"a pass of {max_tokens} tokens cannot hold {max_sequences} sequences")
         self.pool = pool
         self.max_tokens = max_tokens
         self.max_sequences = max_sequences
+        self._fits = fits
         self.preemptions = 0
         # All mutable state: both lists by turn, and who is filling which block right now.
         self._running: list[TokenSequence] = []
@@ -174,6 +185,8 @@ class Batcher:
                 return
             if sequence.waits_for in self._filling or sequence.held_back:
                 continue
+            if not self._has_room(sequence.version):
+                return
             found = self._shared_prefix(sequence)
             if sequence.waits_for is not None:
                 continue
@@ -186,6 +199,13 @@ class Batcher:
             sequence.blocks += self.pool.take(self.pool.blocks_for(stop) - len(sequence.blocks))
             pieces[sequence] = Piece(sequence, sequence.computed, stop)
             budget -= count
+
+    def _has_room(self, version: str) -> bool:
+        """Whether the weights of a version have room beside those that run; alone they do."""
+        if self._fits is None:
+            return True
+        running = {sequence.version for sequence in self._running}
+        return not running or version in running or self._fits(running | {version})
 
     def _shared_prefix(self, sequence: TokenSequence) -> list[int]:
         """Cached blocks to begin with; sets `waits_for` when the next one is on its way."""

@@ -16,7 +16,7 @@ from tinkex.engine.lora.slots import NO_SLOT, LoraSlots, Tiles, tile_table
 from tinkex.engine.rows import FixedRows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, MutableMapping, Sequence
 
     from torch import Tensor
 
@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 class CudaAdapters:
     """`Adapters` for kernels that serve any mix of versions, at most `slots` in one pass.
 
-    `find` gives the weights of a version, None for the base model.
+    `find` gives the weights of a version, wherever they lie, and None for the base model; `copies`
+    is where the copies on the device are kept.
     """
 
     def __init__(
@@ -37,13 +38,16 @@ class CudaAdapters:
         find: Callable[[str], LoraWeights | None],
         *,
         slots: int,
+        copies: MutableMapping[str, LoraWeights] | None = None,
         strict: bool = False,
     ) -> None:
         weight = decoder.unembed_VD
         self._decoder = decoder
         self._find = find
         self._fixed = FixedRows() if strict else None
-        self._slots = LoraSlots(decoder.config, slots, device=weight.device, dtype=weight.dtype)
+        self._slots = LoraSlots(
+            decoder.config, slots, device=weight.device, dtype=weight.dtype, copies=copies
+        )
 
     def project(self, segments: Sequence[Segment]) -> Project:
         """The base layers with each segment's adapter on top."""
@@ -88,10 +92,8 @@ class CudaAdapters:
         return Tiles(rows, rank, unembed)
 
     def _place(self, runs: list[tuple[str, int]]) -> tuple[list[tuple[int, int]], int, bool]:
-        weights = {version: self._find(version) for version, _ in runs}
-        adapted = {version: found for version, found in weights.items() if found is not None}
-        placed = self._slots.place(adapted)
-        names = list(adapted)
+        placed = self._slots.place((version for version, _ in runs), self._find)
+        names = list(placed)
         return (
             [(placed.get(version, NO_SLOT), count) for version, count in runs],
             self._slots.rank(names),

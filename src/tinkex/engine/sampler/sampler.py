@@ -32,7 +32,7 @@ from tinkex.engine.threads import SAMPLING_ALONE, multiplications, threads_for
 from tinkex.errors import RequestFailedError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
 
@@ -72,7 +72,10 @@ class SamplerSettings:
 
 
 class Sampler:
-    """Samples from one base model and any number of versions of it."""
+    """Samples from one base model and any number of versions of it.
+
+    `fits` says whether the weights of some versions have room at the same time; one alone has.
+    """
 
     def __init__(
         self,
@@ -82,6 +85,7 @@ class Sampler:
         adapters: Adapters | None = None,
         decode: Decode | None = None,
         clock: Clock | None = None,
+        fits: Callable[[set[str]], bool] | None = None,
     ) -> None:
         self._config = decoder.config
         self._decode = decode
@@ -92,7 +96,10 @@ class Sampler:
         self._runner, steps = _runner(decoder, adapters, settings, pool)
         # All mutable state, besides the cache that the runner owns.
         self._batcher = Batcher(
-            pool, max_tokens=settings.pass_tokens, max_sequences=settings.max_sequences
+            pool,
+            max_tokens=settings.pass_tokens,
+            max_sequences=settings.max_sequences,
+            fits=fits,
         )
         self._runs: dict[TokenSequence, SampleRun] = {}
         self._ended: list[SampleRun] = []
@@ -364,8 +371,14 @@ def _runner(
     from tinkex.engine.sampler.cuda_adapters import CudaAdapters
     from tinkex.engine.sampler.decode import DecodeGraphs
 
-    find = adapters.find if isinstance(adapters, LoraAdapters) else _no_adapter
-    on_device = CudaAdapters(decoder, find, slots=settings.max_sequences, strict=settings.strict)
+    known = isinstance(adapters, LoraAdapters)
+    on_device = CudaAdapters(
+        decoder,
+        adapters.peek if known else _no_adapter,
+        slots=settings.max_sequences,
+        copies=adapters.copies if known else None,
+        strict=settings.strict,
+    )
     runner = Runner(
         decoder,
         on_device,

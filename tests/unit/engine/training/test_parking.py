@@ -95,6 +95,75 @@ def test_what_a_step_uses_stays_until_it_ends(folder, tmp_path):
     assert len(_files(tmp_path)) == 4
 
 
+def test_copies_share_the_budget_and_are_dropped_instead_of_parked(folder, tmp_path):
+    parking, shelf = _shelf(folder, host=300)
+    copies = parking.copies("copies", _pack)
+    shelf["a"] = _value(1)
+    for name in ("a", "b"):
+        copies[name] = _value(2)
+    copies["a"]
+    shelf["b"] = _value(3)  # parks what was not used for longest
+    assert (parking.on_device_bytes, parking.in_host_bytes) == (300, 100)
+    shelf["c"] = _value(4)
+    assert list(copies) == ["a"]
+    assert (parking.on_device_bytes, parking.in_host_bytes) == (300, 100)
+    assert parking.counts() == (2, 1)  # copies are no adapters
+    assert _files(tmp_path) == []
+    assert torch.equal(shelf["a"], _value(1))
+
+
+def test_a_copy_that_a_step_uses_is_not_dropped(folder):
+    parking, shelf = _shelf(folder, device=200)
+    copies = parking.copies("copies", _pack)
+    copies["old"], copies["new"] = _value(1), _value(2)
+    with parking.holding():
+        copies["old"]
+        shelf["a"] = _value(3)
+        assert list(copies) == ["old"]
+        shelf["b"] = _value(4)
+        assert list(copies) == ["old"]
+        assert parking.on_device_bytes == 300
+    shelf["c"] = _value(5)
+    assert list(copies) == []
+
+
+@pytest.mark.parametrize("host", [0, 100])
+def test_a_value_can_be_copied_from_where_it_lies(folder, host):
+    parking, shelf = _shelf(folder, device=100, host=host)
+    shelf["a"], shelf["b"] = _value(1), _value(2)
+    assert torch.equal(shelf.peek("a"), _value(1))
+    assert torch.equal(shelf.peek("b"), _value(2))
+    assert parking.counts() == (1, 1)
+    assert parking.on_device_bytes == 100
+    shelf["c"] = _value(3)  # "b" was only looked at, so it went
+    assert parking.on_device_bytes == 100
+    assert torch.equal(shelf["a"], _value(1))
+
+
+def test_a_value_is_parked_or_dropped_as_it_was_last_said(folder, tmp_path):
+    parking, shelf = _shelf(folder, device=100)
+    for name in ("a", "b", "c"):
+        shelf[name] = _value(1)
+        shelf.set_spare(name, spare=True)
+        shelf.set_spare(name, spare=name != "b")
+    assert sorted(shelf) == ["b", "c"]
+    assert len(_files(tmp_path)) == 1
+    shelf.set_spare("b", spare=True)  # only its file is left
+    assert list(shelf) == ["c"]
+    assert _files(tmp_path) == []
+    assert parking.on_device_bytes == 100
+
+
+def test_a_spare_value_in_host_memory_goes_before_anything_is_written(folder, tmp_path):
+    _, shelf = _shelf(folder, device=100, host=100)
+    shelf["a"], shelf["b"] = _value(1), _value(2)
+    shelf.set_spare("a", spare=True)
+    assert torch.equal(shelf.peek("a"), _value(1))
+    shelf["c"] = _value(3)
+    assert sorted(shelf) == ["b", "c"]
+    assert _files(tmp_path) == []
+
+
 def test_a_file_is_written_once_while_its_value_is_the_same(folder, tmp_path):
     _, shelf = _shelf(folder, device=100)
     shelf["a"], shelf["b"] = _value(1), _value(2)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 import anyio
 
 from tinkex.clock import SystemClock
-from tinkex.engine.process import EngineSpec, ModelSource, ProcessEngine
+from tinkex.engine.process import EngineSpec, LocalSettings, ModelSource, ProcessEngine
 from tinkex.errors import ClosedError
 from tinkex.host.engine import RestartingEngine
 from tinkex.host.places import claimed_folder
@@ -189,6 +189,9 @@ def _engine_spec(settings: HostSettings) -> EngineSpec:
         device=settings.device,
         dtype=settings.dtype,
         threads=settings.threads,
+        settings=LocalSettings(
+            adapter_bytes=settings.adapter_bytes, host_bytes=settings.parked_bytes
+        ),
     )
 
 

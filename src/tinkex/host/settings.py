@@ -54,6 +54,12 @@ class HostSettings:
     dtype: DtypeName | None = None
     """None is bfloat16 on `cuda` and float32 on `cpu`."""
     threads: int | None = None
+    adapter_bytes: int | None = None
+    """What adapters and snapshots may take on the device; None is a part of what is free there."""
+    parked_bytes: int | None = None
+    """What adapters that were moved off the device may take in host memory, before they go to disk.
+
+    None is a part of all there is, and nothing where the device is the CPU."""
     log_level: LogLevel = "info"
     log_format: LogFormat = "text"
     shutdown_s: float = 10.0
@@ -83,6 +89,8 @@ _OWN: Final[dict[str, Any]] = {
     "device": str,
     "dtype": DtypeName,
     "threads": int,
+    "adapter_bytes": int,
+    "parked_bytes": int,
     "log_level": LogLevel,
     "log_format": LogFormat,
     "shutdown_s": float,

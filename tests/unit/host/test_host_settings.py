@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tinkex.config import server_environment
+from tinkex.engine.settings import LocalSettings
 from tinkex.errors import InputError
+from tinkex.host.process import _engine_spec
 from tinkex.host.settings import HostSettings, base_models, known, load_settings
 from tinkex.server.settings import Settings
 
@@ -38,6 +40,12 @@ def test_every_plain_setting_of_the_server_can_be_set():
     plain = {f.name for f in fields(Settings) if isinstance(f.default, int | float)}
     assert plain - {"grace_s"} <= known().keys()
     assert not {"keys", "secret", "key_mode", "grace_s"} & known().keys()
+
+
+def test_the_memory_of_adapters_reaches_the_engine():
+    chosen = _engine_spec(load_settings({"adapter_bytes": "5"}, {"parked_bytes": "7"}))
+    assert (chosen.settings.adapter_bytes, chosen.settings.host_bytes) == (5, 7)
+    assert _engine_spec(HostSettings()).settings == LocalSettings()
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ cost more than it saves. Of the finished ones only the newest are known.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -21,9 +20,9 @@ MOST_FINISHED = 20_000
 
 @dataclass(slots=True)
 class _Ended:
-    """What ended at one sampling client, in that order. A cursor counts from the first ever."""
+    """What ended at one sampling client, in that order; `gone` is the cursor of the first."""
 
-    gone: int = 0
+    gone: int
     op_ids: list[str] = field(default_factory=list[str])
 
 
@@ -36,7 +35,10 @@ class Samples:
         # end, the size of their results, and the ended ones per sampling client.
         self._unfinished: dict[str, Operation] = {}
         self._finished: dict[str, Operation] = {}
-        self._ended: dict[tuple[str, int], _Ended] = defaultdict(_Ended)
+        self._ended: dict[tuple[str, int], _Ended] = {}
+        # The highest cursor of a client that was forgotten. Cursors of new ones start here, so
+        # that a client that comes back misses nothing.
+        self._first_cursor = 0
         self.result_bytes = 0
 
     def submit(self, operation: Operation) -> tuple[Operation, bool]:
@@ -50,6 +52,11 @@ class Samples:
     def get(self, op_id: str) -> Operation | None:
         """A sample by its id."""
         return self._unfinished.get(op_id) or self._finished.get(op_id)
+
+    @property
+    def known_clients(self) -> int:
+        """Of how many copies of sampling clients ended samples are known."""
+        return len(self._ended)
 
     def finished_ids(self) -> Iterable[str]:
         """The ids of the samples that have ended."""
@@ -81,7 +88,8 @@ class Samples:
         )
         self.result_bytes += len(outcome.body or b"")
         if known.sampler_id is not None:
-            self._ended[known.sampler_id, known.clone].op_ids.append(op_id)
+            client = (known.sampler_id, known.clone)
+            self._ended.setdefault(client, _Ended(self._first_cursor)).op_ids.append(op_id)
         if len(self._finished) > self._most_finished:
             self._forget(next(iter(self._finished)))
         return True
@@ -128,6 +136,8 @@ class Samples:
         lost = [*self._finished, *self._unfinished]
         self._finished.clear()
         self._unfinished.clear()
+        for client in list(self._ended):
+            self._shorten(client)
         self.result_bytes = 0
         return lost
 
@@ -138,11 +148,17 @@ class Samples:
     def _forget(self, op_id: str) -> None:
         self.drop_results([op_id])
         known = self._finished.pop(op_id)
-        ended = self._ended.get((known.sampler_id or "", known.clone))
-        if ended is None:
-            return
+        if known.sampler_id is not None:
+            self._shorten((known.sampler_id, known.clone))
+
+    def _shorten(self, client: tuple[str, int]) -> None:
+        """Forget the oldest of what ended at a client, and the client after the last of it."""
+        ended = self._ended[client]
         gone = 0
         while gone < len(ended.op_ids) and ended.op_ids[gone] not in self._finished:
             gone += 1
         del ended.op_ids[:gone]
         ended.gone += gone
+        if not ended.op_ids:
+            self._first_cursor = max(self._first_cursor, ended.gone)
+            del self._ended[client]

@@ -33,6 +33,19 @@ def test_a_cursor_counts_what_is_forgotten() -> None:
     assert ([op.seq_id for op in found], cursor) == ([3], 4)
 
 
+def test_a_client_that_comes_back_after_it_was_forgotten_misses_nothing() -> None:
+    samples = Samples()
+    for seq in range(3):
+        ended(samples, seq, at=1.0)
+    _, cursor = samples.completions("s:sample:0", 0, 0)
+    assert samples.forget_before(2.0) == 3
+    assert samples.known_clients == 0
+    ended(samples, 3, at=3.0)
+    found, later = samples.completions("s:sample:0", 0, cursor)
+    assert ([op.seq_id for op in found], later) == ([3], cursor + 1)
+    assert samples.completions("s:sample:0", 0, later) == ([], later)
+
+
 def test_old_samples_lose_their_results_first_and_then_themselves() -> None:
     samples = Samples()
     for seq in range(3):

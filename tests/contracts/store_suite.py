@@ -61,9 +61,14 @@ def model(name: str = "s:train:0", owner: str = "o", **more: Any) -> Model:
     )
 
 
-def sampler(name: str = "s:sample:0") -> Sampler:
+def sampler(name: str = "s:sample:0", **more: Any) -> Sampler:
     return Sampler(
-        sampler_id=name, owner="o", session_id=name.split(":")[0], base_model="b", created_at=1.0
+        sampler_id=name,
+        owner="o",
+        session_id=name.split(":")[0],
+        base_model="b",
+        created_at=1.0,
+        **more,
     )
 
 
@@ -207,6 +212,55 @@ class StoreSuite:
         mine = await store.models(owner="o")
         assert [m.model_id for m in mine] == ["s:train:1", "s:train:0"]
         assert len(await store.models(session_id="t")) == 1
+
+    async def test_open_models_are_those_that_may_run_again(self, store: Store) -> None:
+        started, saved, closed, made_closed = (f"s:train:{number}" for number in range(4))
+        for each in (started, saved, closed):
+            await store.add_model(model(each))
+        await store.add_model(model("t:train:0", owner="p"))
+        assert (await store.add_model(model(made_closed, snapshot_seq=0))).closed
+        await store.put_model(model(saved, snapshot_location="x", snapshot_seq=4))
+        await store.put_model(model(closed, snapshot_seq=0))
+        assert [m.model_id for m in await store.open_models()] == [started, saved, "t:train:0"]
+        assert [m.model_id for m in await store.open_models("p")] == ["t:train:0"]
+        assert not any(m.closed for m in await store.open_models())
+
+    async def test_samplers_are_found_by_what_they_sample_from(self, store: Store) -> None:
+        base = await store.add_sampler(sampler("s:sample:0"))
+        pinned = await store.add_sampler(sampler("s:sample:1", model_path="p", location="x"))
+        more: dict[str, Any] = {"model_id": "s:train:0"}
+        fresh = await store.add_sampler(sampler("s:sample:2", snapshot="a", **more))
+        saved = sampler("s:sample:3", snapshot="b", location="y", size_bytes=5, **more)
+        await store.put_sampler(saved)
+        other = await store.add_sampler(sampler("t:sample:0", snapshot="c", model_id="t:train:0"))
+        assert await store.samplers("s") == [base, pinned, fresh, saved]
+        assert await store.samplers(location="x") == [pinned]
+        assert await store.samplers(location="nowhere") == []
+        assert await store.samplers(model_id="s:train:0") == [fresh, saved]
+        assert await store.samplers(unsaved=True) == [fresh, other]
+        assert await store.samplers(model_id="s:train:0", unsaved=True) == [fresh]
+
+    async def test_closed_samplers_have_no_weights_and_say_why(self, store: Store) -> None:
+        first = sampler("s:sample:0", snapshot="a", location="x", size_bytes=5)
+        second = sampler("s:sample:1", snapshot="b")
+        for each in (first, second, sampler("s:sample:2", location="z")):
+            await store.put_sampler(each)
+        await store.put_sampler(replace(sampler("q:sample:0", size_bytes=9), owner="p"))
+        assert await store.sampler_bytes("o") == 5
+        await store.close_samplers([first.sampler_id], "superseded")
+        await store.close_samplers([first.sampler_id, second.sampler_id, "unknown"], "over")
+        gone = [
+            replace(first, location=None, size_bytes=0, dropped="superseded"),
+            replace(second, dropped="over"),
+        ]
+        assert [await store.get_sampler(s.sampler_id) for s in gone] == gone
+        assert (await store.samplers("s"))[:2] == gone
+        assert await store.samplers(unsaved=True) == []
+        assert await store.samplers(location="x") == []
+        assert len(await store.samplers(location="z")) == 1
+        assert (await store.sampler_bytes("o"), await store.sampler_bytes("p")) == (0, 9)
+        assert await store.sampler_bytes("nobody") == 0
+        await store.close_samplers([])
 
     async def test_samplers_are_kept_and_their_copies_counted(self, store: Store) -> None:
         first = await store.add_sampler(sampler())
@@ -393,6 +447,8 @@ class StoreSuite:
         for op_id in ("s:train:0:1", "s:train:0:0", "loss"):
             await store.finish(op_id, DONE, 5.0)
         assert await store.last_turns() == {"s:train:0": 1}
+        turns = [await store.last_turn(f"s:train:{number}") for number in range(3)]
+        assert turns == [1, -1, -1]
 
     async def test_a_new_operation_is_its_models_last_request(self, store: Store) -> None:
         await store.add_model(model())

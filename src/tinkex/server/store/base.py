@@ -60,11 +60,36 @@ class Store(Protocol):
         """Newest first."""
         ...
 
+    async def open_models(self, owner: str | None = None) -> Sequence[Model]:
+        """The models that are not closed, oldest first."""
+        ...
+
     async def add_sampler(self, sampler: Sampler) -> Sampler: ...
     async def put_sampler(self, sampler: Sampler) -> None: ...
     async def get_sampler(self, sampler_id: str) -> Sampler | None: ...
-    async def samplers(self, session_id: str | None = None) -> Sequence[Sampler]:
-        """Oldest first."""
+    async def samplers(
+        self,
+        session_id: str | None = None,
+        *,
+        model_id: str | None = None,
+        location: str | None = None,
+        unsaved: bool = False,
+    ) -> Sequence[Sampler]:
+        """Oldest first; if `unsaved`, those whose weights are in the engine's memory only."""
+        ...
+
+    async def close_samplers(
+        self, sampler_ids: Iterable[str], why: str = "its session is over"
+    ) -> None:
+        """Note at once that these have no weights any more, and the reason users are given.
+
+        They stay known until `prune`, without a location and a size. Unknown ones are ignored; a
+        sampler that was closed before keeps its first reason.
+        """
+        ...
+
+    async def sampler_bytes(self, owner: str) -> int:
+        """What the saved files of an owner's samplers take up."""
         ...
 
     async def join_sampler(self, sampler_id: str) -> int:
@@ -133,6 +158,10 @@ class Store(Protocol):
 
     async def trim_journal(self, model_id: str, through: int) -> None:
         """Forget the bodies of a model's finished operations up to a seq_id."""
+        ...
+
+    async def last_turn(self, model_id: str) -> int:
+        """The highest finished seq_id of a model, -1 when there is none."""
         ...
 
     async def last_turns(self) -> Mapping[str, int]:

@@ -90,6 +90,10 @@ class MemoryStore:
         ]
         return list(reversed(found))
 
+    async def open_models(self, owner: str | None = None) -> Sequence[Model]:
+        found = [m for m in self._models.values() if owner in (None, m.owner) and not m.closed]
+        return sorted(found, key=lambda m: m.created_at)
+
     async def add_sampler(self, sampler: Sampler) -> Sampler:
         return self._samplers.setdefault(sampler.sampler_id, sampler)
 
@@ -99,8 +103,35 @@ class MemoryStore:
     async def get_sampler(self, sampler_id: str) -> Sampler | None:
         return self._samplers.get(sampler_id)
 
-    async def samplers(self, session_id: str | None = None) -> Sequence[Sampler]:
-        return [s for s in self._samplers.values() if session_id in (None, s.session_id)]
+    async def samplers(
+        self,
+        session_id: str | None = None,
+        *,
+        model_id: str | None = None,
+        location: str | None = None,
+        unsaved: bool = False,
+    ) -> Sequence[Sampler]:
+        return [
+            s
+            for s in self._samplers.values()
+            if session_id in (None, s.session_id)
+            and model_id in (None, s.model_id)
+            and location in (None, s.location)
+            and (not unsaved or (s.snapshot and s.location is None and s.dropped is None))
+        ]
+
+    async def close_samplers(
+        self, sampler_ids: Iterable[str], why: str = "its session is over"
+    ) -> None:
+        for sampler_id in sampler_ids:
+            known = self._samplers.get(sampler_id)
+            if known is not None:
+                self._samplers[sampler_id] = replace(
+                    known, location=None, size_bytes=0, dropped=known.dropped or why
+                )
+
+    async def sampler_bytes(self, owner: str) -> int:
+        return sum(s.size_bytes for s in self._samplers.values() if s.owner == owner)
 
     async def join_sampler(self, sampler_id: str) -> int:
         self._copies[sampler_id] += 1
@@ -205,6 +236,10 @@ class MemoryStore:
         for op in self._operations.values():
             if op.model_id == model_id and op.seq_id <= through and op.state == "done":
                 self._bodies.pop(op.op_id, None)
+
+    async def last_turn(self, model_id: str) -> int:
+        ours = (o for o in self._operations.values() if o.model_id == model_id)
+        return max((o.seq_id for o in ours if o.state == "done"), default=-1)
 
     async def last_turns(self) -> Mapping[str, int]:
         turns: dict[str, int] = {}

@@ -80,13 +80,19 @@ class Model:
     snapshot_location: str | None = None
     snapshot_seq: int = -1
 
+    @property
+    def closed(self) -> bool:
+        """Whether it can never run again: unloaded, its session over, or only made to be listed."""
+        return self.snapshot_seq >= 0 and self.snapshot_location is None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampler:
     """A frozen choice of weights to sample from.
 
-    A `snapshot` is in the engine's memory only, until a `location` says where it was saved;
-    `model_id` and `seq_id` name the request that published it.
+    A `snapshot` is in the engine's memory only, until a `location` says where it was saved and
+    `size_bytes` how large that file is; `model_id` and `seq_id` name the request that published
+    it. A sampler whose weights were given up says why in `dropped`.
     """
 
     sampler_id: str
@@ -99,6 +105,8 @@ class Sampler:
     location: str | None = None
     model_id: str | None = None
     seq_id: int | None = None
+    dropped: str | None = None
+    size_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,13 +13,14 @@ from sqlalchemy import bindparam, delete, func, or_, select, update
 
 from tinkex.server.store.records import Operation, Outcome
 from tinkex.server.store.sql.records import insert_for
-from tinkex.server.store.sql.schema import bodies, models, operations, results
+from tinkex.server.store.sql.schema import UNFINISHED, bodies, models, operations, results
+from tinkex.server.store.sql.shared import AT_ONCE
 from tinkex.server.store.sql.usage import add_usage
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from sqlalchemy import ColumnElement, Connection, RowMapping, Select
+    from sqlalchemy import ColumnElement, Connection, RowMapping, Select, TextClause
 
     from tinkex.server.store.records import UsageEntry
 
@@ -29,8 +30,6 @@ _ELSEWHERE = frozenset({"request", "body", "outcome"})
 _PLAIN = tuple(f.name for f in fields(Operation) if f.name not in _ELSEWHERE)
 _COLUMNS = [operations.c[name] for name in (*_PLAIN, *_OUTCOME)]
 _NO_BODY = b""
-# Databases take only so many parameters.
-_AT_ONCE = 1000
 
 
 # The statements of every training step are built once: building costs more than running them.
@@ -96,7 +95,7 @@ def get(connection: Connection, op_id: str) -> Operation | None:
 
 def unfinished(connection: Connection) -> Sequence[Operation]:
     """Everything accepted and not finished, with bodies, in order of arrival."""
-    query = _with_bodies(operations.c.state != "done").order_by(operations.c.number)
+    query = _with_bodies(UNFINISHED).order_by(operations.c.number)
     return [_read(row, body=row["body"]) for row in connection.execute(query).mappings()]
 
 
@@ -116,7 +115,7 @@ def journal(connection: Connection, model_id: str, after: int) -> Sequence[Opera
 
 def trim(connection: Connection, model_id: str, through: int) -> None:
     """Forget the bodies of a model's finished operations up to a seq_id."""
-    waiting = select(operations.c.number).where(operations.c.state != "done")
+    waiting = select(operations.c.number).where(UNFINISHED)
     connection.execute(
         delete(bodies).where(
             bodies.c.model_id == model_id,
@@ -124,6 +123,15 @@ def trim(connection: Connection, model_id: str, through: int) -> None:
             bodies.c.number.not_in(waiting),
         )
     )
+
+
+def last_turn(connection: Connection, model_id: str) -> int:
+    """The highest finished seq_id of a model, -1 when there is none."""
+    query = select(func.max(operations.c.seq_id)).where(
+        operations.c.model_id == model_id, operations.c.state == "done"
+    )
+    found = connection.execute(query).scalar_one()
+    return -1 if found is None else found
 
 
 def last_turns(connection: Connection) -> dict[str, int]:
@@ -178,8 +186,8 @@ class Ending:
 
 def drop_results(connection: Connection, op_ids: Sequence[str]) -> None:
     """Forget the payloads of these."""
-    for start in range(0, len(op_ids), _AT_ONCE):
-        some = op_ids[start : start + _AT_ONCE]
+    for start in range(0, len(op_ids), AT_ONCE):
+        some = op_ids[start : start + AT_ONCE]
         numbers = select(operations.c.number).where(operations.c.op_id.in_(some))
         connection.execute(delete(results).where(results.c.number.in_(numbers)))
 
@@ -204,13 +212,13 @@ def forget_before(connection: Connection, at: float) -> int:
         or_(operations.c.model_id.is_(None), operations.c.seq_id < last_turn),
     )
     numbers = connection.execute(query.returning(operations.c.number)).scalars().all()
-    for start in range(0, len(numbers), _AT_ONCE):
-        some = numbers[start : start + _AT_ONCE]
+    for start in range(0, len(numbers), AT_ONCE):
+        some = numbers[start : start + AT_ONCE]
         connection.execute(delete(results).where(results.c.number.in_(some)))
     return len(numbers)
 
 
-def _with_bodies(condition: ColumnElement[bool]) -> Select[Any]:
+def _with_bodies(condition: ColumnElement[bool] | TextClause) -> Select[Any]:
     beside = operations.outerjoin(bodies, bodies.c.number == operations.c.number)
     return select(*_COLUMNS, bodies.c.body).select_from(beside).where(condition)
 

@@ -6,7 +6,7 @@ columns changes, and most questions about operations are not about their payload
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from sqlalchemy import (
     Boolean,
@@ -18,6 +18,7 @@ from sqlalchemy import (
     String,
     Table,
     UniqueConstraint,
+    text,
 )
 
 from tinkex.server.store.sql.columns import NUMBER, TIME, WHOLE, Json, PlainText
@@ -30,10 +31,26 @@ from tinkex.types import (
     Usage,
 )
 
-VERSION: Final = "0002"
+if TYPE_CHECKING:
+    from sqlalchemy import TextClause
+
+VERSION: Final = "0003"
 """The newest migration: what a new database starts with."""
 
 METADATA = MetaData()
+
+# The conditions of the partial indexes, as text because a query uses such an index only where it
+# repeats the condition exactly; SQLAlchemy would write `active = 1`, and a literal as a parameter.
+ACTIVE = text("active")
+OVER = text("NOT (active AND heartbeats)")
+OPEN = text("(snapshot_seq < 0 OR snapshot_location IS NOT NULL)")
+LOCATED = text("location IS NOT NULL")
+UNSAVED = text("snapshot IS NOT NULL AND location IS NULL AND dropped IS NULL")
+SIZED = text("size_bytes > 0")
+PUBLIC = text("public")
+UNFINISHED = text("state != 'done'")
+OF_A_SESSION = text("session_id IS NOT NULL")
+OF_NO_SESSION = text("session_id IS NULL")
 
 
 def _text(name: str, *, null: bool = False) -> Column[str]:
@@ -54,6 +71,11 @@ def _whole(name: str, *, null: bool = False) -> Column[int]:
 
 def _flag(name: str) -> Column[bool]:
     return Column(name, Boolean, nullable=False)
+
+
+def _some(name: str, *columns: str, where: TextClause) -> Index:
+    """A partial index."""
+    return Index(name, *columns, sqlite_where=where, postgresql_where=where)
 
 
 def _number() -> Column[int]:
@@ -84,13 +106,9 @@ sessions = Table(
     _flag("heartbeats"),
     _json("status", SessionStatus),
     _flag("active"),
-    Index("sessions_owner", "owner"),
-)
-Index(
-    "sessions_active",
-    sessions.c.session_id,
-    sqlite_where=sessions.c.active,
-    postgresql_where=sessions.c.active,
+    Index("sessions_owner", "owner", "created_at", "session_id"),
+    _some("sessions_active", "owner", "created_at", "session_id", where=ACTIVE),
+    _some("sessions_over", "last_seen_at", where=OVER),
 )
 
 models = Table(
@@ -111,8 +129,9 @@ models = Table(
     _text("snapshot_location", null=True),
     _whole("snapshot_seq"),
     UniqueConstraint("model_id", name="models_model_id"),
-    Index("models_owner", "owner"),
+    Index("models_owner", "owner", "number"),
     Index("models_session_id", "session_id"),
+    _some("models_open", "owner", where=OPEN),
 )
 
 samplers = Table(
@@ -130,9 +149,14 @@ samplers = Table(
     _text("model_id", null=True),
     _whole("seq_id", null=True),
     Column("copies", WHOLE, nullable=False, default=0),
+    _text("dropped", null=True),
+    Column("size_bytes", WHOLE, nullable=False, server_default=text("0")),
     UniqueConstraint("sampler_id", name="samplers_sampler_id"),
     Index("samplers_session_id", "session_id"),
-    Index("samplers_location", "location"),
+    Index("samplers_model_id", "model_id"),
+    _some("samplers_location", "location", where=LOCATED),
+    _some("samplers_unsaved", "model_id", where=UNSAVED),
+    _some("samplers_sized", "owner", "size_bytes", where=SIZED),
 )
 
 checkpoints = Table(
@@ -157,8 +181,10 @@ checkpoints = Table(
     _text("project_id", null=True),
     _json("age_recipients", tuple[str, ...], null=True),
     UniqueConstraint("path", name="checkpoints_path"),
-    Index("checkpoints_owner", "owner"),
+    Index("checkpoints_owner", "owner", "created_at", "number"),
+    Index("checkpoints_size_bytes", "owner", "expires_at", "size_bytes"),
     Index("checkpoints_model_id", "model_id"),
+    _some("checkpoints_public", "model_id", where=PUBLIC),
     Index("checkpoints_expires_at", "expires_at"),
 )
 
@@ -170,6 +196,7 @@ losses = Table(
     _text("session_id"),
     _json("inputs", tuple[CustomLossInput, ...]),
     _json("graph", CustomLossGraph),
+    Index("losses_session_id", "session_id"),
 )
 
 operations = Table(
@@ -199,13 +226,7 @@ operations = Table(
     Index("operations_session_id", "session_id"),
     Index("operations_finished_at", "finished_at"),
     Index("operations_model_id", "model_id", "state", "seq_id"),
-)
-_unfinished = operations.c.state != "done"
-Index(
-    "operations_unfinished",
-    operations.c.number,
-    sqlite_where=_unfinished,
-    postgresql_where=_unfinished,
+    _some("operations_unfinished", "number", where=UNFINISHED),
 )
 
 bodies = Table(
@@ -233,6 +254,11 @@ answers = Table(
     Column("owner", PlainText, primary_key=True),
     Column("key", PlainText, primary_key=True),
     _text("answer"),
+    # When it was given, and the session it is needed by, if it is a session's.
+    Column("created_at", TIME, nullable=False, server_default=text("0")),
+    _text("session_id", null=True),
+    _some("answers_session_id", "session_id", where=OF_A_SESSION),
+    _some("answers_created_at", "created_at", where=OF_NO_SESSION),
 )
 
 api_keys = Table(
@@ -258,7 +284,7 @@ audit = Table(
     _text("topic"),
     _text("event"),
     _json("details", dict[str, Any]),
-    Index("audit_owner", "owner"),
+    Index("audit_owner", "owner", "at"),
 )
 
 usage = Table(

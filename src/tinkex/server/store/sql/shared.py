@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from tinkex.server.store.sql.behind import Behind
     from tinkex.server.store.sql.database import Database
 
+# Databases take only so many parameters, and a long transaction holds everybody else up.
+AT_ONCE = 1000
 _MANY = 10_000
 _FINISHED = 2_000
 _FINISHED_BYTES = 16 << 20

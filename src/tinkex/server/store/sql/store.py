@@ -17,6 +17,7 @@ from tinkex.server.store.sql import address
 from tinkex.server.store.sql.behind import Behind
 from tinkex.server.store.sql.database import Database
 from tinkex.server.store.sql.ledger import Ledger
+from tinkex.server.store.sql.samplers import Samplers
 from tinkex.server.store.sql.sessions import Sessions
 from tinkex.server.store.sql.versions import bring_up
 from tinkex.server.store.sql.weights import Weights
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from tinkex.server.store.sql.link import Place
 
 
-class SqlStore(Sessions, Weights, Work, Ledger):
+class SqlStore(Sessions, Weights, Samplers, Work, Ledger):
     """A `Store` in SQLite or PostgreSQL. Used from the event loop it was opened on."""
 
     @classmethod

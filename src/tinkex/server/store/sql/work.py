@@ -119,6 +119,9 @@ class Work(Shared):
     async def trim_journal(self, model_id: str, through: int) -> None:
         await self._database.write(lambda c: operations.trim(c, model_id, through))
 
+    async def last_turn(self, model_id: str) -> int:
+        return await self._database.read(lambda c: operations.last_turn(c, model_id))
+
     async def last_turns(self) -> Mapping[str, int]:
         return await self._database.read(operations.last_turns)
 

@@ -235,6 +235,17 @@ async def test_a_checkpoint_of_another_base_model_does_not_load(api: Api) -> Non
     assert "tinkex/tiny-2" in failed["error"]
 
 
+async def test_a_copy_leaves_no_open_model_and_an_open_one_stays_open(api: Api) -> None:
+    session, model = await trained(api)
+    path = (await save(api, model, 3))["path"]
+    open_before = [m.model_id for m in await api.server.store.open_models()]
+    await api.post("/copy_weights", {"source_path": path})
+    place = {"session_id": session, "model_seq_id": 5}
+    await api.post("/copy_weights", {"source_path": path, **place})
+    assert [m.model_id for m in await api.server.store.open_models()] == open_before
+    assert len((await api.get("/training_runs"))["training_runs"]) == 3
+
+
 async def test_a_copy_is_made_once_per_key_and_outlives_its_source(api: Api) -> None:
     session, model = await trained(api)
     path = (await save(api, model, 3, ttl_seconds=3600))["path"]

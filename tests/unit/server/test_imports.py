@@ -105,6 +105,13 @@ async def prefers(api: Api, path: str, number: int = 0) -> float:
 # -- what it becomes -------------------------------------------------------------------------------
 
 
+async def test_the_run_of_an_import_is_listed_and_nothing_runs_in_it(api: Api) -> None:
+    path = await imported(api)
+    (run,) = (await api.get("/training_runs"))["training_runs"]
+    assert path.startswith(f"tinker://{run['training_run_id']}/")
+    assert await api.server.store.open_models() == []
+
+
 @pytest.mark.parametrize("kind", ["weights", "sampler_weights"])
 async def test_an_adapter_is_sampled_from_trained_on_and_exported(
     api: Api, scratch: Path, kind: str

@@ -274,6 +274,8 @@ async def _copy_target(call: Call, request: CopyWeightsRequest, source: StoredCh
             created_at=now,
             last_request_at=now,
             project_id=request.destination_project_id,
+            # Closed from the start: it is listed, and nothing ever runs in it.
+            snapshot_seq=0,
         )
     )
 

@@ -163,6 +163,8 @@ async def _record(
             optimizer=AdamOptimizerConfig(),
             created_at=now,
             last_request_at=now,
+            # Closed from the start: it is listed, and nothing ever runs in it.
+            snapshot_seq=0,
         )
     )
     path = f"tinker://{run.model_id}/{kind}/{name}"

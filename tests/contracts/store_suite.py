@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tinkex.clock import SystemClock
 from tinkex.server.store.records import (
     ApiKey,
     AuditEntry,
@@ -179,9 +180,37 @@ class StoreSuite:
         assert [s.session_id for s in await store.sessions("o", active=True)] == ["b"]
         assert await store.get_session("z") is None
 
+    async def test_sessions_come_in_pages(self, store: Store) -> None:
+        for number in range(5):
+            await store.put_session(session(f"s{number}", at=float(number // 2)))
+        await store.put_session(session("other", owner="p", at=9.0))
+        names = ["s4", "s3", "s2", "s1", "s0"]
+        pages = [await store.sessions("o", offset=at, limit=2) for at in (0, 2, 4, 6)]
+        assert [[s.session_id for s in page] for page in pages] == [
+            names[:2], names[2:4], names[4:], []
+        ]  # fmt: skip
+        assert [s.session_id for s in await store.sessions("o", offset=3)] == names[3:]
+        after = await store.sessions("o", before=(1.0, "s3"), limit=2)
+        assert [s.session_id for s in after] == ["s2", "s1"]
+
+    async def test_sessions_are_counted_by_what_they_are(self, store: Store) -> None:
+        over = SessionCancelled(detail="silence")
+        for each in (
+            session("a"),
+            session("b", heartbeats=False),
+            session("c", status=over),
+            session("d", owner="p"),
+        ):
+            await store.put_session(each)
+        assert await store.count_sessions() == 4
+        assert await store.count_sessions(active=True) == 3
+        assert await store.count_sessions("o", active=True) == 2
+        assert await store.count_sessions("o", active=True, heartbeats=True) == 1
+        assert await store.count_sessions("nobody") == 0
+
     async def test_signs_of_life_keep_active_sessions_only(self, store: Store) -> None:
         over = session("over", status=SessionCancelled(detail="silence"))
-        for each in (session("a"), session("b"), over):
+        for each in (session("a"), session("b"), over, session("c", heartbeats=False)):
             await store.put_session(each)
         assert await store.touch_session("a", 5.0) == session("a", last_seen_at=5.0)
         assert await store.touch_session("over", 5.0) == over
@@ -190,12 +219,14 @@ class StoreSuite:
         assert {s.session_id: s.last_seen_at for s in await store.sessions()} == {
             "a": 5.0,
             "b": 1.0,
+            "c": 1.0,
             "over": 1.0,
         }
         await store.touch_sessions(7.0)
         assert {s.session_id: s.last_seen_at for s in await store.sessions()} == {
             "a": 7.0,
             "b": 7.0,
+            "c": 1.0,
             "over": 1.0,
         }
         assert await store.get_session("a") == session("a", last_seen_at=7.0)
@@ -261,6 +292,18 @@ class StoreSuite:
         assert (await store.sampler_bytes("o"), await store.sampler_bytes("p")) == (0, 9)
         assert await store.sampler_bytes("nobody") == 0
         await store.close_samplers([])
+
+    async def test_a_location_whose_session_is_over_is_still_to_be_freed(
+        self, store: Store
+    ) -> None:
+        await store.put_session(session("s"))
+        await store.put_session(session("over", status=SessionCancelled(detail="silence")))
+        await store.add_sampler(sampler("s:sample:0", location="x"))
+        left = await store.add_sampler(sampler("over:sample:0", location="y"))
+        await store.add_sampler(sampler("over:sample:1"))
+        assert await store.unclosed_samplers() == [left]
+        await store.close_samplers([left.sampler_id])
+        assert await store.unclosed_samplers() == []
 
     async def test_samplers_are_kept_and_their_copies_counted(self, store: Store) -> None:
         first = await store.add_sampler(sampler())
@@ -458,7 +501,10 @@ class StoreSuite:
         assert found.last_request_at == 5.0
         assert [m.last_request_at for m in await store.models()] == [5.0]
 
-    async def test_old_operations_are_forgotten_but_not_a_last_turn(self, store: Store) -> None:
+    async def test_old_operations_are_forgotten_but_not_an_open_models_last_turn(
+        self, store: Store
+    ) -> None:
+        await store.add_model(model())
         for seq in range(4):
             await store.submit(step(seq, body=b"b"))
             await store.finish(f"s:train:0:{seq}", DONE, float(seq))
@@ -472,7 +518,69 @@ class StoreSuite:
         await store.trim_journal("s:train:0", 3)
         assert await store.forget_operations_before(9.0) == 2
         assert [op.seq_id for op in await store.operations("s")] == [3]
-        assert await store.last_turns() == {"s:train:0": 3}
+        assert await store.last_turn("s:train:0") == 3
+        await store.put_model(model(snapshot_seq=3))
+        assert await store.forget_operations_before(9.0) == 1
+        assert await store.operations("s") == []
+
+    async def test_what_ended_long_ago_is_forgotten_a_part_at_a_time(self, store: Store) -> None:
+        ended = SessionCancelled(detail="silence")
+        await store.put_session(session("old", at=1.0, status=ended))
+        await store.put_session(session("later", at=8.0, status=ended))
+        await store.put_session(session("on", at=1.0))
+        await store.put_session(session("one-off", at=1.0, heartbeats=False))
+        await store.add_model(model("old:train:0", snapshot_seq=1))
+        await store.put_checkpoint(checkpoint(run="old:train:0"))
+        for name in ("old", "on"):
+            await store.submit(replace(step(1, run=f"{name}:train:0"), session_id=name))
+            await store.finish(f"{name}:train:0:1", DONE, 2.0)
+            for number in range(3):
+                await store.add_sampler(sampler(f"{name}:sample:{number}"))
+            await store.add_loss(replace(loss(), loss_id=f"{name}:loss", session_id=name))
+            await store.remember("o", f"{name} samples", "0", session_id=name)
+        counts: list[int] = []
+        while not counts or counts[-1]:
+            counts.append(await store.prune(5.0, 3))
+        # Six records of the old session, itself, and the one without heartbeats.
+        assert (sum(counts), max(counts)) == (8, 3)
+        assert [s.session_id for s in await store.sessions()] == ["later", "on"]
+        assert await store.get_session("old") is None
+        assert await store.get_sampler("old:sample:0") is None
+        assert await store.get_loss("old:loss") is None
+        assert await store.get_operation("old:train:0:1") is None
+        assert await store.recall("o", "old samples") is None
+        assert await store.get_model("old:train:0") is not None
+        assert len(await store.checkpoints()) == 1
+        assert len(await store.samplers("on")) == 3
+        assert await store.get_loss("on:loss") is not None
+        assert await store.get_operation("on:train:0:1") is not None
+        assert await store.recall("o", "on samples") == "0"
+
+    async def test_a_session_that_is_needed_is_not_forgotten(self, store: Store) -> None:
+        ended = SessionCancelled(detail="silence")
+        for name in ("opened", "located", "lately", "running", "free"):
+            await store.put_session(session(name, status=ended))
+        await store.add_model(model("opened:train:0"))
+        await store.add_sampler(sampler("located:sample:0", location="x"))
+        for name in ("lately", "running"):
+            await store.submit(replace(step(1, run=f"{name}:train:0"), session_id=name))
+        await store.finish("lately:train:0:1", DONE, 9.0)
+        assert await store.prune(5.0, 100) == 1
+        assert await store.get_session("free") is None
+        kept = {s.session_id for s in await store.sessions()}
+        assert kept == {"opened", "located", "lately", "running"}
+        await store.put_model(model("opened:train:0", snapshot_seq=0))
+        await store.close_samplers(["located:sample:0"])
+        assert await store.prune(5.0, 100) == 3
+        assert await store.prune(5.0, 100) == 0
+
+    async def test_an_answer_of_no_session_is_forgotten_by_its_age(self, store: Store) -> None:
+        await store.remember("o", "k", "answer")
+        now = SystemClock().wall()
+        assert await store.prune(now - 60, 100) == 0
+        assert await store.recall("o", "k") == "answer"
+        assert await store.prune(now + 60, 100) == 1
+        assert await store.recall("o", "k") is None
 
     async def test_a_sessions_operations_come_without_payloads(self, store: Store) -> None:
         await store.submit(step(1, body=b"large"))

@@ -35,9 +35,25 @@ class Store(Protocol):
     async def put_session(self, session: Session) -> None: ...
     async def get_session(self, session_id: str) -> Session | None: ...
     async def sessions(
-        self, owner: str | None = None, *, active: bool = False
+        self,
+        owner: str | None = None,
+        *,
+        active: bool = False,
+        before: tuple[float, str] | None = None,
+        offset: int = 0,
+        limit: int | None = None,
     ) -> Sequence[Session]:
-        """Newest first; of everybody when `owner` is None, only those not over if `active`."""
+        """Newest first; of everybody when `owner` is None, only those not over if `active`.
+
+        A page begins after the session created at that time with that id, if `before` is given,
+        and after `offset` more.
+        """
+        ...
+
+    async def count_sessions(
+        self, owner: str | None = None, *, active: bool = False, heartbeats: bool = False
+    ) -> int:
+        """How many there are; only those that send `heartbeats`, if that is asked for."""
         ...
 
     async def touch_session(self, session_id: str, at: float) -> Session | None:
@@ -48,7 +64,7 @@ class Store(Protocol):
         ...
 
     async def touch_sessions(self, at: float) -> None:
-        """Count every active session as seen: nobody was silent while the server was away."""
+        """Count every active session with heartbeats as seen: the server was away, not they."""
         ...
 
     async def add_model(self, model: Model) -> Model: ...
@@ -86,6 +102,10 @@ class Store(Protocol):
         They stay known until `prune`, without a location and a size. Unknown ones are ignored; a
         sampler that was closed before keeps its first reason.
         """
+        ...
+
+    async def unclosed_samplers(self) -> Sequence[Sampler]:
+        """Samplers with a location whose session is over: a crash interrupted its end."""
         ...
 
     async def sampler_bytes(self, owner: str) -> int:
@@ -185,7 +205,17 @@ class Store(Protocol):
     async def forget_operations_before(self, at: float) -> int:
         """Forget what finished before a time altogether, unless a journal still has its body.
 
-        The last turn of a model stays, so that it goes on counting from there.
+        The last turn of an open model stays, so that it goes on counting from there.
+        """
+        ...
+
+    async def prune(self, before: float, limit: int) -> int:
+        """Forget some of what ended before a time; returns how many records, 0 when none is left.
+
+        That is sessions that are over, or never send heartbeats, with their samplers, losses,
+        operations and answers, and answers of no session. Models and checkpoints stay, and so does
+        a session with an open model, with a sampler that has a location, or with an operation that
+        ended later. A call forgets at most `limit` records, so that nobody waits long for it.
         """
         ...
 
@@ -193,7 +223,11 @@ class Store(Protocol):
         """The answer remembered for an idempotency key."""
         ...
 
-    async def remember(self, owner: str, key: str, answer: str) -> None: ...
+    async def remember(
+        self, owner: str, key: str, answer: str, *, session_id: str | None = None
+    ) -> None:
+        """Keep the first answer: as long as a session is known, or until it is pruned by age."""
+        ...
 
     async def add_key(self, key: ApiKey) -> ApiKey:
         """Keep a key; the one that is returned has its final `key_id`."""

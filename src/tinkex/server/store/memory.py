@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from itertools import islice
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+from tinkex.clock import SystemClock
 from tinkex.server.store.samples import Samples
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+    from tinkex.clock import Clock
     from tinkex.server.store.records import (
         ApiKey,
         AuditEntry,
@@ -25,10 +28,19 @@ if TYPE_CHECKING:
     )
 
 
+class _Answer(NamedTuple):
+    """What is remembered for an idempotency key, since when, and for which session."""
+
+    answer: str
+    at: float
+    session_id: str | None
+
+
 class MemoryStore:
     """A `Store` in dictionaries. Used from one event loop, so it needs no locks."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock | None = None) -> None:
+        self._clock = clock or SystemClock()
         # Mutable state: one dictionary per kind of record, in order of arrival.
         self._sessions: dict[str, Session] = {}
         self._models: dict[str, Model] = {}
@@ -41,7 +53,7 @@ class MemoryStore:
         self._bodies: dict[str, bytes] = {}
         self._samples = Samples()
         self._keys: dict[int, ApiKey] = {}
-        self._answers: dict[tuple[str, str], str] = {}
+        self._answers: dict[tuple[str, str], _Answer] = {}
         self._audit: list[AuditEntry] = []
         self._usage: list[UsageEntry] = []
 
@@ -52,14 +64,29 @@ class MemoryStore:
         return self._sessions.get(session_id)
 
     async def sessions(
-        self, owner: str | None = None, *, active: bool = False
+        self,
+        owner: str | None = None,
+        *,
+        active: bool = False,
+        before: tuple[float, str] | None = None,
+        offset: int = 0,
+        limit: int | None = None,
     ) -> Sequence[Session]:
         found = [
             s
             for s in self._sessions.values()
-            if owner in (None, s.owner) and (s.active or not active)
+            if owner in (None, s.owner)
+            and (s.active or not active)
+            and (before is None or (s.created_at, s.session_id) < before)
         ]
-        return sorted(found, key=lambda s: (s.created_at, s.session_id), reverse=True)
+        found.sort(key=lambda s: (s.created_at, s.session_id), reverse=True)
+        return found[offset:][:limit]
+
+    async def count_sessions(
+        self, owner: str | None = None, *, active: bool = False, heartbeats: bool = False
+    ) -> int:
+        found = await self.sessions(owner, active=active)
+        return sum(s.heartbeats or not heartbeats for s in found)
 
     async def touch_session(self, session_id: str, at: float) -> Session | None:
         known = self._sessions.get(session_id)
@@ -68,8 +95,9 @@ class MemoryStore:
         return known
 
     async def touch_sessions(self, at: float) -> None:
-        for session_id in self._sessions:
-            await self.touch_session(session_id, at)
+        for session in list(self._sessions.values()):
+            if session.heartbeats:
+                await self.touch_session(session.session_id, at)
 
     async def add_model(self, model: Model) -> Model:
         return self._models.setdefault(model.model_id, model)
@@ -129,6 +157,10 @@ class MemoryStore:
                 self._samplers[sampler_id] = replace(
                     known, location=None, size_bytes=0, dropped=known.dropped or why
                 )
+
+    async def unclosed_samplers(self) -> Sequence[Sampler]:
+        over = {s.session_id for s in self._sessions.values() if not s.active}
+        return [s for s in self._samplers.values() if s.location and s.session_id in over]
 
     async def sampler_bytes(self, owner: str) -> int:
         return sum(s.size_bytes for s in self._samplers.values() if s.owner == owner)
@@ -276,6 +308,7 @@ class MemoryStore:
 
     async def forget_operations_before(self, at: float) -> int:
         last = await self.last_turns()
+        last = {m.model_id: last.get(m.model_id) for m in await self.open_models()}
         old = [
             o.op_id
             for o in self._operations.values()
@@ -288,11 +321,43 @@ class MemoryStore:
             del self._operations[op_id]
         return len(old) + self._samples.forget_before(at)
 
-    async def recall(self, owner: str, key: str) -> str | None:
-        return self._answers.get((owner, key))
+    async def prune(self, before: float, limit: int) -> int:
+        old = list(islice(self._prunable(before), limit))
+        for records, key in old:
+            del records[key]
+            self._bodies.pop(cast("str", key), None)
+            self._copies.pop(cast("str", key), None)
+        return len(old)
 
-    async def remember(self, owner: str, key: str, answer: str) -> None:
-        self._answers.setdefault((owner, key), answer)
+    def _prunable(self, before: float) -> Iterator[tuple[dict[Any, Any], object]]:
+        """The dictionaries and keys of what ended before a time, each session after its own."""
+        for key, answer in self._answers.items():
+            if answer.session_id is None and answer.at < before:
+                yield self._answers, key
+        needed = {m.session_id for m in self._models.values() if not m.closed}
+        needed.update(s.session_id for s in self._samplers.values() if s.location is not None)
+        for op in self._operations.values():
+            if op.finished_at is None or op.finished_at >= before:
+                needed.add(op.session_id)
+        over = {
+            s.session_id
+            for s in self._sessions.values()
+            if not (s.active and s.heartbeats) and s.last_seen_at < before
+        } - needed
+        for records in (self._operations, self._samplers, self._losses, self._answers):
+            held: dict[Any, Any] = records
+            yield from ((held, key) for key, one in held.items() if one.session_id in over)
+        yield from ((self._sessions, key) for key in self._sessions if key in over)
+
+    async def recall(self, owner: str, key: str) -> str | None:
+        known = self._answers.get((owner, key))
+        return None if known is None else known.answer
+
+    async def remember(
+        self, owner: str, key: str, answer: str, *, session_id: str | None = None
+    ) -> None:
+        given = _Answer(answer, self._clock.wall(), session_id)
+        self._answers.setdefault((owner, key), given)
 
     async def add_key(self, key: ApiKey) -> ApiKey:
         kept = replace(key, key_id=len(self._keys) + 1)

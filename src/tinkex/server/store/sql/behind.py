@@ -38,7 +38,7 @@ class Behind:
 
     def __init__(self, database: Database, clock: Clock) -> None:
         self._database = database
-        self._clock = clock
+        self.clock = clock
         self._bell = anyio.Event()
         # Mutable state: what is not written yet, and when sessions were written last.
         self.seen: dict[str, float] = {}
@@ -87,7 +87,7 @@ class Behind:
         while True:
             await self._bell.wait()
             self._bell = anyio.Event()
-            await self._clock.sleep(USAGE_EVERY_S)
+            await self.clock.sleep(USAGE_EVERY_S)
             try:
                 await self._round()
             except StorageError as error:
@@ -99,7 +99,7 @@ class Behind:
 
     async def _round(self) -> None:
         await self.write_usage()
-        if self._clock.now() - self._seen_at >= SEEN_EVERY_S:
+        if self.clock.now() - self._seen_at >= SEEN_EVERY_S:
             await self.write_seen()
         elif self.seen:
             self._bell.set()
@@ -120,7 +120,7 @@ class Behind:
 
     async def write_seen(self) -> None:
         """Write when sessions were last seen."""
-        self._seen_at = self._clock.now()
+        self._seen_at = self.clock.now()
         seen, self.seen = self.seen, {}
         if not seen:
             return

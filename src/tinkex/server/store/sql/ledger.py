@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import select, update
 
@@ -27,8 +27,17 @@ class Ledger(Shared):
         query = select(answers.c.answer).where(answers.c.owner == owner, answers.c.key == key)
         return await self._database.read(lambda c: c.execute(query).scalar_one_or_none())
 
-    async def remember(self, owner: str, key: str, answer: str) -> None:
-        await self._database.write(partial(_remember, owner=owner, key=key, answer=answer))
+    async def remember(
+        self, owner: str, key: str, answer: str, *, session_id: str | None = None
+    ) -> None:
+        row = {
+            "owner": owner,
+            "key": key,
+            "answer": answer,
+            "created_at": self._behind.clock.wall(),
+            "session_id": session_id,
+        }
+        await self._database.write(partial(_remember, row=row))
 
     async def add_key(self, key: ApiKey) -> ApiKey:
         return await self._database.write(partial(_add_key, key=key))
@@ -66,9 +75,8 @@ class Ledger(Shared):
         return await self._database.read(lambda c: usage_between(c, owner, start, end))
 
 
-def _remember(connection: Connection, owner: str, key: str, answer: str) -> None:
-    query = insert(connection, answers).values(owner=owner, key=key, answer=answer)
-    connection.execute(query.on_conflict_do_nothing())
+def _remember(connection: Connection, row: dict[str, Any]) -> None:
+    connection.execute(insert(connection, answers).values(row).on_conflict_do_nothing())
 
 
 def _add_key(connection: Connection, key: ApiKey) -> ApiKey:

@@ -13,7 +13,7 @@ from sqlalchemy import bindparam, delete, func, or_, select, update
 
 from tinkex.server.store.records import Operation, Outcome
 from tinkex.server.store.sql.records import insert_for
-from tinkex.server.store.sql.schema import UNFINISHED, bodies, models, operations, results
+from tinkex.server.store.sql.schema import OPEN, UNFINISHED, bodies, models, operations, results
 from tinkex.server.store.sql.shared import AT_ONCE
 from tinkex.server.store.sql.usage import add_usage
 
@@ -193,12 +193,13 @@ def drop_results(connection: Connection, op_ids: Sequence[str]) -> None:
 
 
 def drop_results_before(connection: Connection, at: float) -> int:
-    """Forget the payloads of everything that finished before a time."""
-    return connection.execute(delete(results).where(results.c.finished_at < at)).rowcount
+    """Forget the payloads of some of what finished before a time."""
+    old = select(results.c.number).where(results.c.finished_at < at).limit(AT_ONCE)
+    return connection.execute(delete(results).where(results.c.number.in_(old))).rowcount
 
 
 def forget_before(connection: Connection, at: float) -> int:
-    """Forget what finished before a time and no journal needs; not a model's last turn."""
+    """Forget some of what finished before a time and no journal or open model needs."""
     later = operations.alias()
     last_turn = (
         select(func.max(later.c.seq_id))
@@ -206,16 +207,21 @@ def forget_before(connection: Connection, at: float) -> int:
         .scalar_subquery()
     )
     needed = select(bodies.c.number).where(bodies.c.number == operations.c.number).exists()
-    query = delete(operations).where(
+    counts = select(models.c.number).where(models.c.model_id == operations.c.model_id, OPEN)
+    old = select(operations.c.number).where(
         operations.c.finished_at < at,
         ~needed,
-        or_(operations.c.model_id.is_(None), operations.c.seq_id < last_turn),
+        or_(operations.c.seq_id < last_turn, ~counts.exists()),
     )
-    numbers = connection.execute(query.returning(operations.c.number)).scalars().all()
-    for start in range(0, len(numbers), AT_ONCE):
-        some = numbers[start : start + AT_ONCE]
-        connection.execute(delete(results).where(results.c.number.in_(some)))
+    numbers = connection.execute(old.limit(AT_ONCE)).scalars().all()
+    forget(connection, numbers)
     return len(numbers)
+
+
+def forget(connection: Connection, numbers: Sequence[int]) -> None:
+    """Forget operations with all they have; at most `AT_ONCE`."""
+    for table in (results, bodies, operations):
+        connection.execute(delete(table).where(table.c.number.in_(numbers)))
 
 
 def _with_bodies(condition: ColumnElement[bool] | TextClause) -> Select[Any]:

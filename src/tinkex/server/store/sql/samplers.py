@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from sqlalchemy import func, select, update
 
 from tinkex.server.store.sql.records import SAMPLERS
-from tinkex.server.store.sql.schema import SIZED, UNSAVED
+from tinkex.server.store.sql.schema import LOCATED, SIZED, UNSAVED, sessions
 from tinkex.server.store.sql.schema import samplers as table
 from tinkex.server.store.sql.shared import AT_ONCE, Shared
 
@@ -59,6 +59,12 @@ class Samplers(Shared):
             query = query.where(table.c.location == location)
         if unsaved:
             query = query.where(UNSAVED)
+        return await self._database.read(lambda c: SAMPLERS.all(c, query))
+
+    async def unclosed_samplers(self) -> Sequence[Sampler]:
+        over = table.c.session_id.in_(select(sessions.c.session_id).where(~sessions.c.active))
+        query = SAMPLERS.select().where(LOCATED, over)
+        query = query.order_by(table.c.created_at, table.c.number)
         return await self._database.read(lambda c: SAMPLERS.all(c, query))
 
     async def close_samplers(

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import update
+from sqlalchemy import func, select, tuple_, update
 
 from tinkex.server.store.sql.records import SESSIONS
+from tinkex.server.store.sql.schema import ACTIVE
 from tinkex.server.store.sql.schema import sessions as table
 from tinkex.server.store.sql.shared import Shared
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from sqlalchemy import Connection
+    from sqlalchemy import Connection, Select
 
     from tinkex.server.store.records import Session
 
@@ -36,15 +37,29 @@ class Sessions(Shared):
         return await self._database.read(lambda c: SESSIONS.get(c, session_id), self._keep_session)
 
     async def sessions(
-        self, owner: str | None = None, *, active: bool = False
+        self,
+        owner: str | None = None,
+        *,
+        active: bool = False,
+        before: tuple[float, str] | None = None,
+        offset: int = 0,
+        limit: int | None = None,
     ) -> Sequence[Session]:
-        query = SESSIONS.select().order_by(table.c.created_at.desc(), table.c.session_id.desc())
-        if owner is not None:
-            query = query.where(table.c.owner == owner)
-        if active:
-            query = query.where(table.c.active)
+        query = _of(SESSIONS.select(), owner, active=active)
+        query = query.order_by(table.c.created_at.desc(), table.c.session_id.desc())
+        if before is not None:
+            query = query.where(tuple_(table.c.created_at, table.c.session_id) < before)
+        query = query.limit(limit).offset(offset or None)
         found = await self._database.read(lambda c: SESSIONS.all(c, query))
         return [self._seen(session) for session in found]
+
+    async def count_sessions(
+        self, owner: str | None = None, *, active: bool = False, heartbeats: bool = False
+    ) -> int:
+        query = _of(select(func.count()).select_from(table), owner, active=active)
+        if heartbeats:
+            query = query.where(table.c.heartbeats)
+        return await self._database.read(lambda c: c.execute(query).scalar_one())
 
     async def touch_session(self, session_id: str, at: float) -> Session | None:
         known = await self.get_session(session_id)
@@ -59,7 +74,7 @@ class Sessions(Shared):
     def _touched(self, at: float) -> None:
         self._behind.seen.clear()
         for session_id, session in self._session_cache.items():
-            if session.active:
+            if session.active and session.heartbeats:
                 self._session_cache.put(session_id, replace(session, last_seen_at=at))
 
     def _keep_session(self, session: Session | None) -> Session | None:
@@ -76,5 +91,12 @@ class Sessions(Shared):
         return replace(session, last_seen_at=at) if newer else session
 
 
+def _of(query: Select[Any], owner: str | None, *, active: bool) -> Select[Any]:
+    if owner is not None:
+        query = query.where(table.c.owner == owner)
+    return query.where(ACTIVE) if active else query
+
+
 def _touch_all(connection: Connection, at: float) -> None:
-    connection.execute(update(table).where(table.c.active).values(last_seen_at=at))
+    query = update(table).where(ACTIVE, table.c.heartbeats)
+    connection.execute(query.values(last_seen_at=at))

@@ -17,6 +17,7 @@ from tinkex.server.store.sql import address
 from tinkex.server.store.sql.behind import Behind
 from tinkex.server.store.sql.database import Database
 from tinkex.server.store.sql.ledger import Ledger
+from tinkex.server.store.sql.pruning import Pruning
 from tinkex.server.store.sql.samplers import Samplers
 from tinkex.server.store.sql.sessions import Sessions
 from tinkex.server.store.sql.versions import bring_up
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from tinkex.server.store.sql.link import Place
 
 
-class SqlStore(Sessions, Weights, Samplers, Work, Ledger):
+class SqlStore(Sessions, Weights, Samplers, Work, Ledger, Pruning):
     """A `Store` in SQLite or PostgreSQL. Used from the event loop it was opened on."""
 
     @classmethod

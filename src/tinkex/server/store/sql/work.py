@@ -16,7 +16,7 @@ from tinkex.server.store.sql.overflow import ROOM_BYTES, clear
 from tinkex.server.store.sql.shared import Shared
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from sqlalchemy import Connection
 
@@ -143,13 +143,21 @@ class Work(Shared):
     async def drop_results_before(self, at: float) -> int:
         samples = self._samples.drop_results_before(at)
         old = partial(operations.drop_results_before, at=at)
-        return samples + await self._database.write(old, partial(self._dropped_before, at))
+        return samples + await self._in_parts(old, at)
 
     async def forget_operations_before(self, at: float) -> int:
         samples = self._samples.forget_before(at)
         self._overflow.forget(self._samples.finished_ids())
         old = partial(operations.forget_before, at=at)
-        return samples + await self._database.write(old, partial(self._dropped_before, at))
+        return samples + await self._in_parts(old, at)
+
+    async def _in_parts(self, do: Callable[[Connection], int], at: float) -> int:
+        """Forget in transactions of their own, so that others come in between."""
+        total = count = await self._database.write(do, partial(self._dropped_before, at))
+        while count:
+            count = await self._database.write(do)
+            total += count
+        return total
 
     def _dropped(self, op_ids: Iterable[str]) -> None:
         for op_id in op_ids:

@@ -185,13 +185,10 @@ class StoreSuite:
             await store.put_session(session(f"s{number}", at=float(number // 2)))
         await store.put_session(session("other", owner="p", at=9.0))
         names = ["s4", "s3", "s2", "s1", "s0"]
-        pages = [await store.sessions("o", offset=at, limit=2) for at in (0, 2, 4, 6)]
-        assert [[s.session_id for s in page] for page in pages] == [
-            names[:2], names[2:4], names[4:], []
-        ]  # fmt: skip
-        assert [s.session_id for s in await store.sessions("o", offset=3)] == names[3:]
-        after = await store.sessions("o", before=(1.0, "s3"), limit=2)
-        assert [s.session_id for s in after] == ["s2", "s1"]
+        pages = [list(await store.session_ids("o", at, 2)) for at in (0, 2, 4, 6)]
+        assert pages == [names[:2], names[2:4], names[4:], []]
+        older = await store.sessions("o", before=1.0, limit=3)
+        assert [s.session_id for s in older] == ["s3", "s2", "s1"]
 
     async def test_sessions_are_counted_by_what_they_are(self, store: Store) -> None:
         over = SessionCancelled(detail="silence")
@@ -243,6 +240,17 @@ class StoreSuite:
         mine = await store.models(owner="o")
         assert [m.model_id for m in mine] == ["s:train:1", "s:train:0"]
         assert len(await store.models(session_id="t")) == 1
+
+    async def test_models_come_in_pages_and_are_counted(self, store: Store) -> None:
+        for number in range(4):
+            await store.add_model(model(f"s:train:{number}", project_id=f"p{number % 2}"))
+        await store.add_model(model("t:train:0", owner="p"))
+        page = await store.models(owner="o", offset=1, limit=2)
+        assert [m.model_id for m in page] == ["s:train:2", "s:train:1"]
+        some = await store.models(owner="o", project_id="p1", limit=1)
+        assert [m.model_id for m in some] == ["s:train:3"]
+        counts = [await store.count_models("o"), await store.count_models("o", project_id="p1")]
+        assert counts == [4, 2]
 
     async def test_open_models_are_those_that_may_run_again(self, store: Store) -> None:
         started, saved, closed, made_closed = (f"s:train:{number}" for number in range(4))
@@ -340,6 +348,32 @@ class StoreSuite:
         assert not await store.delete_checkpoint(old.path)
         assert await store.get_checkpoint(old.path) is None
 
+    async def test_checkpoints_come_in_pages_and_are_counted_and_added_up(
+        self, store: Store
+    ) -> None:
+        await store.add_model(model())
+        for number in range(4):
+            await store.put_checkpoint(checkpoint(f"c{number}", at=float(number)))
+        elsewhere = checkpoint("x", run="t:train:0", at=9.0)
+        await store.put_checkpoint(replace(elsewhere, kind="sampler_weights", expires_at=5.0))
+        await store.put_checkpoint(
+            replace(checkpoint("y", run="u:train:0"), public=True, owner="p")
+        )
+        page = await store.checkpoints(owner="o", live_at=6.0, offset=1, limit=2)
+        assert [c.name for c in page] == ["c2", "c1"]
+        newest = await store.checkpoints(owner="o", kinds=["sampler_weights"], limit=1)
+        assert [c.name for c in newest] == ["x"]
+        assert [c.name for c in await store.checkpoints(public=True)] == ["y"]
+        assert await store.checkpoints(public=True, model_id="s:train:0") == []
+        counts = [await store.count_checkpoints("o", live_at=at) for at in (4.9, 5.0)]
+        assert counts == [5, 4]
+        assert await store.count_checkpoints("o", live_at=4.9, kinds=["weights"]) == 4
+        sizes = [await store.stored_bytes("o", live_at=at) for at in (4.9, 5.0)]
+        assert sizes == [35, 28]
+        assert await store.stored_bytes("nobody", live_at=1.0) == 0
+        assert await store.saved_by_session("s") == (4, 28)
+        assert await store.saved_by_session("t") == (0, 0)
+
     async def test_the_first_loss_of_an_id_stays(self, store: Store) -> None:
         first = loss()
         assert await store.add_loss(first) == first
@@ -423,6 +457,10 @@ class StoreSuite:
         log = await store.audit_log("o")
         assert [e.event for e in log] == ["e1", "e3"]
         assert log[0].details == details
+        assert [e.event for e in await store.audit_log("o", start=1.5)] == ["e3"]
+        assert [e.event for e in await store.audit_log("o", end=3.0)] == ["e1"]
+        assert [e.event for e in await store.audit_log("o", limit=1)] == ["e3"]
+        assert await store.audit_log("o", topic="projects") == []
         entries = await store.usage("o", 0.0, 3600.0)
         assert entries == [
             used(1.0, trained_tokens=1, device_s=0.5),

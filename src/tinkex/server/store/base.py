@@ -10,11 +10,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from tinkex.server.store.records import (
         ApiKey,
         AuditEntry,
+        CheckpointKind,
         Model,
         Operation,
         Outcome,
@@ -39,15 +40,17 @@ class Store(Protocol):
         owner: str | None = None,
         *,
         active: bool = False,
-        before: tuple[float, str] | None = None,
-        offset: int = 0,
+        before: float | None = None,
         limit: int | None = None,
     ) -> Sequence[Session]:
         """Newest first; of everybody when `owner` is None, only those not over if `active`.
 
-        A page begins after the session created at that time with that id, if `before` is given,
-        and after `offset` more.
+        Only those created `before` a time or at it, if one is given.
         """
+        ...
+
+    async def session_ids(self, owner: str, offset: int, limit: int) -> Sequence[str]:
+        """A page of an owner's sessions, newest first."""
         ...
 
     async def count_sessions(
@@ -71,9 +74,19 @@ class Store(Protocol):
     async def put_model(self, model: Model) -> None: ...
     async def get_model(self, model_id: str) -> Model | None: ...
     async def models(
-        self, *, owner: str | None = None, session_id: str | None = None
+        self,
+        *,
+        owner: str | None = None,
+        session_id: str | None = None,
+        project_id: str | None = None,
+        offset: int = 0,
+        limit: int | None = None,
     ) -> Sequence[Model]:
         """Newest first."""
+        ...
+
+    async def count_models(self, owner: str, *, project_id: str | None = None) -> int:
+        """How many an owner has, closed ones too."""
         ...
 
     async def open_models(self, owner: str | None = None) -> Sequence[Model]:
@@ -124,9 +137,28 @@ class Store(Protocol):
         *,
         owner: str | None = None,
         model_id: str | None = None,
+        kinds: Collection[CheckpointKind] | None = None,
+        public: bool = False,
+        live_at: float | None = None,
         expired_at: float | None = None,
+        offset: int = 0,
+        limit: int | None = None,
     ) -> Sequence[StoredCheckpoint]:
-        """Newest first; only those whose time is up at `expired_at`, if it is given."""
+        """Newest first; only those that still exist, or whose time is up, at a given time."""
+        ...
+
+    async def count_checkpoints(
+        self, owner: str, *, live_at: float, kinds: Collection[CheckpointKind] | None = None
+    ) -> int:
+        """How many checkpoints of an owner exist at a time."""
+        ...
+
+    async def stored_bytes(self, owner: str, *, live_at: float) -> int:
+        """What the checkpoints of an owner that exist at a time take up."""
+        ...
+
+    async def saved_by_session(self, session_id: str) -> tuple[int, int]:
+        """How many checkpoints the models of a session have, and what they take up."""
         ...
 
     async def add_loss(self, loss: StoredLoss) -> StoredLoss: ...
@@ -243,7 +275,18 @@ class Store(Protocol):
         ...
 
     async def audit(self, entry: AuditEntry) -> None: ...
-    async def audit_log(self, owner: str) -> Sequence[AuditEntry]: ...
+    async def audit_log(
+        self,
+        owner: str,
+        *,
+        topic: str | None = None,
+        start: float | None = None,
+        end: float | None = None,
+        limit: int | None = None,
+    ) -> Sequence[AuditEntry]:
+        """By time, from `start` to before `end`; the newest, if there are more than `limit`."""
+        ...
+
     async def add_usage(self, entry: UsageEntry) -> None:
         """Count what was used; of samples, a crash may lose the last second."""
         ...

@@ -11,12 +11,13 @@ from tinkex.clock import SystemClock
 from tinkex.server.store.samples import Samples
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from tinkex.clock import Clock
     from tinkex.server.store.records import (
         ApiKey,
         AuditEntry,
+        CheckpointKind,
         Model,
         Operation,
         Outcome,
@@ -68,8 +69,7 @@ class MemoryStore:
         owner: str | None = None,
         *,
         active: bool = False,
-        before: tuple[float, str] | None = None,
-        offset: int = 0,
+        before: float | None = None,
         limit: int | None = None,
     ) -> Sequence[Session]:
         found = [
@@ -77,10 +77,14 @@ class MemoryStore:
             for s in self._sessions.values()
             if owner in (None, s.owner)
             and (s.active or not active)
-            and (before is None or (s.created_at, s.session_id) < before)
+            and (before is None or s.created_at <= before)
         ]
         found.sort(key=lambda s: (s.created_at, s.session_id), reverse=True)
-        return found[offset:][:limit]
+        return found[:limit]
+
+    async def session_ids(self, owner: str, offset: int, limit: int) -> Sequence[str]:
+        found = await self.sessions(owner)
+        return [s.session_id for s in found[offset : offset + limit]]
 
     async def count_sessions(
         self, owner: str | None = None, *, active: bool = False, heartbeats: bool = False
@@ -109,14 +113,25 @@ class MemoryStore:
         return self._models.get(model_id)
 
     async def models(
-        self, *, owner: str | None = None, session_id: str | None = None
+        self,
+        *,
+        owner: str | None = None,
+        session_id: str | None = None,
+        project_id: str | None = None,
+        offset: int = 0,
+        limit: int | None = None,
     ) -> Sequence[Model]:
         found = [
             m
-            for m in self._models.values()
-            if owner in (None, m.owner) and session_id in (None, m.session_id)
+            for m in reversed(self._models.values())
+            if owner in (None, m.owner)
+            and session_id in (None, m.session_id)
+            and project_id in (None, m.project_id)
         ]
-        return list(reversed(found))
+        return found[offset:][:limit]
+
+    async def count_models(self, owner: str, *, project_id: str | None = None) -> int:
+        return len(await self.models(owner=owner, project_id=project_id))
 
     async def open_models(self, owner: str | None = None) -> Sequence[Model]:
         found = [m for m in self._models.values() if owner in (None, m.owner) and not m.closed]
@@ -183,18 +198,39 @@ class MemoryStore:
         *,
         owner: str | None = None,
         model_id: str | None = None,
+        kinds: Collection[CheckpointKind] | None = None,
+        public: bool = False,
+        live_at: float | None = None,
         expired_at: float | None = None,
+        offset: int = 0,
+        limit: int | None = None,
     ) -> Sequence[StoredCheckpoint]:
         found = [
             c
             for c in self._checkpoints.values()
             if owner in (None, c.owner)
             and model_id in (None, c.model_id)
+            and (kinds is None or c.kind in kinds)
+            and (c.public or not public)
+            and (live_at is None or c.expires_at is None or c.expires_at > live_at)
             and (expired_at is None or (c.expires_at is not None and c.expires_at <= expired_at))
         ]
         # Saved at one moment, the one that was stored later comes first.
         found.reverse()
-        return sorted(found, key=lambda c: -c.created_at)
+        return sorted(found, key=lambda c: -c.created_at)[offset:][:limit]
+
+    async def count_checkpoints(
+        self, owner: str, *, live_at: float, kinds: Collection[CheckpointKind] | None = None
+    ) -> int:
+        return len(await self.checkpoints(owner=owner, live_at=live_at, kinds=kinds))
+
+    async def stored_bytes(self, owner: str, *, live_at: float) -> int:
+        return sum(c.size_bytes for c in await self.checkpoints(owner=owner, live_at=live_at))
+
+    async def saved_by_session(self, session_id: str) -> tuple[int, int]:
+        ours = {m.model_id for m in await self.models(session_id=session_id)}
+        sizes = [c.size_bytes for c in self._checkpoints.values() if c.model_id in ours]
+        return len(sizes), sum(sizes)
 
     async def add_loss(self, loss: StoredLoss) -> StoredLoss:
         return self._losses.setdefault(loss.loss_id, loss)
@@ -380,8 +416,24 @@ class MemoryStore:
     async def audit(self, entry: AuditEntry) -> None:
         self._audit.append(entry)
 
-    async def audit_log(self, owner: str) -> Sequence[AuditEntry]:
-        return [e for e in self._audit if e.owner == owner]
+    async def audit_log(
+        self,
+        owner: str,
+        *,
+        topic: str | None = None,
+        start: float | None = None,
+        end: float | None = None,
+        limit: int | None = None,
+    ) -> Sequence[AuditEntry]:
+        found = [
+            e
+            for e in self._audit
+            if e.owner == owner
+            and topic in (None, e.topic)
+            and (start is None or e.at >= start)
+            and (end is None or e.at < end)
+        ]
+        return found if limit is None else found[max(len(found) - limit, 0) :]
 
     async def add_usage(self, entry: UsageEntry) -> None:
         self._usage.append(entry)

@@ -60,9 +60,24 @@ class Ledger(Shared):
         query = audit.insert().values(AUDIT.values(entry))
         await self._database.write(lambda c: c.execute(query) and None)
 
-    async def audit_log(self, owner: str) -> Sequence[AuditEntry]:
-        query = AUDIT.select().where(audit.c.owner == owner).order_by(audit.c.number)
-        return await self._database.read(lambda c: AUDIT.all(c, query))
+    async def audit_log(
+        self,
+        owner: str,
+        *,
+        topic: str | None = None,
+        start: float | None = None,
+        end: float | None = None,
+        limit: int | None = None,
+    ) -> Sequence[AuditEntry]:
+        query = AUDIT.select().where(audit.c.owner == owner)
+        if topic is not None:
+            query = query.where(audit.c.topic == topic)
+        if start is not None:
+            query = query.where(audit.c.at >= start)
+        if end is not None:
+            query = query.where(audit.c.at < end)
+        query = query.order_by(audit.c.at.desc(), audit.c.number.desc()).limit(limit)
+        return await self._database.read(lambda c: AUDIT.all(c, query)[::-1])
 
     async def add_usage(self, entry: UsageEntry) -> None:
         if entry.kind == "sample":

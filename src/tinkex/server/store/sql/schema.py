@@ -130,6 +130,7 @@ models = Table(
     _whole("snapshot_seq"),
     UniqueConstraint("model_id", name="models_model_id"),
     Index("models_owner", "owner", "number"),
+    Index("models_project_id", "owner", "project_id", "number"),
     Index("models_session_id", "session_id"),
     _some("models_open", "owner", where=OPEN),
 )
@@ -183,7 +184,7 @@ checkpoints = Table(
     UniqueConstraint("path", name="checkpoints_path"),
     Index("checkpoints_owner", "owner", "created_at", "number"),
     Index("checkpoints_size_bytes", "owner", "expires_at", "size_bytes"),
-    Index("checkpoints_model_id", "model_id"),
+    Index("checkpoints_model_id", "model_id", "created_at", "number"),
     _some("checkpoints_public", "model_id", where=PUBLIC),
     Index("checkpoints_expires_at", "expires_at"),
 )

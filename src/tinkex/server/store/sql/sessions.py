@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import func, select, tuple_, update
+from sqlalchemy import func, select, update
 
 from tinkex.server.store.sql.records import SESSIONS
 from tinkex.server.store.sql.schema import ACTIVE
@@ -41,17 +41,18 @@ class Sessions(Shared):
         owner: str | None = None,
         *,
         active: bool = False,
-        before: tuple[float, str] | None = None,
-        offset: int = 0,
+        before: float | None = None,
         limit: int | None = None,
     ) -> Sequence[Session]:
-        query = _of(SESSIONS.select(), owner, active=active)
-        query = query.order_by(table.c.created_at.desc(), table.c.session_id.desc())
+        query = _newest_first(_of(SESSIONS.select(), owner, active=active)).limit(limit)
         if before is not None:
-            query = query.where(tuple_(table.c.created_at, table.c.session_id) < before)
-        query = query.limit(limit).offset(offset or None)
+            query = query.where(table.c.created_at <= before)
         found = await self._database.read(lambda c: SESSIONS.all(c, query))
         return [self._seen(session) for session in found]
+
+    async def session_ids(self, owner: str, offset: int, limit: int) -> Sequence[str]:
+        query = _newest_first(_of(select(table.c.session_id), owner)).offset(offset).limit(limit)
+        return await self._database.read(lambda c: c.execute(query).scalars().all())
 
     async def count_sessions(
         self, owner: str | None = None, *, active: bool = False, heartbeats: bool = False
@@ -91,7 +92,11 @@ class Sessions(Shared):
         return replace(session, last_seen_at=at) if newer else session
 
 
-def _of(query: Select[Any], owner: str | None, *, active: bool) -> Select[Any]:
+def _newest_first(query: Select[Any]) -> Select[Any]:
+    return query.order_by(table.c.created_at.desc(), table.c.session_id.desc())
+
+
+def _of(query: Select[Any], owner: str | None, *, active: bool = False) -> Select[Any]:
     if owner is not None:
         query = query.where(table.c.owner == owner)
     return query.where(ACTIVE) if active else query

@@ -1,19 +1,21 @@
-"""Models, samplers, checkpoints and custom losses."""
+"""Models, checkpoints and custom losses."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import delete
+from sqlalchemy import delete, func, or_, select
 
 from tinkex.server.store.sql.records import CHECKPOINTS, LOSSES, MODELS
-from tinkex.server.store.sql.schema import OPEN, checkpoints, models
+from tinkex.server.store.sql.schema import OPEN, PUBLIC, checkpoints, models
 from tinkex.server.store.sql.shared import Shared
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
-    from tinkex.server.store.records import Model, StoredCheckpoint, StoredLoss
+    from sqlalchemy import Select, Table
+
+    from tinkex.server.store.records import CheckpointKind, Model, StoredCheckpoint, StoredLoss
 
 
 class Weights(Shared):
@@ -36,14 +38,24 @@ class Weights(Shared):
         )
 
     async def models(
-        self, *, owner: str | None = None, session_id: str | None = None
+        self,
+        *,
+        owner: str | None = None,
+        session_id: str | None = None,
+        project_id: str | None = None,
+        offset: int = 0,
+        limit: int | None = None,
     ) -> Sequence[Model]:
-        query = MODELS.select().order_by(models.c.number.desc())
-        if owner is not None:
-            query = query.where(models.c.owner == owner)
-        if session_id is not None:
-            query = query.where(models.c.session_id == session_id)
+        query = _where(
+            MODELS.select(), models, owner=owner, session_id=session_id, project_id=project_id
+        )
+        query = query.order_by(models.c.number.desc()).limit(limit).offset(offset or None)
         return await self._database.read(lambda c: MODELS.all(c, query))
+
+    async def count_models(self, owner: str, *, project_id: str | None = None) -> int:
+        count = select(func.count()).select_from(models)
+        query = _where(count, models, owner=owner, project_id=project_id)
+        return await self._database.read(lambda c: c.execute(query).scalar_one())
 
     async def open_models(self, owner: str | None = None) -> Sequence[Model]:
         # By time first: ordered by number alone, SQLite would rather read the whole table.
@@ -71,20 +83,60 @@ class Weights(Shared):
         *,
         owner: str | None = None,
         model_id: str | None = None,
+        kinds: Collection[CheckpointKind] | None = None,
+        public: bool = False,
+        live_at: float | None = None,
         expired_at: float | None = None,
+        offset: int = 0,
+        limit: int | None = None,
     ) -> Sequence[StoredCheckpoint]:
-        query = CHECKPOINTS.select()
-        query = query.order_by(checkpoints.c.created_at.desc(), checkpoints.c.number.desc())
-        if owner is not None:
-            query = query.where(checkpoints.c.owner == owner)
-        if model_id is not None:
-            query = query.where(checkpoints.c.model_id == model_id)
+        query = _where(CHECKPOINTS.select(), checkpoints, owner=owner, model_id=model_id)
+        query = _living(query, live_at, kinds)
+        if public:
+            query = query.where(PUBLIC)
         if expired_at is not None:
             query = query.where(checkpoints.c.expires_at <= expired_at)
+        query = query.order_by(checkpoints.c.created_at.desc(), checkpoints.c.number.desc())
+        query = query.limit(limit).offset(offset or None)
         return await self._database.read(lambda c: CHECKPOINTS.all(c, query))
+
+    async def count_checkpoints(
+        self, owner: str, *, live_at: float, kinds: Collection[CheckpointKind] | None = None
+    ) -> int:
+        count = select(func.count()).select_from(checkpoints)
+        query = _living(_where(count, checkpoints, owner=owner), live_at, kinds)
+        return await self._database.read(lambda c: c.execute(query).scalar_one())
+
+    async def stored_bytes(self, owner: str, *, live_at: float) -> int:
+        total = select(func.sum(checkpoints.c.size_bytes))
+        query = _living(_where(total, checkpoints, owner=owner), live_at)
+        return await self._database.read(lambda c: int(c.execute(query).scalar_one() or 0))
+
+    async def saved_by_session(self, session_id: str) -> tuple[int, int]:
+        ours = select(models.c.model_id).where(models.c.session_id == session_id)
+        query = select(func.count(), func.sum(checkpoints.c.size_bytes)).where(
+            checkpoints.c.model_id.in_(ours)
+        )
+        count, total = await self._database.read(lambda c: tuple(c.execute(query).one()))
+        return int(count), int(total or 0)
 
     async def add_loss(self, loss: StoredLoss) -> StoredLoss:
         return await self._database.write(lambda c: LOSSES.add(c, loss))
 
     async def get_loss(self, loss_id: str) -> StoredLoss | None:
         return await self._database.read(lambda c: LOSSES.get(c, loss_id))
+
+
+def _where(query: Select[Any], table: Table, **columns: str | None) -> Select[Any]:
+    """With those conditions that are given."""
+    given = {name: value for name, value in columns.items() if value is not None}
+    return query.where(*(table.c[name] == value for name, value in given.items()))
+
+
+def _living(
+    query: Select[Any], at: float | None, kinds: Collection[CheckpointKind] | None = None
+) -> Select[Any]:
+    if at is not None:
+        expires_at = checkpoints.c.expires_at
+        query = query.where(or_(expires_at.is_(None), expires_at > at))
+    return query if kinds is None else query.where(checkpoints.c.kind.in_(kinds))

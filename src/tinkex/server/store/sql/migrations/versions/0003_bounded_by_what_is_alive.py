@@ -40,6 +40,7 @@ def replace_indexes() -> None:
         "models_owner",
         "samplers_location",
         "checkpoints_owner",
+        "checkpoints_model_id",
         "audit_owner",
     ):
         op.drop_index(name)
@@ -48,11 +49,13 @@ def replace_indexes() -> None:
     index("models_owner", "owner", "number")
     index("samplers_location", "location", where="location IS NOT NULL")
     index("checkpoints_owner", "owner", "created_at", "number")
+    index("checkpoints_model_id", "model_id", "created_at", "number")
     index("audit_owner", "owner", "at")
 
 
 def add_indexes() -> None:
     index("sessions_over", "last_seen_at", where="NOT (active AND heartbeats)")
+    index("models_project_id", "owner", "project_id", "number")
     index("models_open", "owner", where=OPEN)
     index("samplers_model_id", "model_id")
     unsaved = "snapshot IS NOT NULL AND location IS NULL AND dropped IS NULL"

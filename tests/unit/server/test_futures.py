@@ -150,7 +150,7 @@ async def test_a_lost_sample_sent_again_under_its_old_number_can_be_cancelled(
 
 
 async def test_results_are_dropped_after_their_time(start: Start) -> None:
-    async with start(result_ttl_s=1000) as api:
+    async with start(result_ttl_s=1000, session_timeout_s=10_000) as api:
         model = await api.model()
         future = await api.train(model, 1)
         await api.result(future)

@@ -11,8 +11,9 @@ from tinkex.errors import AuthenticationError, TinkerError
 from tinkex.server.api.call import reply
 from tinkex.server.api.errors import refuse
 from tinkex.server.api.sessions import when
+from tinkex.server.scheduler import quota
 from tinkex.server.scheduler.checks import check_ttl, is_readable
-from tinkex.server.scheduler.quota import check_room, is_live
+from tinkex.server.scheduler.quota import is_live
 from tinkex.server.store.records import AuditEntry, Model
 from tinkex.types import (
     Checkpoint,
@@ -26,7 +27,7 @@ from tinkex.wire import routes
 from tinkex.wire.bodies import SetTtlRequest, WeightsInfoRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from starlette.responses import Response
 
@@ -60,16 +61,26 @@ def describe(checkpoint: StoredCheckpoint) -> Checkpoint:
     )
 
 
-async def live_checkpoints(call: Call, model_id: str | None = None) -> list[StoredCheckpoint]:
+async def live_checkpoints(
+    call: Call, model_id: str | None = None, kinds: Collection[CheckpointKind] | None = None
+) -> Sequence[StoredCheckpoint]:
     """The caller's checkpoints that have not expired, newest first."""
-    found = await call.store.checkpoints(owner=call.owner, model_id=model_id)
-    return [c for c in found if is_live(c, call.now())]
+    return await call.store.checkpoints(
+        owner=call.owner, model_id=model_id, kinds=kinds, live_at=call.now()
+    )
 
 
-async def published(call: Call, model_id: str | None = None) -> list[StoredCheckpoint]:
+async def published(call: Call, model_id: str | None = None) -> Sequence[StoredCheckpoint]:
     """The checkpoints that everybody may read, newest first."""
-    found = await call.store.checkpoints(model_id=model_id)
-    return [c for c in found if c.public and is_live(c, call.now())]
+    return await call.store.checkpoints(model_id=model_id, public=True, live_at=call.now())
+
+
+async def check_room(call: Call, size_bytes: int) -> None:
+    """Refuse to keep more than the caller has room for."""
+    most, now = call.settings.max_stored_bytes, call.now()
+    used = await call.store.stored_bytes(call.owner, live_at=now)
+    if used + size_bytes > most or used >= most:
+        quota.check_room(await call.store.checkpoints(owner=call.owner), most, now, size_bytes)
 
 
 async def readers(call: Call, token: str | None) -> tuple[str, ...]:
@@ -130,28 +141,32 @@ async def _audit(call: Call, event: str, checkpoint: StoredCheckpoint) -> None:
 async def list_checkpoints(call: Call) -> Response:
     """All of the caller's checkpoints, page by page."""
     offset, limit = call.number("offset", 0), call.number("limit", 100)
-    found = _known_kinds(call, await live_checkpoints(call))
-    cursor = Cursor(offset=offset, limit=limit, total_count=len(found))
-    page = [describe(c) for c in found[offset : offset + limit]]
+    kinds, now = _known_kinds(call), call.now()
+    found = await call.store.checkpoints(
+        owner=call.owner, kinds=kinds, live_at=now, offset=offset, limit=limit
+    )
+    total = await call.store.count_checkpoints(call.owner, kinds=kinds, live_at=now)
+    cursor = Cursor(offset=offset, limit=limit, total_count=total)
+    page = [describe(c) for c in found]
     return reply(CheckpointsListResponse(checkpoints=page, cursor=cursor))
 
 
 async def list_run_checkpoints(call: Call) -> Response:
     """The checkpoints of one run; of somebody else's run, those that are published."""
-    run = call.param("run")
+    run, kinds = call.param("run"), _known_kinds(call)
     found = await published(call, run)
     if not found or found[0].owner == call.owner:
-        found = await live_checkpoints(call, (await call.model(run)).model_id)
-    known = _known_kinds(call, found)
-    return reply(CheckpointsListResponse(checkpoints=[describe(c) for c in known]))
+        found = await live_checkpoints(call, (await call.model(run)).model_id, kinds)
+    else:
+        found = [c for c in found if c.kind in kinds]
+    return reply(CheckpointsListResponse(checkpoints=[describe(c) for c in found]))
 
 
-def _known_kinds(call: Call, found: Sequence[StoredCheckpoint]) -> Sequence[StoredCheckpoint]:
+def _known_kinds(call: Call) -> list[CheckpointKind]:
     """Without exports for clients older than those: they refuse a listing that has one."""
     version = re.match(r"0\.(\d+)\.", call.header("x-stainless-package-version"))
-    if version is None or int(version[1]) > _LAST_WITHOUT_EXPORTS:
-        return found
-    return [c for c in found if c.kind != "external_weights"]
+    older = version is not None and int(version[1]) <= _LAST_WITHOUT_EXPORTS
+    return [kind for kind in _TYPES if not (older and kind == "external_weights")]
 
 
 async def delete_checkpoint(call: Call) -> Response:
@@ -231,9 +246,7 @@ async def copy_weights(call: Call) -> Response:
     owners = await readers(call, request.weights_access_token)
     source = await readable(call, request.source_path, owners)
     now = call.now()
-    most = call.settings.max_stored_bytes
-    kept = await call.store.checkpoints(owner=call.owner)
-    check_room(kept, most, now, source.size_bytes)
+    await check_room(call, source.size_bytes)
     run = await _copy_target(call, request, source)
     path = f"tinker://{run.model_id}/{source.kind}/{source.name}"
     there = await call.store.get_checkpoint(path)

@@ -19,9 +19,9 @@ import anyio.to_thread
 from tinkex.errors import RequestFailedError
 from tinkex.server.api.adapter_body import EXTRA_BYTES, Incoming, receive_adapter
 from tinkex.server.api.call import reply
+from tinkex.server.api.checkpoints import check_room
 from tinkex.server.api.errors import refuse
 from tinkex.server.scheduler.checks import check_name
-from tinkex.server.scheduler.quota import check_room
 from tinkex.server.store.records import AuditEntry, Model, StoredCheckpoint
 from tinkex.types import AdamOptimizerConfig
 from tinkex.wire import routes
@@ -117,15 +117,10 @@ async def _folder() -> AsyncGenerator[Path]:
 
 async def _receive(call: Call, folder: Path) -> None:
     async def welcome(adapter: Adapter) -> None:
-        await _check_room(call, adapter.parameters * _KEPT_ITEM_BYTES)
+        await check_room(call, adapter.parameters * _KEPT_ITEM_BYTES)
 
     body = Incoming(call.request.stream(), call.parts.uploads)
     await receive_adapter(body, folder, call.settings.max_import_bytes, welcome)
-
-
-async def _check_room(call: Call, size_bytes: int) -> None:
-    kept = await call.store.checkpoints(owner=call.owner)
-    check_room(kept, call.settings.max_stored_bytes, call.now(), size_bytes)
 
 
 async def _keep(
@@ -137,7 +132,7 @@ async def _keep(
     imported = await engine.import_saved(base_model, folder, f"{path}@import")
     try:
         # Again: matrices that the adapter leaves out are kept, too, and others save meanwhile.
-        await _check_room(call, imported.size_bytes)
+        await check_room(call, imported.size_bytes)
     except RequestFailedError:
         await engine.delete_saved(f"{path}@import")
         raise

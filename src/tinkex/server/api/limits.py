@@ -11,17 +11,14 @@ from typing import TYPE_CHECKING, Literal
 
 from tinkex.server.api.errors import refuse
 from tinkex.server.api.throttle import Throttle
-from tinkex.server.scheduler.recovery import is_closed
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from tinkex.clock import Clock
     from tinkex.errors import APIStatusError
     from tinkex.server.scheduler.worker import Worker
     from tinkex.server.settings import Settings
     from tinkex.server.store.base import Store
-    from tinkex.server.store.records import Model, Operation, Session
+    from tinkex.server.store.records import Model, Operation
 
 QueueState = Literal["active", "paused_capacity", "paused_rate_limit"]
 
@@ -58,7 +55,8 @@ class Limits:
     async def session(self, owner: str) -> None:
         """One more session."""
         most = self._settings.max_sessions
-        have = sum(_counts(session) for session in await self._store.sessions(owner))
+        # Clients without heartbeats never say that they are done.
+        have = await self._store.count_sessions(owner, active=True, heartbeats=True)
         if have >= most:
             raise _over(
                 "max_sessions", most, have, "sessions", "close one, or wait until one ends", 10
@@ -67,10 +65,10 @@ class Limits:
     async def model(self, owner: str) -> None:
         """One more model."""
         most = self._settings.max_models
-        models = await self._store.models(owner=owner)
+        models = await self._store.open_models(owner)
         if len(models) < most:
             return
-        have = await self._alive(owner, models)
+        have = sum([await self._is_alive(model) for model in models])
         if have >= most:
             raise _over(
                 "max_models", most, have, "models", "close a session, or unload a model", 10
@@ -112,24 +110,12 @@ class Limits:
             return "paused_capacity", "the server is busy; this request waits for its turn"
         return "active", None
 
-    async def _alive(self, owner: str, models: Sequence[Model]) -> int:
-        sessions = {s.session_id: s for s in await self._store.sessions(owner) if s.active}
-        alive = 0
-        for model in models:
-            session = sessions.get(model.session_id)
-            if session is not None and self._is_used(session, model):
-                alive += not is_closed(model)
-        return alive
-
-    def _is_used(self, session: Session, model: Model) -> bool:
+    async def _is_alive(self, model: Model) -> bool:
+        session = await self._store.get_session(model.session_id)
+        if session is None or not session.active:
+            return False
         silent_s = self._clock.wall() - model.last_request_at
         return session.heartbeats or silent_s < _SILENT_MODEL_S
-
-
-def _counts(session: Session) -> bool:
-    # Clients without heartbeats never say that they are done, and every request of the oldest
-    # ones opens a session.
-    return session.active and session.heartbeats
 
 
 def _over(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tinkex.server.api.call import reply
-from tinkex.server.api.checkpoints import describe, live_checkpoints, published
+from tinkex.server.api.checkpoints import describe, published
 from tinkex.server.api.errors import refuse
 from tinkex.server.api.sessions import as_strings, open_session, when
 from tinkex.server.api.submit import accepted, submit_training
@@ -26,10 +26,13 @@ from tinkex.wire.json_codec import decode_object, encode
 from tinkex.wire.json_requests import decode_request
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from starlette.responses import Response
 
     from tinkex.server.api.call import Call, Handler
-    from tinkex.server.store.records import StoredCheckpoint
+    from tinkex.server.store.records import CheckpointKind
+    from tinkex.types import Checkpoint
 
 MAX_RANK = 1024
 
@@ -121,16 +124,27 @@ async def list_training_runs(call: Call) -> Response:
     """The caller's runs, newest first; on request also those with something published."""
     offset, limit = call.number("offset", 0), call.number("limit", 20)
     project = call.request.query_params.get("project_id")
-    found = list(await call.store.models(owner=call.owner))
+    total = await call.store.count_models(call.owner, project_id=project)
     if _others_too(call):
-        runs = dict.fromkeys(c.model_id for c in await published(call) if c.owner != call.owner)
-        others = [await call.store.get_model(run) for run in runs]
-        found += [model for model in others if model is not None]
+        others = await _published_by_others(call, project)
+        found = [*await _own(call, project, 0, offset + limit), *others]
         found.sort(key=lambda model: model.created_at, reverse=True)
-    models = [m for m in found if project is None or m.project_id == project]
-    runs = [await _run(call, model) for model in models[offset : offset + limit]]
-    cursor = Cursor(offset=offset, limit=limit, total_count=len(models))
+        page, total = found[offset : offset + limit], total + len(others)
+    else:
+        page = await _own(call, project, offset, limit)
+    runs = [await _run(call, model) for model in page]
+    cursor = Cursor(offset=offset, limit=limit, total_count=total)
     return reply(TrainingRunsResponse(training_runs=runs, cursor=cursor))
+
+
+async def _own(call: Call, project: str | None, offset: int, limit: int) -> Sequence[Model]:
+    return await call.store.models(owner=call.owner, project_id=project, offset=offset, limit=limit)
+
+
+async def _published_by_others(call: Call, project: str | None) -> list[Model]:
+    runs = dict.fromkeys(c.model_id for c in await published(call) if c.owner != call.owner)
+    found = [await call.store.get_model(run) for run in runs]
+    return [m for m in found if m is not None and project in (None, m.project_id)]
 
 
 async def get_training_run(call: Call) -> Response:
@@ -149,12 +163,13 @@ def _others_too(call: Call) -> bool:
 async def _run(call: Call, model: Model) -> TrainingRun:
     """A run as the caller may see it: of somebody else's, only what is published."""
     own = model.owner == call.owner
-    saved = await (live_checkpoints if own else published)(call, model.model_id)
 
-    def last(kind: str) -> StoredCheckpoint | None:
-        return next((c for c in saved if c.kind == kind), None)
+    async def last(kind: CheckpointKind) -> Checkpoint | None:
+        found = await call.store.checkpoints(
+            model_id=model.model_id, kinds=[kind], public=not own, live_at=call.now(), limit=1
+        )
+        return describe(found[0]) if found else None
 
-    state, sampler = last("weights"), last("sampler_weights")
     return TrainingRun(
         training_run_id=model.model_id,
         base_model=model.base_model,
@@ -163,8 +178,8 @@ async def _run(call: Call, model: Model) -> TrainingRun:
         corrupted=model.corrupted,
         lora_rank=model.lora.rank,
         last_request_time=when(model.last_request_at),
-        last_checkpoint=None if state is None else describe(state),
-        last_sampler_checkpoint=None if sampler is None else describe(sampler),
+        last_checkpoint=await last("weights"),
+        last_sampler_checkpoint=await last("sampler_weights"),
         user_metadata=dict(model.user_metadata) if own else None,
     )
 

@@ -29,12 +29,18 @@ from tinkex.wire import routes
 from tinkex.wire.bodies import FinishSessionRequest, SetProjectRequest, TraceExportResponse
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import AsyncGenerator, Mapping
 
     from starlette.responses import Response
 
     from tinkex.server.api.call import Call, Handler
     from tinkex.types import SessionStatusQuery
+
+
+# A search looks at so many sessions and then answers with what it has and a cursor.
+_MOST_SEARCHED = 10_000
+_PART = 200
+_ROUNDED_S = 1e-5
 
 
 def as_strings(metadata: Mapping[str, object] | None) -> dict[str, str]:
@@ -147,9 +153,8 @@ async def set_session_project(call: Call) -> Response:
 async def list_sessions(call: Call) -> Response:
     """Ids, newest first."""
     offset, limit = call.number("offset", 0), call.number("limit", 20)
-    sessions = await call.store.sessions(call.owner)
-    ids = [session.session_id for session in sessions[offset : offset + limit]]
-    return reply(ListSessionsResponse(sessions=ids))
+    ids = await call.store.session_ids(call.owner, offset, limit)
+    return reply(ListSessionsResponse(sessions=list(ids)))
 
 
 async def get_session(call: Call) -> Response:
@@ -178,25 +183,46 @@ async def export_trace(call: Call) -> Response:
 async def search_sessions(call: Call) -> Response:
     """One page of the caller's sessions that match, newest first."""
     request = await call.json(SessionSearchRequest)
-    found = [s for s in await _searched(call, request) if _matches(s, request)]
-    if request.cursor is not None:
-        last = (request.cursor.last_created_at, request.cursor.last_session_id)
-        found = [s for s in found if (when(s.created_at), s.session_id) < last]
-    page, rest = found[: request.limit], found[request.limit :]
+    owner = request.owner
+    if isinstance(owner, UserSearchOwner) and call.owner not in owner.owner_urns:
+        return reply(SessionSearchResponse(sessions=[]))
+    page: list[Session] = []
+    last, seen = None, 0
+    async for session in _sessions_after(call, request.cursor):
+        if len(page) == request.limit or seen == _MOST_SEARCHED:
+            break
+        last, seen = session, seen + 1
+        if _matches(session, request):
+            page.append(session)
+    else:
+        last = None  # there are no more
     cursor = None
-    if rest:
+    if last is not None:
         cursor = SessionSearchCursor(
-            last_created_at=when(page[-1].created_at), last_session_id=page[-1].session_id
+            last_created_at=when(last.created_at), last_session_id=last.session_id
         )
     summaries = [await _summary(call, session) for session in page]
     return reply(SessionSearchResponse(sessions=summaries, next_cursor=cursor))
 
 
-async def _searched(call: Call, request: SessionSearchRequest) -> list[Session]:
-    owner = request.owner
-    if isinstance(owner, UserSearchOwner) and call.owner not in owner.owner_urns:
-        return []
-    return list(await call.store.sessions(call.owner))
+async def _sessions_after(
+    call: Call, cursor: SessionSearchCursor | None
+) -> AsyncGenerator[Session]:
+    """The caller's sessions after a cursor, newest first, a few at a time from the store."""
+    last = None if cursor is None else (cursor.last_created_at, cursor.last_session_id)
+    # A cursor's time is rounded; the comparison below is exact.
+    before = None if cursor is None else cursor.last_created_at.timestamp() + _ROUNDED_S
+    known: set[str] = set()
+    while True:
+        part = await call.store.sessions(call.owner, before=before, limit=len(known) + _PART)
+        new = [s for s in part if s.session_id not in known]
+        for session in new:
+            if last is None or (when(session.created_at), session.session_id) < last:
+                yield session
+        if len(new) < _PART:
+            return
+        before = new[-1].created_at
+        known = {s.session_id for s in part if s.created_at == before}
 
 
 def _matches(session: Session, request: SessionSearchRequest) -> bool:
@@ -226,18 +252,17 @@ def _in_status(session: Session, query: SessionStatusQuery) -> bool:
 
 
 async def _summary(call: Call, session: Session) -> SessionSummary:
-    runs = {model.model_id for model in await call.store.models(session_id=session.session_id)}
-    saved = [c for c in await call.store.checkpoints(owner=call.owner) if c.model_id in runs]
+    saved, size_bytes = await call.store.saved_by_session(session.session_id)
     return SessionSummary(
         session_id=session.session_id,
         created_at=when(session.created_at),
         owner=session.owner,
         project_id=session.project_id or "default",
         status=session.status,
-        checkpoints_count=len(saved),
+        checkpoints_count=saved,
         display_name=session.display_name,
         user_metadata=dict(session.user_metadata),
-        checkpoint_storage_bytes=sum(c.size_bytes for c in saved),
+        checkpoint_storage_bytes=size_bytes,
     )
 
 

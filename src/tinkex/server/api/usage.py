@@ -3,7 +3,7 @@
 # Without `from __future__ import annotations`: msgspec resolves the annotations of the event.
 
 from collections import defaultdict
-from datetime import UTC, date, datetime, timedelta
+from datetime import UTC, date, datetime, time, timedelta
 from typing import TYPE_CHECKING
 
 from tinkex.server.api.call import reply
@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from tinkex.server.api.call import Call, Handler
     from tinkex.server.store.records import StoredCheckpoint, UsageEntry
     from tinkex.types import BillingEventInfo
+
+MOST_AUDITED = 10_000
+"""Entries of the audit log in one answer."""
 
 _LONGEST = timedelta(days=14)
 _TOPICS = ("all", "checkpoints", "projects", "teams", "organizations")
@@ -164,11 +167,18 @@ async def get_checkpoint_storage_usage(call: "Call") -> "Response":
 
 
 async def get_audit_log(call: "Call") -> "Response":
-    """What happened to the caller's things, by topic and day."""
+    """What happened to the caller's things, by topic and day; of all days only the newest."""
     topic = call.request.query_params.get("event_type", "all")
     if topic not in _TOPICS:
         raise refuse(400, f"event_type must be one of {', '.join(_TOPICS)}, not {topic!r}.")
-    day = _day(call.request.query_params.get("day"))
+    start, end = _day(call.request.query_params.get("day"))
+    log = await call.store.audit_log(
+        call.owner,
+        topic=None if topic == "all" else topic,
+        start=start,
+        end=end,
+        limit=MOST_AUDITED,
+    )
     entries = [
         AuditLogEntry(
             timestamp=when(entry.at),
@@ -177,17 +187,20 @@ async def get_audit_log(call: "Call") -> "Response":
             model_id=_text(entry.details.get("model_id")),
             tinker_path=_text(entry.details.get("tinker_path")),
         )
-        for entry in await call.store.audit_log(call.owner)
-        if topic in ("all", entry.topic) and day in (None, when(entry.at).date())
+        for entry in log
     ]
     return reply(AuditLogResponse(entries=entries))
 
 
-def _day(text: str | None) -> date | None:
+def _day(text: str | None) -> tuple[float | None, float | None]:
+    """When a day begins and ends."""
+    if text is None:
+        return None, None
     try:
-        return None if text is None else date.fromisoformat(text)
+        day = datetime.combine(date.fromisoformat(text), time(), UTC)
     except ValueError:
         raise refuse(400, f"day must be a date such as 2026-01-31, not {text!r}.") from None
+    return day.timestamp(), day.timestamp() + timedelta(days=1).total_seconds()
 
 
 def _text(value: object) -> str | None:

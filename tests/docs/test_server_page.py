@@ -15,6 +15,7 @@ from tinkex.engine import custom_loss, custom_loss_limits, losses, results
 from tinkex.engine.optim import adamw_step, fresh_moments
 from tinkex.server import Settings
 from tinkex.server.api import adapter_body, body
+from tinkex.server.api.usage import MOST_AUDITED
 from tinkex.server.app import HANDLERS
 from tinkex.server.observe import polls
 from tinkex.server.openapi import describe
@@ -73,6 +74,8 @@ def test_the_limits_and_times_are_those_in_the_code() -> None:
     settings = Settings()
     assert (settings.result_ttl_s, settings.session_timeout_s) == (6 * 3600, 5 * 60)
     assert (settings.url_ttl_s, settings.token_ttl_s) == (3600, 3600)
+    assert settings.history_s == 30 * 24 * 3600
+    assert f"newest {MOST_AUDITED:,} " in kept
     for name in re.findall(r"`(\w+_(?:s|bytes))`", refused + kept):
         assert hasattr(settings, name), name
 
@@ -93,7 +96,7 @@ def folded_names() -> set[str]:
 
 def test_every_path_without_a_key_is_there() -> None:
     paths = re.findall(r"`(/[\w./]+)`", section("Pages without a key").partition("\n\n`")[0])
-    assert set(paths) == {"/healthz", "/api/v1/healthz", "/readyz", "/metrics", "/openapi.json"}
+    assert set(paths) == {"/healthz", "/api/v1/healthz", "/readyz", "/openapi.json"}
     open_paths = [
         path
         for path, methods in describe()["paths"].items()

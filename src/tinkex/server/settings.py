@@ -77,6 +77,8 @@ class Settings:
     # Clients send a heartbeat every 10 s; silence this long ends a session.
     session_timeout_s: float = 300.0
     upkeep_interval_s: float = 30.0
+    # How long sessions that are over stay listed; runs and checkpoints stay until they are deleted.
+    history_s: float = 30 * 24 * 3600.0
 
     # What one tenant may have at a time. All but the stored bytes free themselves, so being over
     # them is answered by 429: clients wait and try again.

@@ -75,7 +75,7 @@ class FakeServer:
         self.clock: Clock = clock or SystemClock()
         self.settings = settings or Settings()
         self.engine = engine or FakeEngine(self.clock, delays=delays)
-        self.store = after.store if after is not None else store or MemoryStore()
+        self.store = after.store if after is not None else store or MemoryStore(self.clock)
         self.faults = Faults()
         self.record = record
         self.requests: list[SeenRequest] = []

@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.docs.blocks import page_named
 from tinkex.engine.base import GAUGES
 from tinkex.errors import EngineDiedError, StorageError
+from tinkex.server.api.keys import make_key
 from tinkex.server.observe.meters import Meters
 from tinkex.testing.engine import Delays
 from tinkex.transport.base import Pool, Reply, Request
@@ -110,6 +111,42 @@ async def test_metrics_do_not_wait_for_an_engine_that_says_nothing(api: Api) -> 
 
     api.server.engine.stats = dead  # type: ignore[method-assign]
     await metrics(api)
+
+
+async def test_metrics_do_not_need_a_store_that_answers(api: Api) -> None:
+    await api.session()
+    assert (await metrics(api))["sessions_active", ()] == 1
+
+    async def failing(owner: str | None = None, **conditions: bool) -> int:
+        raise StorageError("the disk is gone", "store.db")
+
+    api.server.store.count_sessions = failing  # type: ignore[method-assign]
+    assert (await metrics(api))["sessions_active", ()] == 1
+
+
+@pytest.mark.parametrize("mode", ["fixed", "stored"])
+async def test_metrics_need_a_key_where_all_others_do(start: Start, mode: str) -> None:
+    keys = {"keys": frozenset({"tml-one"})} if mode == "fixed" else {}
+    async with start(key_mode=mode, **keys) as api:
+        key = "tml-one"
+        if mode == "stored":
+            key, _ = await make_key(api.server.store, 0.0, owner="me")
+        refused = await page(api, "/metrics")
+        assert refused.status == 401
+        assert "key" in msgspec.json.decode(refused.body)["detail"]
+        assert b"tinkex_" not in refused.body
+        assert (await page(api, "/metrics", authorization="Bearer wrong")).status == 401
+        for headers in ({"authorization": f"Bearer {key}"}, {"x-api-key": key}):
+            reply = await page(api, "/metrics", **headers)
+            assert reply.status == 200
+            assert b"tinkex_sessions_active 0.0" in reply.body
+        for open_page in ("/healthz", "/readyz", "/openapi.json"):
+            assert (await page(api, open_page)).status == 200
+
+
+async def test_metrics_need_no_key_on_a_server_of_one_tenant(start: Start) -> None:
+    async with start(key_mode="single") as api:
+        assert (await page(api, "/metrics")).status == 200
 
 
 async def test_a_server_is_ready_until_a_part_says_what_it_waits_for(api: Api) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from tinkex.server.api.identity import owner_of_key
+from tinkex.server.history import EVERY_S
+from tinkex.server.store.records import Session
 
 if TYPE_CHECKING:
     from .conftest import Api, Start
@@ -134,6 +138,32 @@ async def test_search_finds_by_name_metadata_project_and_status(api: Api) -> Non
     assert await ids(owner={"type": "user", "owner_urns": ["someone"]}) == []
 
 
+async def test_search_looks_beyond_what_it_reads_at_once(api: Api) -> None:
+    names = [f"run-{number}" for number in range(450)]
+    for number, name in enumerate(names):
+        at = api.clock.wall() + number // 3
+        await api.server.store.put_session(
+            Session(
+                session_id=name,
+                owner=owner_of_key(api.key),
+                created_at=at,
+                last_seen_at=at,
+                display_name=name,
+            )
+        )
+    (found,) = (await api.post("/sessions/search", {"display_name": "RUN-0"}))["sessions"]
+    assert found["session_id"] == "run-0"
+    seen: list[str] = []
+    query: dict[str, Any] = {"limit": 200}
+    while True:
+        page = await api.post("/sessions/search", query)
+        seen += [s["session_id"] for s in page["sessions"]]
+        if page.get("next_cursor") is None:
+            break
+        query["cursor"] = page["next_cursor"]
+    assert sorted(seen) == sorted(names)
+
+
 async def test_search_pages_by_cursor_without_losing_or_repeating_any(api: Api) -> None:
     made = []
     for number in range(5):
@@ -149,6 +179,28 @@ async def test_search_pages_by_cursor_without_losing_or_repeating_any(api: Api) 
             break
     assert sorted(found) == sorted(made)
     assert len(found) == 5
+
+
+async def test_a_session_that_ended_long_ago_is_forgotten_and_its_runs_are_not(
+    start: Start,
+) -> None:
+    async with start(history_s=1000) as api:
+        ended, going_on = await api.session(), await api.session()
+        model, sampler = await api.model(ended), await api.sampler(ended)
+        await api.result(await api.step(model, 1))
+        await api.post(f"/sessions/{ended}/finish", SUCCESS)
+        for _ in range(2 * int(EVERY_S) // 200):
+            assert set((await api.get("/sessions"))["sessions"]) >= {going_on, ended}
+            await api.clock.sleep(200)
+            await api.post("/session_heartbeat", {"session_id": going_on})
+        while ended in (await api.get("/sessions"))["sessions"]:
+            await api.clock.sleep(200)
+            await api.post("/session_heartbeat", {"session_id": going_on})
+        assert api.clock.now() < 1000 + 2 * EVERY_S
+        assert (await api.get("/sessions"))["sessions"] == [going_on]
+        assert (await api.call("GET", f"/samplers/{sampler}")).status == 404
+        (run,) = (await api.get("/training_runs"))["training_runs"]
+        assert run["training_run_id"] == model
 
 
 async def test_a_project_needs_a_name_and_a_session_of_one_s_own(api: Api) -> None:

@@ -17,6 +17,8 @@ from tinkex.server.api.keys import fingerprint
 from tinkex.server.api.throttle import Throttle
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from tinkex.clock import Clock
     from tinkex.server.settings import Settings
     from tinkex.server.store.base import Store
@@ -38,6 +40,14 @@ _BAD = f"This API key is not valid here, or no longer: {_ASK}."
 def owner_of_key(key: str) -> str:
     """The tenant behind a key of a server that lets in every key."""
     return "user-" + hashlib.sha256(key.encode()).hexdigest()[:16]
+
+
+def credential_of(headers: Mapping[str, str]) -> str | None:
+    """The key of a request from something that may know only `Authorization: Bearer`."""
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer" and token.strip():
+        return token.strip()
+    return headers.get("x-api-key")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,7 @@
-"""The pages for operators, none of which needs a key: health, readiness, metrics, OpenAPI."""
+"""The pages for operators: health, readiness, metrics, OpenAPI.
+
+Only the metrics need a key, on a server that asks for keys: they tell about all of its tenants.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,8 @@ from starlette.routing import Route
 
 from tinkex.clock import time_limit
 from tinkex.errors import TinkerError
+from tinkex.server.api.errors import error_reply
+from tinkex.server.api.identity import credential_of
 from tinkex.server.observe.scrape import scrape
 from tinkex.server.observe.seen import seen_by
 from tinkex.server.openapi import describe
@@ -39,7 +44,12 @@ def routes(parts: Parts) -> list[Route]:
 def _route(parts: Parts, name: str, page: Callable[[Parts], Awaitable[Response]]) -> Route:
     async def endpoint(request: Request) -> Response:
         seen_by(request.scope).route = name
-        return await page(parts)
+        try:
+            if page is _metrics:
+                await _check_key(parts, request)
+            return await page(parts)
+        except TinkerError as error:
+            return error_reply(request, error)
 
     return Route(f"/{name}", endpoint, methods=["GET"], name=name)
 
@@ -74,6 +84,12 @@ async def _try_store(parts: Parts) -> None:
         parts.readiness.waits("store", f"it has not answered for {_PROBE_S:g} s")
     elif failing:
         parts.readiness.ready("store")
+
+
+async def _check_key(parts: Parts, request: Request) -> None:
+    if parts.settings.key_mode in ("fixed", "stored"):
+        address = "" if request.client is None else request.client.host
+        await parts.identity.owner(credential_of(request.headers), address)
 
 
 async def _metrics(parts: Parts) -> Response:

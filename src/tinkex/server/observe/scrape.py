@@ -15,22 +15,32 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# An engine that is busy starting answers nothing; the rest of the page does not wait for it.
+# An engine that is busy starting answers nothing, nor does a store that is out of reach; the rest
+# of the page does not wait for them.
 _PATIENCE_S = 1.0
 
 
 async def scrape(parts: Parts) -> bytes:
     """All metrics in Prometheus' text format."""
-    sessions = await parts.store.sessions()
     parts.meters.show(
         queues=parts.worker.queue_lengths(),
         engine=await _engine_stats(parts),
         samples_in_flight=parts.worker.samples_in_flight,
         journal_bytes=parts.worker.journal_bytes,
-        sessions_active=sum(session.active for session in sessions),
         ready=float(not parts.readiness.reasons),
+        **await _sessions(parts),
     )
     return parts.meters.text()
+
+
+async def _sessions(parts: Parts) -> Mapping[str, float]:
+    found: Mapping[str, float] = {}
+    try:
+        async with time_limit(parts.clock, _PATIENCE_S):
+            found = {"sessions_active": await parts.store.count_sessions(active=True)}
+    except TinkerError as error:
+        _log.debug("the store tells nothing now: %s", error)
+    return found
 
 
 async def _engine_stats(parts: Parts) -> Mapping[str, float]:

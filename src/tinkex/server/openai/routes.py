@@ -9,6 +9,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.routing import Route
 
 from tinkex.server.api.call import Call
+from tinkex.server.api.identity import credential_of
 from tinkex.server.observe.seen import seen_by
 from tinkex.server.openai.chat import chat
 from tinkex.server.openai.completions import completions
@@ -74,18 +75,11 @@ class _Endpoint:
         seen = seen_by(request.scope)
         seen.route = self.name
         address = "" if request.client is None else request.client.host
-        owner = await self.parts.identity.owner(_credential(request), address)
+        owner = await self.parts.identity.owner(credential_of(request.headers), address)
         seen.owner = owner
         self.parts.limits.request(owner)
         call = Call(request=request, parts=self.parts, owner=owner)
         return await self.handler(call, self.texts, events)
-
-
-def _credential(request: Request) -> str | None:
-    scheme, _, token = request.headers.get("authorization", "").partition(" ")
-    if scheme.lower() == "bearer" and token.strip():
-        return token.strip()
-    return request.headers.get("x-api-key")
 
 
 async def _list_models(call: Call, texts: Texts, events: EventStream) -> Response:

@@ -205,6 +205,20 @@ class StoreSuite:
         assert await store.count_sessions("o", active=True, heartbeats=True) == 1
         assert await store.count_sessions("nobody") == 0
 
+    async def test_old_sessions_without_heartbeats_are_found_unless_a_model_is_open(
+        self, store: Store
+    ) -> None:
+        over = SessionCancelled(detail="silence")
+        await store.put_session(session("a"))
+        for name, more in (("b", {}), ("c", {"status": over}), ("d", {}), ("e", {})):
+            await store.put_session(session(name, heartbeats=False, **more))
+        await store.put_session(session("new", at=5.0, heartbeats=False))
+        await store.add_model(model("d:train:0"))
+        await store.add_model(model("e:train:0", snapshot_seq=0))
+        found = await store.unattended_sessions(5.0, 10)
+        assert {s.session_id for s in found} == {"b", "e"}
+        assert len(await store.unattended_sessions(5.0, 1)) == 1
+
     async def test_signs_of_life_keep_active_sessions_only(self, store: Store) -> None:
         over = session("over", status=SessionCancelled(detail="silence"))
         for each in (session("a"), session("b"), over, session("c", heartbeats=False)):

@@ -41,7 +41,7 @@ from tinkex.server.api.exports import Exports
 from tinkex.server.api.identity import Identity
 from tinkex.server.api.limits import Limits
 from tinkex.server.direct import Direct
-from tinkex.server.history import prune_history
+from tinkex.server.history import History
 from tinkex.server.observe import routes as operators
 from tinkex.server.observe.meters import Meters
 from tinkex.server.observe.polls import Polls
@@ -150,7 +150,7 @@ async def running(parts: Parts) -> AsyncGenerator[None]:
     async with anyio.create_task_group() as group:
         group.start_soon(parts.worker.run)
         group.start_soon(upkeep.run)
-        group.start_soon(prune_history, parts.store, parts.clock, settings.history_s)
+        group.start_soon(History(parts.store, parts.worker, parts.clock, settings).run)
         group.start_soon(parts.uploads.run)
         try:
             yield

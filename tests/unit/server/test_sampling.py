@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tinkex.server.history import EVERY_S
 from tinkex.testing.engine import Delays
 from tinkex.types import TensorData
 
@@ -238,6 +239,36 @@ async def test_a_sampler_needs_something_to_sample_from(api: Api) -> None:
     assert (await api.call("POST", "/create_sampling_session", body)).status == 400
     body["model_path"] = "tinker://no/weights/thing"
     assert (await api.call("POST", "/create_sampling_session", body)).status == 404
+
+
+async def test_a_sampler_whose_weights_were_dropped_says_why(api: Api) -> None:
+    sampler = await api.sampler(await api.session())
+    first = await api.sample(sampler, 0)
+    await api.result(first)
+    await api.server.store.close_samplers([sampler], "a newer one has taken its place")
+    assert await api.sample(sampler, 0) == first
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [1]}]}
+    body = {"sampling_session_id": sampler, "seq_id": 1, "prompt": prompt, "sampling_params": {}}
+    reply = await api.call("POST", "/asample", body)
+    assert reply.status == 400
+    assert "no weights any more: a newer one has taken its place." in reply.body.decode()
+
+
+async def test_the_session_of_a_client_without_heartbeats_ends_when_its_result_does(
+    start: Start,
+) -> None:
+    async with start(result_ttl_s=1000) as api:
+        prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]}
+        body = {"base_model": "tinkex/tiny", "prompt": prompt, "sampling_params": {"max_tokens": 1}}
+        await api.result(await api.post("/asample", {**body, "num_samples": 1}))
+        created = await api.post("/create_model", {"base_model": "tinkex/tiny"})
+        await api.result(created)
+        store = api.server.store
+        await api.clock.sleep(1000)
+        assert await store.count_sessions(active=True) == 2
+        await api.clock.sleep(2 * EVERY_S)
+        (model_session,) = await store.sessions(active=True)
+        assert created["model_id"].startswith(model_session.session_id)
 
 
 async def test_clients_before_sampling_sessions_name_the_weights_in_each_request(

@@ -108,6 +108,7 @@ async def asample(call: Call) -> Response:
     op_id = f"{sampler.sampler_id}:{number}"
     try:
         await call.live_session(sampler.session_id)
+        _check_weights(sampler)
         call.parts.limits.sample(call.owner)
     except APIStatusError:
         # Looked for only now: almost every sample is new and welcome.
@@ -128,6 +129,15 @@ async def asample(call: Call) -> Response:
         sequence_ids=tuple(f"{op_id}:{index}" for index in range(request.num_samples)),
     )
     return accepted(await call.worker.submit(operation))
+
+
+def _check_weights(sampler: Sampler) -> None:
+    if sampler.dropped is not None:
+        raise refuse(
+            400,
+            f"Sampling session {sampler.sampler_id!r} has no weights any more: {sampler.dropped}. "
+            "Save the weights again, or sample from a saved checkpoint.",
+        )
 
 
 async def _sampler_of(call: Call, request: SampleRequest) -> Sampler:

@@ -59,6 +59,10 @@ class Store(Protocol):
         """How many there are; only those that send `heartbeats`, if that is asked for."""
         ...
 
+    async def unattended_sessions(self, before: float, limit: int) -> Sequence[Session]:
+        """Active sessions without heartbeats and open models that were made before a time."""
+        ...
+
     async def touch_session(self, session_id: str, at: float) -> Session | None:
         """Note a sign of life and return the session; one that is over stays over.
 

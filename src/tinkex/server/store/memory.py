@@ -92,6 +92,12 @@ class MemoryStore:
         found = await self.sessions(owner, active=active)
         return sum(s.heartbeats or not heartbeats for s in found)
 
+    async def unattended_sessions(self, before: float, limit: int) -> Sequence[Session]:
+        opened = {m.session_id for m in self._models.values() if not m.closed}
+        found = (s for s in self._sessions.values() if s.active and not s.heartbeats)
+        old = (s for s in found if s.last_seen_at < before and s.session_id not in opened)
+        return list(islice(old, limit))
+
     async def touch_session(self, session_id: str, at: float) -> Session | None:
         known = self._sessions.get(session_id)
         if known is not None and known.active:

@@ -42,6 +42,7 @@ METADATA = MetaData()
 # The conditions of the partial indexes, as text because a query uses such an index only where it
 # repeats the condition exactly; SQLAlchemy would write `active = 1`, and a literal as a parameter.
 ACTIVE = text("active")
+UNATTENDED = text("active AND NOT heartbeats")
 OVER = text("NOT (active AND heartbeats)")
 OPEN = text("(snapshot_seq < 0 OR snapshot_location IS NOT NULL)")
 LOCATED = text("location IS NOT NULL")
@@ -108,6 +109,7 @@ sessions = Table(
     _flag("active"),
     Index("sessions_owner", "owner", "created_at", "session_id"),
     _some("sessions_active", "owner", "created_at", "session_id", where=ACTIVE),
+    _some("sessions_unattended", "last_seen_at", where=UNATTENDED),
     _some("sessions_over", "last_seen_at", where=OVER),
 )
 

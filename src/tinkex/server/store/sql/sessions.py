@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import func, select, update
 
 from tinkex.server.store.sql.records import SESSIONS
-from tinkex.server.store.sql.schema import ACTIVE
+from tinkex.server.store.sql.schema import ACTIVE, OPEN, UNATTENDED, models
 from tinkex.server.store.sql.schema import sessions as table
 from tinkex.server.store.sql.shared import Shared
 
@@ -61,6 +61,12 @@ class Sessions(Shared):
         if heartbeats:
             query = query.where(table.c.heartbeats)
         return await self._database.read(lambda c: c.execute(query).scalar_one())
+
+    async def unattended_sessions(self, before: float, limit: int) -> Sequence[Session]:
+        opened = select(models.c.number).where(models.c.session_id == table.c.session_id, OPEN)
+        query = SESSIONS.select().where(UNATTENDED, table.c.last_seen_at < before)
+        query = query.where(~opened.exists()).order_by(table.c.last_seen_at).limit(limit)
+        return await self._database.read(lambda c: SESSIONS.all(c, query))
 
     async def touch_session(self, session_id: str, at: float) -> Session | None:
         known = await self.get_session(session_id)

@@ -54,6 +54,7 @@ def replace_indexes() -> None:
 
 
 def add_indexes() -> None:
+    index("sessions_unattended", "last_seen_at", where="active AND NOT heartbeats")
     index("sessions_over", "last_seen_at", where="NOT (active AND heartbeats)")
     index("models_project_id", "owner", "project_id", "number")
     index("models_open", "owner", where=OPEN)

@@ -115,12 +115,12 @@ def journal(connection: Connection, model_id: str, after: int) -> Sequence[Opera
 
 def trim(connection: Connection, model_id: str, through: int) -> None:
     """Forget the bodies of a model's finished operations up to a seq_id."""
-    waiting = select(operations.c.number).where(UNFINISHED)
+    waiting = select(operations.c.number).where(operations.c.number == bodies.c.number, UNFINISHED)
     connection.execute(
         delete(bodies).where(
             bodies.c.model_id == model_id,
             bodies.c.seq_id <= through,
-            bodies.c.number.not_in(waiting),
+            ~waiting.exists(),
         )
     )
 

@@ -26,7 +26,7 @@ from tinkex.server.store.sql import schema
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from sqlalchemy import Column, Connection
+    from sqlalchemy import Column, ColumnElement, Connection
 
 R = TypeVar("R")
 
@@ -39,6 +39,15 @@ def insert_for(dialect: str, table: Table) -> postgresql.Insert | sqlite.Insert:
 def insert(connection: Connection, table: Table) -> postgresql.Insert | sqlite.Insert:
     """The same, for the database at hand."""
     return insert_for(connection.dialect.name, table)
+
+
+def beside_index(column: Column[str], value: str) -> ColumnElement[bool]:
+    """Whether a column has a value, written so that no index on the column serves.
+
+    For queries that have a partial index to go by. SQLite cannot tell that it is the shorter one
+    and would choose either.
+    """
+    return column + "" == value
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from sqlalchemy import func, select, update
 
-from tinkex.server.store.sql.records import SAMPLERS
+from tinkex.server.store.sql.records import SAMPLERS, beside_index
 from tinkex.server.store.sql.schema import LOCATED, SIZED, UNSAVED, sessions
 from tinkex.server.store.sql.schema import samplers as table
 from tinkex.server.store.sql.shared import AT_ONCE, Shared
@@ -54,7 +54,8 @@ class Samplers(Shared):
         if session_id is not None:
             query = query.where(table.c.session_id == session_id)
         if model_id is not None:
-            query = query.where(table.c.model_id == model_id)
+            ours = table.c.model_id == model_id
+            query = query.where(beside_index(table.c.model_id, model_id) if unsaved else ours)
         if location is not None:
             query = query.where(table.c.location == location)
         if unsaved:
@@ -62,8 +63,9 @@ class Samplers(Shared):
         return await self._database.read(lambda c: SAMPLERS.all(c, query))
 
     async def unclosed_samplers(self) -> Sequence[Sampler]:
-        over = table.c.session_id.in_(select(sessions.c.session_id).where(~sessions.c.active))
-        query = SAMPLERS.select().where(LOCATED, over)
+        ours = sessions.c.session_id == table.c.session_id
+        over = select(sessions.c.session_id).where(ours, ~sessions.c.active)
+        query = SAMPLERS.select().where(LOCATED, over.exists())
         query = query.order_by(table.c.created_at, table.c.number)
         return await self._database.read(lambda c: SAMPLERS.all(c, query))
 

@@ -108,7 +108,7 @@ sessions = Table(
     _json("status", SessionStatus),
     _flag("active"),
     Index("sessions_owner", "owner", "created_at", "session_id"),
-    _some("sessions_active", "owner", "created_at", "session_id", where=ACTIVE),
+    _some("sessions_active", "owner", "heartbeats", where=ACTIVE),
     _some("sessions_unattended", "last_seen_at", where=UNATTENDED),
     _some("sessions_over", "last_seen_at", where=OVER),
 )

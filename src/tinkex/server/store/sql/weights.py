@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import delete, func, or_, select
 
-from tinkex.server.store.sql.records import CHECKPOINTS, LOSSES, MODELS
+from tinkex.server.store.sql.records import CHECKPOINTS, LOSSES, MODELS, beside_index
 from tinkex.server.store.sql.schema import OPEN, PUBLIC, checkpoints, models
 from tinkex.server.store.sql.shared import Shared
 
@@ -61,7 +61,7 @@ class Weights(Shared):
         # By time first: ordered by number alone, SQLite would rather read the whole table.
         query = MODELS.select().where(OPEN).order_by(models.c.created_at, models.c.number)
         if owner is not None:
-            query = query.where(models.c.owner == owner)
+            query = query.where(beside_index(models.c.owner, owner))
         return await self._database.read(lambda c: MODELS.all(c, query))
 
     def _keep_model(self, model: Model) -> Model:

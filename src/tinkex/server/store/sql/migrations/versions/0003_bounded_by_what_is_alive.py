@@ -45,7 +45,7 @@ def replace_indexes() -> None:
     ):
         op.drop_index(name)
     index("sessions_owner", "owner", "created_at", "session_id")
-    index("sessions_active", "owner", "created_at", "session_id", where="active")
+    index("sessions_active", "owner", "heartbeats", where="active")
     index("models_owner", "owner", "number")
     index("samplers_location", "location", where="location IS NOT NULL")
     index("checkpoints_owner", "owner", "created_at", "number")

@@ -1,0 +1,1 @@
+"""What a server costs after a long life."""

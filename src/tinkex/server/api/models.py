@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
 from tinkex.server.api.call import reply
@@ -132,9 +133,10 @@ async def list_training_runs(call: Call) -> Response:
         page, total = found[offset : offset + limit], total + len(others)
     else:
         page = await _own(call, project, offset, limit)
-    runs = [await _run(call, model) for model in page]
+    # Together, so that the store answers many questions at a time.
+    runs = await asyncio.gather(*(_run(call, model) for model in page))
     cursor = Cursor(offset=offset, limit=limit, total_count=total)
-    return reply(TrainingRunsResponse(training_runs=runs, cursor=cursor))
+    return reply(TrainingRunsResponse(training_runs=list(runs), cursor=cursor))
 
 
 async def _own(call: Call, project: str | None, offset: int, limit: int) -> Sequence[Model]:
@@ -170,6 +172,7 @@ async def _run(call: Call, model: Model) -> TrainingRun:
         )
         return describe(found[0]) if found else None
 
+    state, sampler = await asyncio.gather(last("weights"), last("sampler_weights"))
     return TrainingRun(
         training_run_id=model.model_id,
         base_model=model.base_model,
@@ -178,8 +181,8 @@ async def _run(call: Call, model: Model) -> TrainingRun:
         corrupted=model.corrupted,
         lora_rank=model.lora.rank,
         last_request_time=when(model.last_request_at),
-        last_checkpoint=await last("weights"),
-        last_sampler_checkpoint=await last("sampler_weights"),
+        last_checkpoint=state,
+        last_sampler_checkpoint=sampler,
         user_metadata=dict(model.user_metadata) if own else None,
     )
 

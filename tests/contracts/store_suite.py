@@ -315,18 +315,6 @@ class StoreSuite:
         assert await store.sampler_bytes("nobody") == 0
         await store.close_samplers([])
 
-    async def test_a_location_whose_session_is_over_is_still_to_be_freed(
-        self, store: Store
-    ) -> None:
-        await store.put_session(session("s"))
-        await store.put_session(session("over", status=SessionCancelled(detail="silence")))
-        await store.add_sampler(sampler("s:sample:0", location="x"))
-        left = await store.add_sampler(sampler("over:sample:0", location="y"))
-        await store.add_sampler(sampler("over:sample:1"))
-        assert await store.unclosed_samplers() == [left]
-        await store.close_samplers([left.sampler_id])
-        assert await store.unclosed_samplers() == []
-
     async def test_samplers_are_kept_and_their_copies_counted(self, store: Store) -> None:
         first = await store.add_sampler(sampler())
         assert await store.add_sampler(replace(first, base_model="other")) == first

@@ -121,10 +121,6 @@ class Store(Protocol):
         """
         ...
 
-    async def unclosed_samplers(self) -> Sequence[Sampler]:
-        """Samplers with a location whose session is over: a crash interrupted its end."""
-        ...
-
     async def sampler_bytes(self, owner: str) -> int:
         """What the saved files of an owner's samplers take up."""
         ...

@@ -179,10 +179,6 @@ class MemoryStore:
                     known, location=None, size_bytes=0, dropped=known.dropped or why
                 )
 
-    async def unclosed_samplers(self) -> Sequence[Sampler]:
-        over = {s.session_id for s in self._sessions.values() if not s.active}
-        return [s for s in self._samplers.values() if s.location and s.session_id in over]
-
     async def sampler_bytes(self, owner: str) -> int:
         return sum(s.size_bytes for s in self._samplers.values() if s.owner == owner)
 

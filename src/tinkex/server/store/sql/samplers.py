@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from sqlalchemy import func, select, update
 
 from tinkex.server.store.sql.records import SAMPLERS, beside_index
-from tinkex.server.store.sql.schema import LOCATED, SIZED, UNSAVED, sessions
+from tinkex.server.store.sql.schema import SIZED, UNSAVED
 from tinkex.server.store.sql.schema import samplers as table
 from tinkex.server.store.sql.shared import AT_ONCE, Shared
 
@@ -60,13 +60,6 @@ class Samplers(Shared):
             query = query.where(table.c.location == location)
         if unsaved:
             query = query.where(UNSAVED)
-        return await self._database.read(lambda c: SAMPLERS.all(c, query))
-
-    async def unclosed_samplers(self) -> Sequence[Sampler]:
-        ours = sessions.c.session_id == table.c.session_id
-        over = select(sessions.c.session_id).where(ours, ~sessions.c.active)
-        query = SAMPLERS.select().where(LOCATED, over.exists())
-        query = query.order_by(table.c.created_at, table.c.number)
         return await self._database.read(lambda c: SAMPLERS.all(c, query))
 
     async def close_samplers(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import sqlite3
-from contextlib import asynccontextmanager, closing, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.anyio
 
 OWNER = owner_of_key("tml-one")
+SUCCESS = {"reason": {"type": "success"}, "detail": None}
 SHORT, LONG = Past(sessions=300, samplers=30, imports=30), Past(5000, 500, 100)
 # What only what is alive is in, so that reading all of it is reading what is alive.
 OF_THE_LIVING = (
@@ -52,10 +53,11 @@ class Work:
     steps: int = 0
     statements: dict[str, Any] = field(default_factory=dict[str, Any])
 
-    async def of(self, work: Awaitable[object], path: Path) -> int:
+    async def of(self, work: Awaitable[object], path: Path, before: int | None = None) -> int:
         """The steps of some work, of which nothing may go through a whole table."""
-        self.statements.clear()
-        before = self.steps
+        if before is None:
+            self.statements.clear()
+            before = self.steps
         await work
         assert self.scans(path) == []
         return self.steps - before
@@ -217,6 +219,38 @@ async def test_no_request_costs_more_after_100_000_sessions(tmp_path: Path) -> N
     await check_requests(tmp_path, Past())
 
 
+# -- a whole life ----------------------------------------------------------------------------------
+
+
+async def steps_of_a_life(path: Path, past: Past) -> dict[str, int]:
+    """A start, and what a session comes to after it."""
+    await old_store(path, past)
+    async with AsyncExitStack() as stack:
+        work = stack.enter_context(watched())
+        api = await stack.enter_async_context(serving(path))
+        session = await api.session()
+        found = {"start": await work.of(api.model(session), path, before=0)}
+        run = f"{session}:train:0"
+        save = {"model_id": run, "seq_id": 1, "path": "one"}
+        saved = api.post("/save_weights", save)
+        found["save"] = await work.of(api.result(await saved), path)
+        publish = {"model_id": run, "seq_id": 2, "sampling_session_seq_id": 0}
+        published = api.post("/save_weights_for_sampler", publish)
+        found["publish"] = await work.of(api.result(await published), path)
+        deleted = api.call("DELETE", f"/training_runs/{run}/checkpoints/weights/one")
+        found["delete"] = await work.of(deleted, path)
+        ended = api.post(f"/sessions/{session}/finish", SUCCESS)
+        found["end"] = await work.of(ended, path)
+    return found
+
+
+async def test_a_start_and_a_session_cost_no_more_after_a_long_life(tmp_path: Path) -> None:
+    short = await steps_of_a_life(tmp_path / "short.db", SHORT)
+    long = await steps_of_a_life(tmp_path / "long.db", LONG)
+    counted = STEPS_PER_COUNTED * (LONG.runs + LONG.imports)
+    assert_no_more(short, long, {"save": counted, "publish": counted})
+
+
 # -- what the server asks its store ----------------------------------------------------------------
 
 NOW = SystemClock().wall()
@@ -226,7 +260,6 @@ CALLS: dict[str, Callable[[SqlStore], Awaitable[object]]] = {
     "open_models": lambda store: store.open_models(),
     "pending": lambda store: store.pending(),
     "unsaved samplers": lambda store: store.samplers(unsaved=True),
-    "unclosed_samplers": lambda store: store.unclosed_samplers(),
     # for one model, session, sampler or checkpoint
     "last_turn": lambda store: store.last_turn("old-0:train:0"),
     "journal": lambda store: store.journal("old-0:train:0", -1),

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
 
     from tinkex.server import Store
-    from tinkex.server.store.records import OpKind
+    from tinkex.server.store.records import CheckpointKind, OpKind
 
 LORA, ADAM = LoraConfig(rank=8, train_mlp=False), AdamOptimizerConfig()
 
@@ -375,6 +375,28 @@ class StoreSuite:
         assert await store.stored_bytes("nobody", live_at=1.0) == 0
         assert await store.saved_by_session("s") == (4, 28)
         assert await store.saved_by_session("t") == (0, 0)
+
+    async def test_the_newest_checkpoint_of_each_model_and_kind_is_found(
+        self, store: Store
+    ) -> None:
+        runs = ["s:train:0", "t:train:0"]
+        for run in (*runs, "u:train:0"):
+            for number in range(3):
+                await store.put_checkpoint(checkpoint(f"c{number}", run=run, at=float(number)))
+        sampler_weights = replace(checkpoint("x"), kind="sampler_weights", path="x", public=True)
+        await store.put_checkpoint(sampler_weights)
+        expired = replace(checkpoint("c2", run=runs[1], at=2.0), expires_at=5.0)
+        await store.put_checkpoint(expired)
+        kinds: list[CheckpointKind] = ["weights", "sampler_weights"]
+        found = await store.newest_checkpoints(runs, kinds=kinds, live_at=5.0)
+        names = {(c.model_id, c.kind): c.name for c in found}
+        assert names == {
+            ("s:train:0", "weights"): "c2",
+            ("s:train:0", "sampler_weights"): "x",
+            ("t:train:0", "weights"): "c1",
+        }
+        public = await store.newest_checkpoints(runs, kinds=kinds, live_at=5.0, public=True)
+        assert public == [sampler_weights]
 
     async def test_the_first_loss_of_an_id_stays(self, store: Store) -> None:
         first = loss()

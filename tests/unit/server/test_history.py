@@ -272,8 +272,8 @@ CALLS: dict[str, Callable[[SqlStore], Awaitable[object]]] = {
     "close_samplers": lambda store: store.close_samplers(["old-0:sample:0"]),
     "saved_by_session": lambda store: store.saved_by_session("import-0"),
     "operations of a session": lambda store: store.operations("old-0"),
-    "newest checkpoint of a run": lambda store: store.checkpoints(
-        model_id="import-0:train:0", kinds=["weights"], live_at=NOW, limit=1
+    "newest checkpoints of runs": lambda store: store.newest_checkpoints(
+        ["import-0:train:0", "import-1:train:0"], kinds=["weights"], live_at=NOW
     ),
     # for a tenant
     "count_sessions of a tenant": lambda store: store.count_sessions(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING
 
 from tinkex.server.api.call import reply
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
     from tinkex.server.api.call import Call, Handler
-    from tinkex.server.store.records import CheckpointKind
     from tinkex.types import Checkpoint
 
 MAX_RANK = 1024
@@ -133,10 +131,9 @@ async def list_training_runs(call: Call) -> Response:
         page, total = found[offset : offset + limit], total + len(others)
     else:
         page = await _own(call, project, offset, limit)
-    # Together, so that the store answers many questions at a time.
-    runs = await asyncio.gather(*(_run(call, model) for model in page))
+    runs = await _runs(call, page)
     cursor = Cursor(offset=offset, limit=limit, total_count=total)
-    return reply(TrainingRunsResponse(training_runs=list(runs), cursor=cursor))
+    return reply(TrainingRunsResponse(training_runs=runs, cursor=cursor))
 
 
 async def _own(call: Call, project: str | None, offset: int, limit: int) -> Sequence[Model]:
@@ -155,36 +152,40 @@ async def get_training_run(call: Call) -> Response:
     shared = await call.store.get_model(run) if _others_too(call) else None
     if shared is None or not await published(call, run):
         shared = await call.model(run)
-    return reply(await _run(call, shared))
+    (found,) = await _runs(call, [shared])
+    return reply(found)
 
 
 def _others_too(call: Call) -> bool:
     return call.request.query_params.get("access_scope") == "accessible"
 
 
-async def _run(call: Call, model: Model) -> TrainingRun:
-    """A run as the caller may see it: of somebody else's, only what is published."""
-    own = model.owner == call.owner
-
-    async def last(kind: CheckpointKind) -> Checkpoint | None:
-        found = await call.store.checkpoints(
-            model_id=model.model_id, kinds=[kind], public=not own, live_at=call.now(), limit=1
+async def _runs(call: Call, models: Sequence[Model]) -> list[TrainingRun]:
+    """Runs as the caller may see them: of somebody else's, only what is published."""
+    own = {model.model_id for model in models if model.owner == call.owner}
+    others = {model.model_id for model in models} - own
+    newest: dict[tuple[str, str], Checkpoint] = {}
+    for ids, public in ((own, False), (others, True)):
+        if ids:
+            found = await call.store.newest_checkpoints(
+                ids, kinds=("weights", "sampler_weights"), live_at=call.now(), public=public
+            )
+            newest.update(((each.model_id, each.kind), describe(each)) for each in found)
+    return [
+        TrainingRun(
+            training_run_id=model.model_id,
+            base_model=model.base_model,
+            model_owner=model.owner,
+            is_lora=True,
+            corrupted=model.corrupted,
+            lora_rank=model.lora.rank,
+            last_request_time=when(model.last_request_at),
+            last_checkpoint=newest.get((model.model_id, "weights")),
+            last_sampler_checkpoint=newest.get((model.model_id, "sampler_weights")),
+            user_metadata=dict(model.user_metadata) if model.model_id in own else None,
         )
-        return describe(found[0]) if found else None
-
-    state, sampler = await asyncio.gather(last("weights"), last("sampler_weights"))
-    return TrainingRun(
-        training_run_id=model.model_id,
-        base_model=model.base_model,
-        model_owner=model.owner,
-        is_lora=True,
-        corrupted=model.corrupted,
-        lora_rank=model.lora.rank,
-        last_request_time=when(model.last_request_at),
-        last_checkpoint=state,
-        last_sampler_checkpoint=sampler,
-        user_metadata=dict(model.user_metadata) if own else None,
-    )
+        for model in models
+    ]
 
 
 HANDLERS: dict[str, Handler] = {

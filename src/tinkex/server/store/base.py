@@ -147,6 +147,17 @@ class Store(Protocol):
         """Newest first; only those that still exist, or whose time is up, at a given time."""
         ...
 
+    async def newest_checkpoints(
+        self,
+        model_ids: Collection[str],
+        *,
+        kinds: Collection[CheckpointKind],
+        live_at: float,
+        public: bool = False,
+    ) -> Sequence[StoredCheckpoint]:
+        """The newest checkpoint of each of these models and kinds, as far as there is one."""
+        ...
+
     async def count_checkpoints(
         self, owner: str, *, live_at: float, kinds: Collection[CheckpointKind] | None = None
     ) -> int:

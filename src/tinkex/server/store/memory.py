@@ -221,6 +221,20 @@ class MemoryStore:
         found.reverse()
         return sorted(found, key=lambda c: -c.created_at)[offset:][:limit]
 
+    async def newest_checkpoints(
+        self,
+        model_ids: Collection[str],
+        *,
+        kinds: Collection[CheckpointKind],
+        live_at: float,
+        public: bool = False,
+    ) -> Sequence[StoredCheckpoint]:
+        found: dict[tuple[str, str], StoredCheckpoint] = {}
+        for each in await self.checkpoints(kinds=kinds, live_at=live_at, public=public):
+            if each.model_id in model_ids:
+                found.setdefault((each.model_id, each.kind), each)
+        return list(found.values())
+
     async def count_checkpoints(
         self, owner: str, *, live_at: float, kinds: Collection[CheckpointKind] | None = None
     ) -> int:

@@ -100,6 +100,24 @@ class Weights(Shared):
         query = query.limit(limit).offset(offset or None)
         return await self._database.read(lambda c: CHECKPOINTS.all(c, query))
 
+    async def newest_checkpoints(
+        self,
+        model_ids: Collection[str],
+        *,
+        kinds: Collection[CheckpointKind],
+        live_at: float,
+        public: bool = False,
+    ) -> Sequence[StoredCheckpoint]:
+        order = (checkpoints.c.created_at.desc(), checkpoints.c.number.desc())
+        group = (checkpoints.c.model_id, checkpoints.c.kind)
+        place = func.row_number().over(partition_by=group, order_by=order).label("place")
+        ours: Select[Any] = select(checkpoints.c.number).add_columns(place)
+        ours = ours.where(checkpoints.c.model_id.in_(model_ids))
+        ranked = _living(ours.where(PUBLIC) if public else ours, live_at, kinds).subquery()
+        first = select(ranked.c.number).where(ranked.c.place == 1)
+        query = CHECKPOINTS.select().where(checkpoints.c.number.in_(first))
+        return await self._database.read(lambda c: CHECKPOINTS.all(c, query))
+
     async def count_checkpoints(
         self, owner: str, *, live_at: float, kinds: Collection[CheckpointKind] | None = None
     ) -> int:

@@ -291,6 +291,7 @@ class StoreSuite:
         assert await store.samplers(location="nowhere") == []
         assert await store.samplers(model_id="s:train:0") == [fresh, saved]
         assert await store.samplers(unsaved=True) == [fresh, other]
+        assert await store.samplers(located=True) == [pinned, saved]
         assert await store.samplers(model_id="s:train:0", unsaved=True) == [fresh]
 
     async def test_closed_samplers_have_no_weights_and_say_why(self, store: Store) -> None:

@@ -259,6 +259,7 @@ CALLS: dict[str, Callable[[SqlStore], Awaitable[object]]] = {
     "touch_sessions": lambda store: store.touch_sessions(NOW),
     "open_models": lambda store: store.open_models(),
     "pending": lambda store: store.pending(),
+    "located samplers": lambda store: store.samplers(located=True),
     "unsaved samplers": lambda store: store.samplers(unsaved=True),
     # for one model, session, sampler or checkpoint
     "last_turn": lambda store: store.last_turn("old-0:train:0"),

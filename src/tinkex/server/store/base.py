@@ -107,8 +107,12 @@ class Store(Protocol):
         model_id: str | None = None,
         location: str | None = None,
         unsaved: bool = False,
+        located: bool = False,
     ) -> Sequence[Sampler]:
-        """Oldest first; if `unsaved`, those whose weights are in the engine's memory only."""
+        """Oldest first; if `unsaved`, those whose weights are in the engine's memory only.
+
+        If `located`, those whose weights are in a file.
+        """
         ...
 
     async def close_samplers(

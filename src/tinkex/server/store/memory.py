@@ -159,6 +159,7 @@ class MemoryStore:
         model_id: str | None = None,
         location: str | None = None,
         unsaved: bool = False,
+        located: bool = False,
     ) -> Sequence[Sampler]:
         return [
             s
@@ -167,6 +168,7 @@ class MemoryStore:
             and model_id in (None, s.model_id)
             and location in (None, s.location)
             and (not unsaved or (s.snapshot and s.location is None and s.dropped is None))
+            and (not located or s.location is not None)
         ]
 
     async def close_samplers(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from sqlalchemy import func, select, update
 
 from tinkex.server.store.sql.records import SAMPLERS, beside_index
-from tinkex.server.store.sql.schema import SIZED, UNSAVED
+from tinkex.server.store.sql.schema import LOCATED, SIZED, UNSAVED
 from tinkex.server.store.sql.schema import samplers as table
 from tinkex.server.store.sql.shared import AT_ONCE, Shared
 
@@ -48,6 +48,7 @@ class Samplers(Shared):
         model_id: str | None = None,
         location: str | None = None,
         unsaved: bool = False,
+        located: bool = False,
     ) -> Sequence[Sampler]:
         # By time first: ordered by number alone, SQLite would rather read the whole table.
         query = SAMPLERS.select().order_by(table.c.created_at, table.c.number)
@@ -60,6 +61,8 @@ class Samplers(Shared):
             query = query.where(table.c.location == location)
         if unsaved:
             query = query.where(UNSAVED)
+        if located:
+            query = query.where(LOCATED)
         return await self._database.read(lambda c: SAMPLERS.all(c, query))
 
     async def close_samplers(

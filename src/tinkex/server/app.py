@@ -48,8 +48,8 @@ from tinkex.server.observe.polls import Polls
 from tinkex.server.observe.readiness import Readiness
 from tinkex.server.observe.requests import Observed
 from tinkex.server.observe.seen import seen_by
+from tinkex.server.scheduler.outcomes import Waiters
 from tinkex.server.scheduler.upkeep import Upkeep
-from tinkex.server.scheduler.waiters import Waiters
 from tinkex.server.scheduler.worker import Worker
 from tinkex.server.settings import Settings
 from tinkex.wire.routes import HEALTHZ, PREFIX, ROUTES, SESSION_HEARTBEAT
@@ -137,20 +137,12 @@ def create_app(
 @asynccontextmanager
 async def running(parts: Parts) -> AsyncGenerator[None]:
     """Run what works between requests."""
-    settings = parts.settings
-    upkeep = Upkeep(
-        parts.store,
-        parts.worker,
-        parts.clock,
-        interval_s=settings.upkeep_interval_s,
-        session_timeout_s=settings.session_timeout_s,
-        result_ttl_s=settings.result_ttl_s,
-    )
+    upkeep = Upkeep(parts.store, parts.worker, parts.clock, parts.settings)
     failure: Exception | None = None
     async with anyio.create_task_group() as group:
         group.start_soon(parts.worker.run)
         group.start_soon(upkeep.run)
-        group.start_soon(History(parts.store, parts.worker, parts.clock, settings).run)
+        group.start_soon(History(parts.store, parts.worker, parts.clock, parts.settings).run)
         group.start_soon(parts.uploads.run)
         try:
             yield
@@ -212,7 +204,11 @@ def _endpoint(parts: Parts, route: Any) -> Endpoint:
         try:
             seen.owner = owner = "" if public else await _owner(parts, request, route.name)
             check_scope(request)
-            return await handler(Call(request=request, parts=parts, owner=owner))
+            call = Call(request=request, parts=parts, owner=owner)
+            if route.name in training.IN_ORDER:
+                with parts.worker.arriving(owner):
+                    return await handler(call)
+            return await handler(call)
         except ClientDisconnect:
             return Response(status_code=499)  # nobody reads it
         except Exception as error:  # noqa: BLE001  # a request ends here, answered

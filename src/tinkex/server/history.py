@@ -50,7 +50,7 @@ class History:
         before = self._clock.wall() - self._settings.result_ttl_s
         while found := await self._store.unattended_sessions(before, _AT_ONCE):
             for session in found:
-                if await self._worker.rows.end_session(session, status):
+                if await self._worker.changes.end_session(session, status):
                     await self._worker.end_session(session.session_id)
             await self._clock.sleep(_PAUSE_S)
 

@@ -10,8 +10,8 @@ import anyio
 import pytest
 
 from tinkex.server import Settings
-from tinkex.server.scheduler.plan import Lane, Waiting, plan
-from tinkex.server.scheduler.shares import Shares
+from tinkex.server.scheduler.plan import Queue, plan
+from tinkex.server.scheduler.samples import Shares
 from tinkex.server.store.records import Operation
 from tinkex.testing import FakeClock, FakeEngine, FakeServer
 
@@ -117,17 +117,24 @@ async def test_one_sampler_goes_on_beside_a_flood_of_samples() -> None:
 # -- the decisions alone ---------------------------------------------------------------------------
 
 
-def lane(model: str, owner: str, kinds: str, arrived_at: float = 0.0) -> Lane:
+def lane(model: str, owner: str, kinds: str, arrived_at: float = 0.0) -> Queue:
     """A lane whose operations are named by a letter each: t(rain), o(ptim)."""
     names: dict[str, Any] = {"t": "forward_backward", "o": "optim_step"}
-    made = Lane(model)
+    made = Queue(model)
     for seq, letter in enumerate(kinds):
-        op = Waiting(f"{model}:{seq}", seq, names[letter], owner, arrived_at)
-        made.waiting[seq] = op
+        made.waiting[seq] = Operation(
+            op_id=f"{model}:{seq}",
+            kind=names[letter],
+            owner=owner,
+            session_id="s",
+            created_at=arrived_at,
+            seq_id=seq,
+            model_id=model,
+        )
     return made
 
 
-def batch(lanes: Sequence[Lane], most: int, **turns: int) -> dict[str, int]:
+def batch(lanes: Sequence[Queue], most: int, **turns: int) -> dict[str, int]:
     decided = plan(
         lanes, 10.0, device_busy=False, gap_timeout_s=60.0, max_batch_ops=most, turns=turns
     )

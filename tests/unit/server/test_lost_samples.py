@@ -8,7 +8,7 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from tinkex.server.scheduler.lost import BLOCK, LostSamples
+from tinkex.server.scheduler.lost_samples import BLOCK, LostSamples
 from tinkex.server.store.memory import MemoryStore
 from tinkex.server.store.records import Operation, Sampler
 from tinkex.testing import FakeClock

@@ -5,22 +5,35 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinkex.server.scheduler.plan import Lane, Plan, Waiting, plan
+from tinkex.server.scheduler.plan import Plan, Queue, plan, work_of
+from tinkex.server.store.records import Operation
 
 
-def lane(model: str, *ops: tuple[int, str], next_seq: int = 1, arrived: float = 0.0) -> Lane:
-    made = Lane(model, next_seq=next_seq, last_arrival=arrived)
+def waiting(model: str, seq: int, kind: str, owner: str, arrived: float) -> Operation:
+    return Operation(
+        op_id=f"{model}:{seq}",
+        kind=kind,  # type: ignore[arg-type]
+        owner=owner,
+        session_id="s",
+        created_at=arrived,
+        seq_id=seq,
+        model_id=model,
+    )
+
+
+def lane(model: str, *ops: tuple[int, str], next_seq: int = 1, arrived: float = 0.0) -> Queue:
+    made = Queue(model, next_seq=next_seq, last_arrival=arrived)
     for seq, kind in ops:
-        made.waiting[seq] = Waiting(f"{model}:{seq}", seq, kind, f"owner-{model[0]}", arrived)  # type: ignore[arg-type]
+        made.waiting[seq] = waiting(model, seq, kind, f"owner-{model[0]}", arrived)
     return made
 
 
-def decide(*lanes: Lane, now: float = 0.0, busy: bool = False, most: int = 64) -> Plan:
+def decide(*lanes: Queue, now: float = 0.0, busy: bool = False, most: int = 64) -> Plan:
     return plan(lanes, now, device_busy=busy, gap_timeout_s=60, max_batch_ops=most)
 
 
 def batches(decided: Plan) -> list[list[str]]:
-    return [batch.op_ids for batch in decided.batches]
+    return [[op.op_id for op in batch.operations] for batch in decided.batches]
 
 
 def test_the_next_seq_id_runs_and_its_followers_of_the_same_work_join_it() -> None:
@@ -33,7 +46,7 @@ def test_an_operation_that_came_too_early_is_held_until_its_predecessor_arrives(
     held = decide(queue, now=20)
     assert batches(held) == []
     assert held.wake_at == 70
-    queue.waiting[1] = Waiting("a:1", 1, "forward_backward", "o", 21)
+    queue.waiting[1] = waiting("a", 1, "forward_backward", "o", 21)
     assert batches(decide(queue, now=21)) == [["a:1", "a:2", "a:3"]]
 
 
@@ -93,13 +106,13 @@ KINDS = ["forward", "forward_backward", "optim_step", "save_weights"]
 def test_whatever_the_order_of_arrival_each_runs_once_and_in_turn(
     arrivals: list[int], kinds: list[str], missing: set[int], most: int
 ) -> None:
-    queue, ran, now = Lane("a", next_seq=1), list[int](), 0.0
+    queue, ran, now = Queue("a", next_seq=1), list[int](), 0.0
 
     def run_all() -> None:
         while batches := decide(queue, now=now, most=most).batches:
             (batch,) = batches
             ((_, run),) = batch.runs
-            assert len({op.work for op in run}) == 1
+            assert len({work_of(op) for op in run}) == 1
             assert len(run) <= most
             for op in run:
                 del queue.waiting[op.seq_id]
@@ -111,7 +124,7 @@ def test_whatever_the_order_of_arrival_each_runs_once_and_in_turn(
             continue
         now += 1
         queue.last_arrival = now
-        queue.waiting[seq] = Waiting(f"a:{seq}", seq, kinds[seq - 1], "o", now)  # type: ignore[arg-type]
+        queue.waiting[seq] = waiting("a", seq, kinds[seq - 1], "o", now)
         run_all()
     first_gap = min(missing, default=9)
     assert ran == list(range(1, first_gap))
@@ -132,7 +145,7 @@ def test_a_suspect_shares_no_batch_and_the_others_wait_for_the_next_one() -> Non
 
 def test_a_lane_that_rests_is_left_alone_until_its_time() -> None:
     queue = lane("a", (1, "optim_step"))
-    queue.rest_until = 30.0
+    queue.not_before = 30.0
     held = decide(queue, now=20)
     assert (batches(held), held.wake_at) == ([], 30.0)
     assert batches(decide(queue, now=30)) == [["a:1"]]

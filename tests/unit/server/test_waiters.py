@@ -5,7 +5,7 @@ from __future__ import annotations
 import anyio
 import pytest
 
-from tinkex.server.scheduler.waiters import Waiters
+from tinkex.server.scheduler.outcomes import Waiters
 from tinkex.testing import FakeClock
 
 pytestmark = pytest.mark.anyio

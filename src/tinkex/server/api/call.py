@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from tinkex.server.observe.meters import Meters
     from tinkex.server.observe.polls import Polls
     from tinkex.server.observe.readiness import Readiness
-    from tinkex.server.scheduler.waiters import Waiters
+    from tinkex.server.scheduler.outcomes import Waiters
     from tinkex.server.scheduler.worker import Worker
     from tinkex.server.settings import Settings
     from tinkex.server.store.base import Store

@@ -11,9 +11,7 @@ from tinkex.errors import AuthenticationError, TinkerError
 from tinkex.server.api.call import reply
 from tinkex.server.api.errors import refuse
 from tinkex.server.api.sessions import when
-from tinkex.server.scheduler import quota
-from tinkex.server.scheduler.checks import check_ttl, is_readable
-from tinkex.server.scheduler.quota import is_live
+from tinkex.server.scheduler.checkpoints import check_ttl, is_live, is_readable
 from tinkex.server.store.records import AuditEntry, Model
 from tinkex.types import (
     Checkpoint,
@@ -77,10 +75,7 @@ async def published(call: Call, model_id: str | None = None) -> Sequence[StoredC
 
 async def check_room(call: Call, size_bytes: int) -> None:
     """Refuse to keep more than the caller has room for."""
-    most, now = call.settings.max_stored_bytes, call.now()
-    used = await call.store.stored_bytes(call.owner, live_at=now)
-    if used + size_bytes > most or used >= most:
-        quota.check_room(await call.store.checkpoints(owner=call.owner), most, now, size_bytes)
+    await call.worker.checkpoints.make_room(call.owner, size_bytes)
 
 
 async def readers(call: Call, token: str | None) -> tuple[str, ...]:
@@ -172,13 +167,13 @@ def _known_kinds(call: Call) -> list[CheckpointKind]:
 async def delete_checkpoint(call: Call) -> Response:
     """Delete; samplers made before keep what they have."""
     checkpoint = await _own(call)
-    rows = call.worker.rows
+    rows = call.worker.changes
     # It ends now, whatever becomes of its files; what fails below is tried again by the upkeep.
     if not await rows.change_checkpoint(checkpoint, expires_at=call.now()):
         raise _gone(checkpoint.path)
     await _audit(call, "checkpoint_deleted", checkpoint)
     try:
-        await call.worker.saves.forget_location(checkpoint.location)
+        await call.worker.checkpoints.forget_location(checkpoint.location)
         await rows.delete_checkpoint(checkpoint)
     except TinkerError as error:
         _log.warning("%s will be deleted later: %s", checkpoint.path, error)
@@ -198,7 +193,7 @@ async def unpublish_checkpoint(call: Call) -> Response:
 async def _set_public(call: Call, public: bool) -> Response:
     checkpoint = await _own(call)
     if checkpoint.public != public:
-        if not await call.worker.rows.change_checkpoint(checkpoint, public=public):
+        if not await call.worker.changes.change_checkpoint(checkpoint, public=public):
             raise _gone(checkpoint.path)
         event = "checkpoint_published" if public else "checkpoint_unpublished"
         await _audit(call, event, checkpoint)
@@ -212,7 +207,7 @@ async def set_checkpoint_ttl(call: Call) -> Response:
     check_ttl(request.ttl_seconds)
     ttl_s = request.ttl_seconds
     expires_at = None if ttl_s is None else call.now() + ttl_s
-    if not await call.worker.rows.change_checkpoint(checkpoint, expires_at=expires_at):
+    if not await call.worker.changes.change_checkpoint(checkpoint, expires_at=expires_at):
         raise _gone(checkpoint.path)
     await _audit(call, "checkpoint_ttl_set", checkpoint)
     return reply()

@@ -17,7 +17,7 @@ from tinkex.server.api.errors import refuse
 from tinkex.server.api.exports import ARCHIVE, FILES
 from tinkex.server.api.ranges import send
 from tinkex.server.api.sessions import when
-from tinkex.server.scheduler.quota import is_live
+from tinkex.server.scheduler.checkpoints import is_live
 from tinkex.types import ExternalWeightsUrlsResponse
 from tinkex.wire import routes
 from tinkex.wire.bodies import ArchiveUrlResponse

@@ -21,7 +21,7 @@ from tinkex.server.api.adapter_body import EXTRA_BYTES, Incoming, receive_adapte
 from tinkex.server.api.call import reply
 from tinkex.server.api.checkpoints import check_room
 from tinkex.server.api.errors import refuse
-from tinkex.server.scheduler.checks import check_name
+from tinkex.server.scheduler.checkpoints import check_name
 from tinkex.server.store.records import AuditEntry, Model, StoredCheckpoint
 from tinkex.types import AdamOptimizerConfig
 from tinkex.wire import routes

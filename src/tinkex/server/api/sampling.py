@@ -10,8 +10,8 @@ from tinkex.server.api.checkpoints import readable, readers
 from tinkex.server.api.errors import refuse
 from tinkex.server.api.sessions import open_session
 from tinkex.server.api.submit import accepted
-from tinkex.server.scheduler.checks import check_sampleable
-from tinkex.server.scheduler.lost import CLONE_BLOCK
+from tinkex.server.scheduler.checkpoints import check_sampleable
+from tinkex.server.scheduler.lost_samples import CLONE_BLOCK
 from tinkex.server.store.records import Operation, Sampler
 from tinkex.types import (
     CreateSamplingSessionRequest,

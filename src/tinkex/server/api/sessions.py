@@ -123,7 +123,7 @@ async def finish_session(call: Call) -> Response:
     request = await call.json(FinishSessionRequest)
     session = await call.session(call.param("session"))
     status = ClientSessionFinished(reason=request.reason, detail=request.detail)
-    if await call.worker.rows.end_session(session, status):
+    if await call.worker.changes.end_session(session, status):
         await call.worker.end_session(session.session_id)
     return reply()
 
@@ -134,7 +134,7 @@ async def set_session_project(call: Call) -> Response:
     if not request.project_id:
         raise refuse(400, "project_id is empty; name the project.")
     session = await call.session(call.param("session"))
-    rows, project_id = call.worker.rows, request.project_id
+    rows, project_id = call.worker.changes, request.project_id
     await rows.change_session(session.session_id, project_id=project_id)
     for model in await call.store.models(session_id=session.session_id):
         await rows.change_model(model.model_id, project_id=project_id)

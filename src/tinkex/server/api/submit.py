@@ -91,7 +91,7 @@ async def _submit_unnumbered(call: Call, operation: Operation) -> Operation:
         return first
     await _check(call, operation)
     model_id = operation.model_id or ""
-    seq_id = call.worker.take_turn(model_id)
+    seq_id = await call.worker.take_turn(model_id)
     operation = replace(operation, op_id=f"{model_id}:{seq_id}", seq_id=seq_id)
     try:
         if key:

@@ -15,7 +15,7 @@ from tinkex.server.api.decode import (
 from tinkex.server.api.errors import refuse
 from tinkex.server.api.sessions import as_strings
 from tinkex.server.api.submit import accepted, submit_training
-from tinkex.server.scheduler.checks import check_loadable
+from tinkex.server.scheduler.checkpoints import check_loadable
 from tinkex.server.store.records import LoadOrder, Model, Operation, StoredLoss
 from tinkex.types import (
     AdamOptimizerConfig,
@@ -223,6 +223,20 @@ async def create_custom_loss(call: Call) -> Response:
     value = CreateCustomLossResponse(loss_id=loss_id)
     return accepted(await call.worker.submit_done(operation, value))
 
+
+# Requests that are numbered: those behind one of them wait while it is being read.
+IN_ORDER = frozenset(
+    route.name
+    for route in (
+        routes.FORWARD_BACKWARD,
+        routes.FORWARD,
+        routes.OPTIM_STEP,
+        routes.SAVE_WEIGHTS,
+        routes.SAVE_WEIGHTS_FOR_SAMPLER,
+        routes.SAVE_WEIGHTS_EXTERNAL,
+        routes.LOAD_WEIGHTS,
+    )
+)
 
 HANDLERS: dict[str, Handler] = {
     routes.FORWARD_BACKWARD.name: forward_backward,

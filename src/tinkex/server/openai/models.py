@@ -10,7 +10,7 @@ from tinkex.errors import NotFoundError
 from tinkex.server.api.call import reply
 from tinkex.server.api.checkpoints import live_checkpoints, readable, readers
 from tinkex.server.openai.errors import problem
-from tinkex.server.scheduler.checks import check_sampleable
+from tinkex.server.scheduler.checkpoints import check_sampleable
 
 if TYPE_CHECKING:
     from starlette.responses import Response

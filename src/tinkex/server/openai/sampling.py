@@ -14,8 +14,8 @@ import anyio
 from tinkex.engine.base import SampleOp
 from tinkex.errors import InputError, RequestFailedError
 from tinkex.server.openai.errors import problem
-from tinkex.server.scheduler.finishing import CANCELLED
 from tinkex.server.scheduler.jobs import sampled
+from tinkex.server.scheduler.outcomes import CANCELLED
 from tinkex.server.store.records import Operation, Outcome, UsageEntry
 from tinkex.types import ModelInput, SamplingParams, Usage
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from tinkex.engine.base import AdapterSpec, CustomLoss, OptimOp, SampleOp, TrainOp
-from tinkex.errors import InputError
-from tinkex.server.scheduler.checks import failure
+from tinkex.errors import InputError, RequestFailedError
+from tinkex.server.scheduler.checkpoints import failure
 from tinkex.types import OptimStepResponse, Usage
 
 if TYPE_CHECKING:
@@ -127,4 +127,14 @@ def spec_of(model: Model) -> AdapterSpec:
         base_model=model.base_model,
         lora=model.lora,
         optimizer=model.optimizer,
+    )
+
+
+def died_under(op: Operation) -> RequestFailedError:
+    """What is said of an operation that is not tried again."""
+    return RequestFailedError(
+        "the engine died each time this operation ran, so it is not tried again; it may need more "
+        "memory than there is",
+        op.op_id,
+        "server",
     )

@@ -1,53 +1,37 @@
-"""The scheduler's loop: what is started when, and what happens to lanes afterwards.
-
-Everything the engine does to a model happens while its lane is busy: a restore, a batch, a
-snapshot, or leaving.
-"""
+"""The scheduler's loop: decides what starts when, and runs batches of many models."""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, cast
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
 
 import anyio
 
 from tinkex.clock import time_limit
-from tinkex.errors import EngineDiedError, RequestFailedError, StorageError
-from tinkex.server.scheduler.control import needs_model
-from tinkex.server.scheduler.finishing import retry_wait_s
+from tinkex.errors import EngineDiedError, InputError, RequestFailedError, StorageError
+from tinkex.server.scheduler.engine_access import EngineRestartedError
+from tinkex.server.scheduler.jobs import died_under, stepped, trained
 from tinkex.server.scheduler.plan import plan
-from tinkex.server.scheduler.residents import EngineRestartedError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 
     from anyio.abc import TaskGroup
 
     from tinkex.clock import Clock
-    from tinkex.server.scheduler.batches import Batches
-    from tinkex.server.scheduler.endings import Endings
-    from tinkex.server.scheduler.finishing import Finishing
-    from tinkex.server.scheduler.lanes import Lanes
-    from tinkex.server.scheduler.plan import Batch, Lane, Waiting
-    from tinkex.server.scheduler.published import Published
-    from tinkex.server.scheduler.recovery import Recovery
-    from tinkex.server.scheduler.residents import Residents
-    from tinkex.server.scheduler.snapshots import Snapshots
-    from tinkex.server.scheduler.suspects import Suspects
+    from tinkex.server.scheduler.engine_access import EngineAccess
+    from tinkex.server.scheduler.jobs import Done, Jobs
+    from tinkex.server.scheduler.model_run import ModelRun
+    from tinkex.server.scheduler.outcomes import Outcomes
+    from tinkex.server.scheduler.plan import Batch, Work
+    from tinkex.server.settings import Settings
     from tinkex.server.store.records import Operation
 
+# The next batch waits so long for the snapshots of models that would be in it.
 _SNAPSHOT_PATIENCE_S = 0.05
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class _Wanted:
-    """A model that a sample waits for; `error` says why it will not come."""
-
-    done: anyio.Event = field(default_factory=anyio.Event)
-    error: Exception | None = None
 
 
 class Loop:
@@ -55,246 +39,225 @@ class Loop:
 
     def __init__(
         self,
+        runs: dict[str, ModelRun],
         clock: Clock,
-        lanes: Lanes,
-        residents: Residents,
-        suspects: Suspects,
-        recovery: Recovery,
-        batches: Batches,
-        published: Published,
-        snapshots: Snapshots,
-        endings: Endings,
-        finishing: Finishing,
-        *,
-        gap_timeout_s: float,
-        max_batch_ops: int,
+        access: EngineAccess,
+        jobs: Jobs,
+        outcomes: Outcomes,
+        settings: Settings,
+        arriving: Callable[[], Mapping[str, float]],
     ) -> None:
+        self._runs = runs
         self._clock = clock
-        self._lanes = lanes
-        self._residents = residents
-        self._suspects = suspects
-        self._recovery = recovery
-        self._batches = batches
-        self._published = published
-        self._snapshots = snapshots
-        self._endings = endings
-        self._finishing = finishing
-        self._gap_timeout_s = gap_timeout_s
-        self._max_batch_ops = max_batch_ops
+        self._access = access
+        self._jobs = jobs
+        self._outcomes = outcomes
+        self._settings = settings
+        self._arriving = arriving
         # Mutable state: in which batch each owner had its last turn, whether the device runs one,
-        # models that samples wait for, models that kill the engine when they are restored,
-        # whether anything new is started, and the loop's wake-up.
+        # whether a request on its way is waited for, whether anything new is started, and the
+        # loop's wake-up.
         self._turns: dict[str, int] = {}
         self._device_busy = False
-        self._wanted: dict[str, _Wanted] = {}
-        self._given_up: set[str] = set()
+        self._held = False
         self._stopping = False
-        self._bell = anyio.Event()
+        self._changed = anyio.Event()
 
-    def ring(self) -> None:
-        """Plan again."""
-        self._bell.set()
+    def plan_again(self) -> None:
+        """Something has changed."""
+        self._changed.set()
 
-    async def bring_back(self, model_id: str) -> None:
-        """Return when the engine has a model; raises why it cannot have it."""
-        if self._residents.has_model(model_id):
-            return
-        self._lanes.lane(model_id)
-        wanted = self._wanted.setdefault(model_id, _Wanted())
-        self.ring()
-        await wanted.done.wait()
-        if wanted.error is not None:
-            raise wanted.error
+    def arrived(self) -> None:
+        """A request that was on its way is here, or will not come."""
+        if self._held:
+            self.plan_again()
 
     async def run(self, group: TaskGroup) -> None:
         """Plan and start work until cancelled."""
         self._stopping, self._device_busy = False, False
         while True:
             # Before planning, so that what arrives meanwhile is planned next.
-            self._bell = anyio.Event()
+            self._changed = anyio.Event()
             wait_s = None if self._stopping else self._start(group)
             async with time_limit(self._clock, wait_s):
-                await self._bell.wait()
+                await self._changed.wait()
 
     async def stop(self) -> None:
-        """Start nothing new, and return when what runs has ended."""
+        """Start nothing new, and return when what runs has ended and is written down."""
         self._stopping = True
-        while any(lane.busy for lane in self._lanes):
-            await self._bell.wait()
-
-    async def write_down(self) -> None:
-        """Take a snapshot of every model that has changed; for the end, when nothing runs."""
-        for model_id in self._residents.models():
-            lane = self._lanes.get(model_id)
-            if lane is not None and self._snapshots.changed(model_id):
-                await self._published.saved(model_id)
-                await self._snapshots.try_take(model_id, lane.next_seq - 1)
+        while any(run.active for run in self._runs.values()):
+            await self._changed.wait()
+        for run in list(self._runs.values()):
+            await run.save_changes()
 
     def _start(self, group: TaskGroup) -> float | None:
         """Start what can be; returns how long to wait if nothing happens before."""
         now = self._clock.now()
-        for model_id in self._endings.ready():
-            self._hold(model_id)
-            group.start_soon(self._leave, model_id)
-        for lane in list(self._lanes):
-            if not lane.busy and lane.rest_until <= now and self._is_missing(lane):
-                lane.busy = True
-                group.start_soon(self._restore, lane)
+        for run in list(self._runs.values()):
+            if run.over:
+                del self._runs[run.model_id]
+            elif run.queue.not_before <= now:
+                if run.may_leave:
+                    run.begin("leaving")
+                    group.start_soon(_watched, run, run.drop)
+                elif run.missing:
+                    run.begin("restoring")
+                    group.start_soon(_watched, run, run.restore)
         decided = plan(
-            self._lanes,
+            [run.queue for run in self._runs.values()],
             now,
             device_busy=self._device_busy,
-            gap_timeout_s=self._gap_timeout_s,
-            max_batch_ops=self._max_batch_ops,
+            gap_timeout_s=self._settings.gap_timeout_s,
+            max_batch_ops=self._settings.max_batch_ops,
             turns=self._turns,
-            suspects=self._suspects,
+            suspects=self._access,
+            arriving=self._arriving(),
         )
+        self._held = decided.held
         for batch in decided.batches:
-            operations = self._lanes.take(batch)
+            for model_id, operations in batch.runs:
+                self._runs[model_id].take(operations)
             if batch.work != "control":
                 self._device_busy = True
-                self._count_turn(operations)
-            group.start_soon(self._run_batch, group, batch, operations)
-        wakes = [decided.wake_at] if decided.wake_at is not None else []
-        wakes += [
-            lane.rest_until
-            for lane in self._lanes
-            if lane.model_id in self._wanted and lane.rest_until > now
-        ]
-        return min(wakes) - now if wakes else None
+                self._count_turn(batch.operations)
+            group.start_soon(self._run_batch, group, batch)
+        wakes = [run.wakes_at for run in self._runs.values()]
+        later = [at for at in (*wakes, decided.wake_at) if at is not None and at > now]
+        return min(later) - now if later else None
 
     def _count_turn(self, operations: Sequence[Operation]) -> None:
         turn = max(self._turns.values(), default=0) + 1
+        # Owners with nothing in the last batches need no place in the order.
+        self._turns = {owner: last for owner, last in self._turns.items() if last > turn - 1000}
         self._turns.update((op.owner, turn) for op in operations)
 
-    def _hold(self, model_id: str) -> None:
-        lane = self._lanes.get(model_id)
-        if lane is not None:
-            lane.busy = True
-
-    def _is_missing(self, lane: Lane) -> bool:
-        """Whether the lane's next work needs a model that the engine does not have."""
-        head = lane.head
-        operation = None if head is None else self._lanes.waiting(head.op_id)
-        needed = operation is not None and needs_model(operation)
-        wanted = needed or lane.model_id in self._wanted
-        return wanted and not self._residents.has_model(lane.model_id)
-
-    async def _restore(self, lane: Lane) -> None:
-        name = f"restoring {lane.model_id}"
-        error: Exception | None = None
-        try:
-            if lane.model_id in self._given_up:
-                raise _cannot_be_restored(lane.model_id)
-            await self._recovery.restore(lane.model_id)
-            self._suspects.clear(name)
-            lane.failures = 0
-            self._answer(lane.model_id, None)
-        except EngineRestartedError as restarted:
-            self._rest(lane, restarted, wait=self._residents.hopeless)
-        except EngineDiedError:
-            if self._suspects.blame(name):
-                self._given_up.add(lane.model_id)
-                error = _cannot_be_restored(lane.model_id)
-        except StorageError as failed:
-            self._rest(lane, failed, wait=True)
-        except Exception as failed:  # noqa: BLE001 - what waits for the model is told
-            error = failed
-        if error is not None:
-            await self._give_up(lane, error)
-        self._free(lane)
-
-    async def _give_up(self, lane: Lane, error: Exception) -> None:
-        """The model does not come back: what needs it first fails, the rest tries again."""
-        self._answer(lane.model_id, error)
-        head = lane.head
-        operation = None if head is None else self._lanes.withdraw_head(head.op_id)
-        if operation is not None:
-            await self._finishing.finish(operation, self._finishing.settled(operation, error))
-            self._lanes.passed(lane.model_id, operation.seq_id)
-
-    def _answer(self, model_id: str, error: Exception | None) -> None:
-        wanted = self._wanted.pop(model_id, None)
-        if wanted is not None:
-            wanted.error = error
-            wanted.done.set()
-
-    async def _run_batch(
-        self, group: TaskGroup, batch: Batch, operations: Sequence[Operation]
-    ) -> None:
-        lanes = [cast("Lane", self._lanes.get(model_id)) for model_id, _ in batch.runs]
-        again: Sequence[Operation] = operations
-        try:
-            again = await self._batches.run(batch.work, operations)
-            for lane in lanes:
-                lane.failures = 0
-        except StorageError as error:
-            for lane in lanes:
-                self._rest(lane, error, wait=True)
-        except Exception as error:  # noqa: BLE001 - the batch ends here; what it left is pending
-            _log.exception("a batch did not end as it should")
-            for lane in lanes:
-                self._rest(lane, error, wait=True)
-        self._lanes.put_back(again)
-        if again and self._residents.hopeless:
-            for lane in lanes:
-                self._rest(lane, EngineDiedError("there is no engine"), wait=True)
-        written = [
-            self._after(group, lane, run, again)
-            for lane, (_, run) in zip(lanes, batch.runs, strict=True)
-        ]
+    async def _run_batch(self, group: TaskGroup, batch: Batch) -> None:
+        runs = [self._runs[model_id] for model_id, _ in batch.runs]
+        again, error = await self._execute(batch, runs)
+        if again and self._access.hopeless:
+            error = error or EngineDiedError("there is no engine")
+        written: list[anyio.Event] = []
+        for run, (_, operations) in zip(runs, batch.runs, strict=True):
+            left = [op for op in again if op.model_id == run.model_id]
+            if run.ran(operations[-1].seq_id, left, error):
+                written.append(anyio.Event())
+                group.start_soon(_snapshot, run, written[-1])
         if batch.work != "control":
-            if any(written):
-                await self._be_patient([done for done in written if done is not None])
+            # The next batch is better with these models in it, but waits for no slow disk.
+            async with time_limit(self._clock, _SNAPSHOT_PATIENCE_S if written else None):
+                for done in written:
+                    await done.wait()
             self._device_busy = False
-        self.ring()
+        self.plan_again()
 
-    async def _be_patient(self, written: Sequence[anyio.Event]) -> None:
-        """The next batch is better with these lanes in it, but does not wait for a slow disk."""
-        async with time_limit(self._clock, _SNAPSHOT_PATIENCE_S):
-            for done in written:
-                await done.wait()
+    async def _execute(
+        self, batch: Batch, runs: Sequence[ModelRun]
+    ) -> tuple[Sequence[Operation], Exception | None]:
+        """Run operations; returns those that have to run again, and why only after a while."""
+        operations, now = batch.operations, self._clock.wall()
+        started = [replace(op, state="running", started_at=now) for op in operations]
+        ended: set[str] = set()
+        try:
+            await self._outcomes.start([op.op_id for op in started], now)
+            results = await self._results(batch.work, runs, started)
+            await self._settle(runs, started, results, ended)
+        except EngineRestartedError:
+            return operations, None
+        except EngineDiedError:
+            return await self._blamed(operations), None
+        except StorageError as error:
+            return operations, error
+        except Exception as error:  # noqa: BLE001 - the batch ends here; what is left runs again
+            _log.exception("a batch did not end as it should")
+            for run in runs:
+                run.evict()
+            return [op for op in operations if op.op_id not in ended], error
+        return (), None
 
-    def _after(
-        self, group: TaskGroup, lane: Lane, run: Sequence[Waiting], again: Sequence[Operation]
-    ) -> anyio.Event | None:
-        """Let a lane go on, or first write its model down: then the end of that."""
-        left = [op.seq_id for op in again if op.model_id == lane.model_id]
-        self._lanes.passed(lane.model_id, min(left) - 1 if left else run[-1].seq_id)
-        if self._stopping or not self._snapshots.due(lane.model_id):
-            self._free(lane)
-            return None
-        done = anyio.Event()
-        group.start_soon(self._snapshot, lane, done)
-        return done
+    async def _results(
+        self, work: Work, runs: Sequence[ModelRun], operations: Sequence[Operation]
+    ) -> list[Done | Exception]:
+        if work == "control":
+            return [await run.control(op) for run, op in zip(runs, operations, strict=True)]
+        jobs = [await self._job(work, op) for op in operations]
+        good = [job for job in jobs if not isinstance(job, Exception)]
+        answers: Iterator[Any] = iter(())
+        async with self._access.running([op.op_id for op in operations]):
+            epoch = await self._access.ready()
+            if not all(run.in_engine for run in runs):
+                raise EngineRestartedError("the engine was started again")
+            if good:
+                engine = self._access.engine
+                call = engine.train(good) if work == "train" else engine.optim_step(good)
+                try:
+                    answers = iter(await self._access.guard(epoch, call))
+                except (EngineDiedError, EngineRestartedError):
+                    raise
+                except Exception as error:
+                    # A failure of the whole batch does not say what it has changed.
+                    for run in runs:
+                        run.evict()
+                    if isinstance(error, StorageError):
+                        raise
+                    answers = iter([error] * len(good))
+        results = [job if isinstance(job, Exception) else next(answers) for job in jobs]
+        return [_done(op, r) for op, r in zip(operations, results, strict=True)]
 
-    async def _snapshot(self, lane: Lane, done: anyio.Event) -> None:
-        await self._snapshots.try_take(lane.model_id, lane.next_seq - 1)
-        done.set()
-        self._free(lane)
+    async def _job(self, work: Work, op: Operation) -> Any:
+        try:
+            return await self._jobs.train_op(op) if work == "train" else self._jobs.optim_op(op)
+        except (RequestFailedError, InputError) as error:
+            return error
 
-    async def _leave(self, model_id: str) -> None:
-        await self._endings.leave(model_id)
-        self._suspects.clear(f"restoring {model_id}")
-        self._given_up.discard(model_id)
-        self._answer(model_id, RequestFailedError("the session is over", None, "user"))
-        self.ring()
+    async def _settle(
+        self,
+        runs: Sequence[ModelRun],
+        operations: Sequence[Operation],
+        results: Sequence[Done | Exception],
+        ended: set[str],
+    ) -> None:
+        """Each model's outcomes in order, because a crash in between must leave no hole."""
+        by_model: dict[str, list[tuple[Operation, Done | Exception]]] = {}
+        for op, result in zip(operations, results, strict=True):
+            by_model.setdefault(cast("str", op.model_id), []).append((op, result))
 
-    def _rest(self, lane: Lane, error: Exception, *, wait: bool) -> None:
-        if wait:
-            lane.failures += 1
-            lane.rest_until = self._clock.now() + retry_wait_s(lane.failures)
-            _log.error("%s is tried again later: %s", lane.model_id, error)
+        async def settle(run: ModelRun) -> None:
+            for op, result in by_model[run.model_id]:
+                await run.settle(op, result)
+                ended.add(op.op_id)
 
-    def _free(self, lane: Lane) -> None:
-        lane.busy = False
-        self.ring()
+        async with anyio.create_task_group() as group:
+            for run in runs:
+                group.start_soon(settle, run)
+
+    async def _blamed(self, operations: Sequence[Operation]) -> list[Operation]:
+        """Count a death against everything that ran; returns what is tried again."""
+        again: list[Operation] = []
+        for op in operations:
+            if self._access.blame(op.op_id):
+                outcome = self._outcomes.settled(op, died_under(op))
+                await self._outcomes.finish(op, outcome)
+                self._access.clear([op.op_id])
+            else:
+                again.append(op)
+        return again
 
 
-def _cannot_be_restored(model_id: str) -> RequestFailedError:
-    return RequestFailedError(
-        f"the engine died each time model {model_id!r} was brought back, so it is given up; load "
-        "its last checkpoint into another model",
-        None,
-        "server",
-    )
+async def _snapshot(run: ModelRun, done: anyio.Event) -> None:
+    await _watched(run, run.snapshot)
+    done.set()
+
+
+async def _watched(run: ModelRun, activity: Callable[[], Awaitable[None]]) -> None:
+    """Let an error that nothing expects end an activity of one model, and not the server."""
+    try:
+        await activity()
+    except Exception as error:  # noqa: BLE001 - the activity ends here
+        _log.exception("an activity of %s did not end as it should", run.model_id)
+        run.failed(error)
+
+
+def _done(op: Operation, result: Any) -> Done | Exception:
+    if isinstance(result, Exception):
+        return result
+    return stepped(result) if op.kind == "optim_step" else trained(op, result)

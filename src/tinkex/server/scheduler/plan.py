@@ -1,8 +1,8 @@
-"""Which operations run next. Pure: lanes and a time in, batches out.
+"""Which operations run next. Pure: queues and a time in, batches out.
 
-Each model is a lane. A lane runs in `seq_id` order, whatever the order of arrival: an
-operation that came before its predecessor is held until that one arrives, is known never
-to come, or has been waited for long enough.
+Each model has a queue. It runs in `seq_id` order, whatever the order of arrival: an operation
+that arrived before its predecessor is held until that one arrives, is known never to come, or
+has been waited for long enough.
 
 An operation that was running at several deaths of the engine is a suspect and shares no batch, so
 that the next death has one cause.
@@ -13,48 +13,38 @@ from __future__ import annotations
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from itertools import count, takewhile
+from math import inf
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Mapping, Sequence
 
-    from tinkex.server.store.records import OpKind
+    from tinkex.server.store.records import Operation
 
 Work = Literal["train", "optim", "control"]
 
 _WORK: dict[str, Work] = {"forward": "train", "forward_backward": "train", "optim_step": "optim"}
 
 
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    """An accepted operation that has not started."""
-
-    op_id: str
-    seq_id: int
-    kind: OpKind
-    owner: str
-    arrived_at: float
-
-    @property
-    def work(self) -> Work:
-        """Training and optimizer steps share the device; everything else is control."""
-        return _WORK.get(self.kind, "control")
+def work_of(op: Operation) -> Work:
+    """Training and optimizer steps share the device; everything else is control."""
+    return _WORK.get(op.kind, "control")
 
 
 @dataclass(slots=True, eq=False)
-class Lane:
-    """One model's queue. The worker changes it, the plan only reads it."""
+class Queue:
+    """One model's accepted operations that have not started. `plan` only reads it."""
 
     model_id: str
     next_seq: int = 0
     last_seq: int = -1
+    # Something runs for the model, so nothing else of it may start.
     busy: bool = False
     last_arrival: float = 0.0
-    # After trouble with engine or storage, so often in a row, nothing is tried before this time.
-    failures: int = 0
-    rest_until: float = 0.0
-    waiting: dict[int, Waiting] = field(default_factory=dict[int, Waiting])
-    # Turns that were given back: withdrawn operations and refused requests.
+    # After trouble with the engine or the storage, nothing is tried before this time.
+    not_before: float = 0.0
+    waiting: dict[int, Operation] = field(default_factory=dict[int, "Operation"])
+    # Numbers that no operation will have: withdrawn operations and refused requests.
     void: set[int] = field(default_factory=set[int])
 
     @property
@@ -63,9 +53,32 @@ class Lane:
         return next(seq for seq in count(self.next_seq) if seq not in self.void)
 
     @property
-    def head(self) -> Waiting | None:
+    def head(self) -> Operation | None:
         """What runs next of what has arrived."""
         return self.waiting[min(self.waiting)] if self.waiting else None
+
+    def put(self, op: Operation, now: float) -> None:
+        """Add an operation that has just arrived."""
+        self.waiting[op.seq_id] = op
+        self.last_seq = max(self.last_seq, op.seq_id)
+        self.last_arrival = now
+
+    def withdraw(self, op: Operation) -> Operation | None:
+        """Take an operation out whose turn nobody waits for then; None when it has started."""
+        found = self.waiting.pop(op.seq_id, None)
+        if found is not None:
+            self.void.add(op.seq_id)
+        return found
+
+    def skip(self, seq_id: int) -> None:
+        """No operation will have this number."""
+        if seq_id >= self.next_seq:
+            self.void.add(seq_id)
+
+    def advance(self, seq_id: int) -> None:
+        """Every number up to `seq_id` has had its turn."""
+        self.next_seq = max(self.next_seq, seq_id + 1)
+        self.void = {seq for seq in self.void if seq >= self.next_seq}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +86,12 @@ class Batch:
     """Operations that run together: one control operation, or many of the same work."""
 
     work: Work
-    runs: tuple[tuple[str, tuple[Waiting, ...]], ...]
+    runs: tuple[tuple[str, tuple[Operation, ...]], ...]
 
     @property
-    def op_ids(self) -> list[str]:
+    def operations(self) -> list[Operation]:
         """The operations in the order in which the engine gets them."""
-        return [op.op_id for _, run in self.runs for op in run]
+        return [op for _, run in self.runs for op in run]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +100,12 @@ class Plan:
 
     batches: tuple[Batch, ...]
     wake_at: float | None
+    # Whether a queue waits for a request that is on its way: plan again when it has arrived.
+    held: bool = False
 
 
 def plan(
-    lanes: Iterable[Lane],
+    queues: Iterable[Queue],
     now: float,
     *,
     device_busy: bool,
@@ -98,43 +113,53 @@ def plan(
     max_batch_ops: int,
     turns: Mapping[str, int] | None = None,
     suspects: Container[str] = (),
+    arriving: Mapping[str, float] | None = None,
 ) -> Plan:
     """Start every control operation that may run, and one device batch if the device is free.
 
-    `turns` says in which batch each owner had a place last.
+    `turns` says in which batch each owner had a place last, `arriving` since when an owner's
+    oldest training request has been on its way.
     """
-    idle = [lane for lane in lanes if lane.waiting and not lane.busy]
-    held = [lane for lane in idle if _wakes_at(lane, gap_timeout_s) > now]
-    wake_at = min((_wakes_at(lane, gap_timeout_s) for lane in held), default=None)
-    free = [lane for lane in idle if lane not in held]
-    ready = [(lane, _run(lane, suspects)) for lane in free]
+    idle = [queue for queue in queues if queue.waiting and not queue.busy]
+    wakes = [_wakes_at(queue, gap_timeout_s, arriving or {}) for queue in idle]
+    wake_at = min((at for at in wakes if now < at < inf), default=None)
+    free = [queue for queue, at in zip(idle, wakes, strict=True) if at <= now]
+    ready = [(queue, _run(queue, suspects)) for queue in free]
     batches = [
-        Batch("control", ((lane.model_id, run),)) for lane, run in ready if run[0].work == "control"
+        Batch("control", ((queue.model_id, run),))
+        for queue, run in ready
+        if work_of(run[0]) == "control"
     ]
-    device = [(lane.model_id, run) for lane, run in ready if run[0].work != "control"]
+    device = [(queue.model_id, run) for queue, run in ready if work_of(run[0]) != "control"]
     if device and not device_busy:
         suspect = [item for item in device if item[1][0].op_id in suspects]
         batches.append(_device_batch(suspect[:1] or device, max_batch_ops, turns or {}))
-    return Plan(tuple(batches), wake_at)
+    return Plan(tuple(batches), wake_at, held=inf in wakes)
 
 
-def _wakes_at(lane: Lane, gap_timeout_s: float) -> float:
-    """When the lane may go on: it rests, or still waits for a predecessor of what it has."""
-    missing = min(lane.waiting) > lane.turn
-    return max(lane.rest_until, lane.last_arrival + gap_timeout_s if missing else 0.0)
+def _wakes_at(queue: Queue, gap_timeout_s: float, arriving: Mapping[str, float]) -> float:
+    """When the queue may run on: it rests, or still waits for a predecessor of what it has."""
+    first = min(queue.waiting)
+    if first <= queue.turn:
+        return queue.not_before
+    gap_ends = queue.last_arrival + gap_timeout_s
+    # The missing request may be the one that is still being uploaded.
+    if arriving.get(queue.waiting[first].owner, inf) < gap_ends:
+        return inf
+    return max(queue.not_before, gap_ends)
 
 
-def _run(lane: Lane, suspects: Container[str]) -> tuple[Waiting, ...]:
-    """The next operations of a lane that may go to the engine together."""
-    head = lane.waiting[min(lane.waiting)]
-    if head.work != "train" or head.op_id in suspects:
+def _run(queue: Queue, suspects: Container[str]) -> tuple[Operation, ...]:
+    """The next operations of a queue that may go to the engine together."""
+    head = queue.waiting[min(queue.waiting)]
+    if work_of(head) != "train" or head.op_id in suspects:
         return (head,)
     # The chunks of one call, and calls that follow it without a step between.
-    following = (lane.waiting.get(seq) for seq in count(head.seq_id))
+    following = (queue.waiting.get(seq) for seq in count(head.seq_id))
     return tuple(
         op
         for op in takewhile(
-            lambda op: op is not None and op.work == "train" and op.op_id not in suspects,
+            lambda op: op is not None and work_of(op) == "train" and op.op_id not in suspects,
             following,
         )
         if op is not None
@@ -142,42 +167,44 @@ def _run(lane: Lane, suspects: Container[str]) -> tuple[Waiting, ...]:
 
 
 def _device_batch(
-    ready: Sequence[tuple[str, tuple[Waiting, ...]]], max_batch_ops: int, turns: Mapping[str, int]
+    ready: Sequence[tuple[str, tuple[Operation, ...]]], max_batch_ops: int, turns: Mapping[str, int]
 ) -> Batch:
     """One kind of work: the one that is next for the owner whose last turn is longest ago.
 
     Everybody's operations of that kind join. Places are dealt out one by one, owner by owner and
-    then lane by lane, so that nobody's many models or long queue crowd out the rest.
+    then model by model, so that no tenant's many models or long queue crowd out the rest.
     """
-    owners: dict[str, list[tuple[str, tuple[Waiting, ...]]]] = {}
-    for item in sorted(ready, key=lambda item: item[1][0].arrived_at):
+    owners: dict[str, list[tuple[str, tuple[Operation, ...]]]] = {}
+    for item in sorted(ready, key=lambda item: item[1][0].created_at):
         owners.setdefault(item[1][0].owner, []).append(item)
     # Sorting is stable: of those whose last turn was the same, the oldest operation goes first.
     order = sorted(owners, key=lambda owner: turns.get(owner, -1))
-    work = owners[order[0]][0][1][0].work
-    lanes = {owner: [item for item in owners[owner] if item[1][0].work == work] for owner in order}
-    dealt = _deal([lanes[owner] for owner in order], max_batch_ops)
+    work = work_of(owners[order[0]][0][1][0])
+    models = {
+        owner: [item for item in owners[owner] if work_of(item[1][0]) == work] for owner in order
+    }
+    dealt = _deal([models[owner] for owner in order], max_batch_ops)
     runs = [
         (model_id, run[: dealt[model_id]])
-        for position in range(max(map(len, lanes.values())))
+        for position in range(max(map(len, models.values())))
         for owner in order
-        for model_id, run in lanes[owner][position : position + 1]
+        for model_id, run in models[owner][position : position + 1]
     ]
     return Batch(work, tuple((model_id, run) for model_id, run in runs if run))
 
 
-def _deal(owners: Sequence[Sequence[tuple[str, tuple[Waiting, ...]]]], room: int) -> Counter[str]:
-    """How many operations of each lane are in the batch."""
+def _deal(owners: Sequence[Sequence[tuple[str, tuple[Operation, ...]]]], room: int) -> Counter[str]:
+    """How many operations of each model are in the batch."""
     dealt: Counter[str] = Counter()
-    # Per owner: its lanes in turn, each as often as it has operations.
+    # Per owner: its models in turn, each as often as it has operations.
     hands = [
         deque(
             model_id
-            for number in range(min(room, max((len(run) for _, run in lanes), default=0)))
-            for model_id, run in lanes
+            for number in range(min(room, max((len(run) for _, run in models), default=0)))
+            for model_id, run in models
             if number < len(run)
         )
-        for lanes in owners
+        for models in owners
     ]
     while room > 0 and any(hands):
         for hand in hands:

@@ -5,41 +5,110 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+import anyio
+
+from tinkex.server.scheduler.samplers import SESSION_OVER, quietly
 from tinkex.types import SessionCancelled
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Mapping
+
     from tinkex.clock import Clock
+    from tinkex.server.scheduler.checkpoints import Checkpoints
+    from tinkex.server.scheduler.lost_samples import LostSamples
+    from tinkex.server.scheduler.model_run import ModelRun
+    from tinkex.server.scheduler.samplers import Samplers
     from tinkex.server.scheduler.worker import Worker
+    from tinkex.server.settings import Settings
     from tinkex.server.store.base import Store
 
 
 _log = logging.getLogger(__name__)
 
 
-class Upkeep:
-    """Looks around every `interval_s`; `run()` is its one long-lived task."""
+class SessionEnds:
+    """Frees what ended sessions held, in the background; `run()` is its one long-lived task.
+
+    Samplers go, checkpoints stay, models stay until what was accepted for them has run. A crash
+    in the middle is made good at the next start: what is left says to which session it belonged.
+    """
 
     def __init__(
         self,
         store: Store,
-        worker: Worker,
-        clock: Clock,
-        *,
-        interval_s: float,
-        session_timeout_s: float,
-        result_ttl_s: float,
+        checkpoints: Checkpoints,
+        samplers: Samplers,
+        lost: LostSamples,
+        runs: Mapping[str, ModelRun],
+        run_of: Callable[[str], Awaitable[ModelRun]],
     ) -> None:
+        self._store = store
+        self._checkpoints = checkpoints
+        self._samplers = samplers
+        self._lost = lost
+        self._runs = runs
+        self._run_of = run_of
+        # Mutable state: sessions to clean up after, in order, and an event for one more.
+        self._ended: dict[str, None] = {}
+        self._changed = anyio.Event()
+
+    def __len__(self) -> int:
+        """How many sessions are not cleaned up after."""
+        return len(self._ended)
+
+    def add(self, session_id: str) -> None:
+        """Clean up after a session soon."""
+        self._ended[session_id] = None
+        self._changed.set()
+
+    def retry(self) -> None:
+        """Try again what a failing storage has stopped."""
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Clean up until cancelled."""
+        while True:
+            await self._changed.wait()
+            self._changed = anyio.Event()
+            for session_id in list(self._ended):
+                try:
+                    await self._clean_up(session_id)
+                    self._ended.pop(session_id, None)
+                except Exception as error:  # noqa: BLE001 - tried again at the next sweep
+                    _log.error("session %s is cleaned up later: %s", session_id, error)
+
+    async def _clean_up(self, session_id: str) -> None:
+        samplers = await self._store.samplers(session_id)
+        for sampler in samplers:
+            self._lost.forget(sampler.sampler_id)
+        held = [s for s in samplers if s.dropped is None or s.location is not None]
+        await self._samplers.drop(held, SESSION_OVER)
+        for run in self._runs.values():
+            run.unsaved_samplers.forget(s for s in held if s.model_id == run.model_id)
+        for sampler in held:
+            if sampler.snapshot is None and sampler.location and sampler.model_path:
+                checkpoint = await self._store.get_checkpoint(sampler.model_path)
+                if checkpoint is None or checkpoint.location != sampler.location:
+                    # It was kept for this sampler when its checkpoint was deleted.
+                    await quietly(self._checkpoints.forget_location(sampler.location))
+        for model in await self._store.models(session_id=session_id):
+            if not model.closed:
+                (await self._run_of(model.model_id)).leave()
+
+
+class Upkeep:
+    """Looks around every `upkeep_interval_s`; `run()` is its one long-lived task."""
+
+    def __init__(self, store: Store, worker: Worker, clock: Clock, settings: Settings) -> None:
         self._store = store
         self._worker = worker
         self._clock = clock
-        self._interval_s = interval_s
-        self._session_timeout_s = session_timeout_s
-        self._result_ttl_s = result_ttl_s
+        self._settings = settings
 
     async def run(self) -> None:
         """Sweep until cancelled."""
         while True:
-            await self._clock.sleep(self._interval_s)
+            await self._clock.sleep(self._settings.upkeep_interval_s)
             try:
                 await self.sweep()
             except Exception:  # noqa: BLE001 - one sweep ends here; the next may do better
@@ -51,14 +120,14 @@ class Upkeep:
         now = self._clock.wall()
         for session in await self._store.sessions(active=True):
             silent_s = now - session.last_seen_at
-            if session.heartbeats and silent_s > self._session_timeout_s:
+            if session.heartbeats and silent_s > self._settings.session_timeout_s:
                 status = SessionCancelled(detail=f"no heartbeat for {silent_s:.0f} s")
-                if await self._worker.rows.end_session(session, status):
+                if await self._worker.changes.end_session(session, status):
                     await self._worker.end_session(session.session_id)
         for checkpoint in await self._store.checkpoints(expired_at=now):
             # The record last: it says what is still to be deleted if this fails.
-            await self._worker.saves.forget_location(checkpoint.location)
-            await self._worker.rows.delete_checkpoint(checkpoint)
-        old = now - self._result_ttl_s
+            await self._worker.checkpoints.forget_location(checkpoint.location)
+            await self._worker.changes.delete_checkpoint(checkpoint)
+        old = now - self._settings.result_ttl_s
         await self._store.drop_results_before(old)
         await self._store.forget_operations_before(old)

@@ -1,48 +1,43 @@
-"""The door of the scheduler: work comes in here, and leaves with an outcome in the store.
+"""The door of the scheduler: operations come in here, and leave with an outcome in the store.
 
-The worker puts the scheduler's parts together. It promises that everything accepted ends with
-an outcome, if need be after a restart of the engine or of the server.
+The worker connects the scheduler's parts. Everything accepted ends with an outcome, if need be
+after a restart of the engine or of the server.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import anyio
 
 from tinkex.clock import time_limit
-from tinkex.server.scheduler.batches import Batches
-from tinkex.server.scheduler.control import Control
-from tinkex.server.scheduler.endings import Endings
-from tinkex.server.scheduler.finishing import CANCELLED, Finishing
+from tinkex.server.scheduler.checkpoints import Checkpoints
+from tinkex.server.scheduler.engine_access import EngineAccess
 from tinkex.server.scheduler.jobs import Done, Jobs
-from tinkex.server.scheduler.lanes import Lanes
-from tinkex.server.scheduler.load import Load
 from tinkex.server.scheduler.loop import Loop
-from tinkex.server.scheduler.lost import LostSamples
-from tinkex.server.scheduler.published import Published
-from tinkex.server.scheduler.recovery import Recovery
-from tinkex.server.scheduler.residents import Residents
-from tinkex.server.scheduler.rows import Rows
-from tinkex.server.scheduler.sample_runs import SampleRuns
-from tinkex.server.scheduler.saves import Saves
-from tinkex.server.scheduler.shares import Shares
-from tinkex.server.scheduler.snapshots import Limits, Snapshots
-from tinkex.server.scheduler.starting import load_lanes
-from tinkex.server.scheduler.suspects import Suspects
+from tinkex.server.scheduler.lost_samples import LostSamples
+from tinkex.server.scheduler.model_run import ModelRun, RunParts
+from tinkex.server.scheduler.outcomes import CANCELLED, Load, Outcomes
+from tinkex.server.scheduler.samplers import Samplers
+from tinkex.server.scheduler.samples import Samples, Shares
+from tinkex.server.scheduler.upkeep import SessionEnds
+from tinkex.server.store.changes import Changes
 from tinkex.server.store.records import Outcome
 from tinkex.types import Usage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Generator
     from contextlib import AbstractAsyncContextManager
+
+    from anyio.abc import TaskGroup
 
     from tinkex.clock import Clock
     from tinkex.engine.base import Engine
     from tinkex.server.observe.meters import Meters
-    from tinkex.server.scheduler.waiters import Waiters
+    from tinkex.server.scheduler.outcomes import Waiters
     from tinkex.server.settings import Settings
     from tinkex.server.store.base import Store
     from tinkex.server.store.records import Operation, OpKind
@@ -77,61 +72,51 @@ class Worker:
         self._meters = meters
         self._settings = settings
         self.load = Load()
-        self.rows = Rows(store)
+        self.changes = Changes(store)
         self.lost = LostSamples(store, clock)
-        self._lanes = Lanes()
-        self._residents = residents = Residents(engine)
-        self._suspects = suspects = Suspects(settings.max_engine_deaths)
-        self._published = published = Published(store, residents, clock)
-        self._finishing = finishing = Finishing(
+        self._access = access = EngineAccess(engine, settings.max_engine_deaths)
+        self._samplers = samplers = Samplers(store, access, clock)
+        self.checkpoints = Checkpoints(
+            store, self.changes, access, samplers, clock, settings.max_stored_bytes
+        )
+        jobs = Jobs(store, decode)
+        self._outcomes = outcomes = Outcomes(
             store, clock, waiters, meters, self.load, self.lost, encode
         )
-        limits = Limits(settings.snapshot_ops, settings.snapshot_bytes, settings.snapshot_s)
-        self._snapshots = snapshots = Snapshots(
-            store, self.rows, residents, published, clock, limits
-        )
-        self.saves = Saves(store, self.rows, residents, published, clock, settings.max_stored_bytes)
-        jobs = Jobs(store, decode)
-        control = Control(
-            store, jobs, self.saves, self.rows, residents, published, snapshots, clock
-        )
-        self._samples = SampleRuns(
+        self._samples = Samples(
             store,
             clock,
             jobs,
-            residents,
-            suspects,
-            finishing,
+            access,
+            samplers,
+            outcomes,
             self.load,
             Shares(settings.max_sequences_running),
-            self._bring_back,
+            self._restored,
         )
-        self._endings = Endings(
-            store,
-            self.rows,
-            self._lanes,
-            self._samples,
-            residents,
-            published,
-            snapshots,
-            self.saves,
-            self.lost,
-        )
+        # Mutable state: the run of every model that is alive; training requests that are being
+        # read, by owner and oldest first; where background work runs.
+        self._runs: dict[str, ModelRun] = {}
+        self._arriving: dict[str, dict[object, float]] = {}
+        self._group: TaskGroup | None = None
         self._loop = Loop(
-            clock,
-            self._lanes,
-            residents,
-            suspects,
-            Recovery(store, jobs, residents, published, snapshots, settings.max_batch_ops),
-            Batches(
-                store, clock, jobs, control, residents, suspects, published, snapshots, finishing
-            ),
-            published,
-            snapshots,
-            self._endings,
-            finishing,
-            gap_timeout_s=settings.gap_timeout_s,
-            max_batch_ops=settings.max_batch_ops,
+            self._runs, clock, access, jobs, outcomes, settings, self._oldest_arrivals
+        )
+        self._parts = RunParts(
+            store=store,
+            changes=self.changes,
+            clock=clock,
+            access=access,
+            jobs=jobs,
+            checkpoints=self.checkpoints,
+            samplers=samplers,
+            outcomes=outcomes,
+            settings=settings,
+            changed=self._loop.plan_again,
+            start=self._start,
+        )
+        self._ends = SessionEnds(
+            store, self.checkpoints, samplers, self.lost, self._runs, self._run_of
         )
 
     @property
@@ -141,34 +126,35 @@ class Worker:
 
     def queue_lengths(self) -> dict[str, int]:
         """How many operations wait for their turn, by kind."""
-        return dict(self._lanes.lengths() + Counter({"sample": self._samples.waiting}))
+        kinds = (op.kind for run in self._runs.values() for op in run.queue.waiting.values())
+        return dict(Counter[str](kinds) + Counter({"sample": self._samples.waiting}))
 
     @property
     def journal_bytes(self) -> int:
         """The bodies that a crash would need: of what has not run, or is in no snapshot yet."""
-        return self.load.queued_bytes + self._snapshots.size_bytes
+        return self.load.queued_bytes + sum(run.unsaved_bytes for run in self._runs.values())
 
     def held(self) -> dict[str, int]:
         """How much of everything is in memory; a server at rest without sessions has nothing."""
+        runs = self._runs.values()
         return {
-            "lanes": len(self._lanes),
+            "models": len(runs),
+            "models in the engine": sum(run.in_engine for run in runs),
             "samples": len(self._samples),
-            "leaving models": len(self._endings),
-            "unsaved samplers": len(self._published),
-            "changed models": len(self._snapshots),
-            "resident models": len(self._residents.models()),
-            "suspects": len(self._suspects),
-            "samplers": len(self.lost),
+            "ending sessions": len(self._ends),
+            "published samplers": len(self._samplers),
+            "unsaved samplers": sum(len(run.unsaved_samplers) for run in runs),
+            "suspects": self._access.suspected,
+            "samplers with requests": len(self.lost),
+            "requests being read": len(self._arriving),
         }
 
     async def run(self) -> None:
         """Take up what the store has, then plan and start work until cancelled."""
-        pending = await load_lanes(self._store, self._lanes, self._clock)
-        for op in pending:
-            self.load.add(op)
-        await self._endings.resume()
+        pending = await self._load()
         async with anyio.create_task_group() as group:
-            group.start_soon(self._published.run)
+            self._group = group
+            group.start_soon(self._ends.run)
             self._samples.run_in(group)
             for op in pending:
                 if op.kind == "sample":
@@ -177,6 +163,36 @@ class Worker:
                 await self._loop.run(group)
             finally:
                 self._samples.run_in(None)
+
+    async def _load(self) -> list[Operation]:
+        """Put back into memory what is alive in the store; returns what has not finished."""
+        store = self._store
+        # Nobody was silent while the server was away.
+        await store.touch_sessions(self._clock.wall())
+        self._runs.clear()
+        for sampler in (*await store.samplers(located=True), *await store.samplers(unsaved=True)):
+            if not await self._is_active(sampler.session_id):
+                self._ends.add(sampler.session_id)
+            elif sampler.dropped is not None:
+                await self._samplers.drop([sampler], sampler.dropped)
+            elif sampler.snapshot is not None:
+                self._samplers.add(sampler)
+        for model in await store.open_models():
+            run = self._runs[model.model_id] = await ModelRun.load(model, self._parts)
+            if not await self._is_active(model.session_id):
+                run.leave()
+        pending = list(await store.pending())
+        for op in pending:
+            self.load.add(op)
+            if op.kind != "sample":
+                queue = (await self._run_of(cast("str", op.model_id))).queue
+                queue.put(op, self._clock.now())
+                queue.next_seq = min(queue.next_seq, op.seq_id)
+        return pending
+
+    async def _is_active(self, session_id: str) -> bool:
+        session = await self._store.get_session(session_id)
+        return session is not None and session.active
 
     async def stop(self) -> None:
         """Start nothing new, let what runs end, and write models down, in the time there is."""
@@ -187,14 +203,13 @@ class Worker:
             self._samples.run_in(None)
             await self._loop.stop()
             await self._samples.idle()
-            await self._loop.write_down()
 
     async def submit(self, operation: Operation) -> Operation:
         """Accept an operation, or find the one that was accepted under its id."""
         if operation.kind == "sample":
             return await self._submit_sample(operation)
         accepted, new = operation, False
-        # Between the store and the lane nobody may interrupt: it would never run.
+        # An interruption between the store and the queue would leave it there unqueued.
         with anyio.CancelScope(shield=True):
             accepted, new = await self._store.submit(operation)
             if new:
@@ -215,65 +230,92 @@ class Worker:
         return accepted
 
     def place(self, operation: Operation) -> AbstractAsyncContextManager[None]:
-        """A turn for a sample that its caller runs by itself; the operation is never stored."""
-        return self._samples.guests.place(operation)
+        """A turn for a sample that its caller runs itself; the operation is never stored."""
+        return self._samples.place(operation)
 
     async def submit_done(self, operation: Operation, value: object) -> Operation:
         """Accept an operation that needed no waiting; its result is there at once."""
         accepted, new = await self._store.submit(operation)
         if new or accepted.state != "done":
-            outcome = self._finishing.settled(accepted, Done(value, Usage()))
-            await self._finishing.finish(accepted, outcome)
+            outcome = self._outcomes.settled(accepted, Done(value, Usage()))
+            await self._outcomes.finish(accepted, outcome)
         return accepted
 
-    def take_turn(self, model_id: str) -> int:
-        """The turn of a request whose client does not number its requests."""
-        lane = self._lanes.lane(model_id)
-        lane.last_seq += 1
-        return lane.last_seq
+    @contextmanager
+    def arriving(self, owner: str) -> Generator[None]:
+        """Tell that a training request is being read: what came before it waits for it."""
+        request = object()
+        self._arriving.setdefault(owner, {})[request] = self._clock.now()
+        try:
+            yield
+        finally:
+            requests = self._arriving[owner]
+            del requests[request]
+            if not requests:
+                del self._arriving[owner]
+            self._loop.arrived()
+
+    def _oldest_arrivals(self) -> dict[str, float]:
+        return {owner: next(iter(times.values())) for owner, times in self._arriving.items()}
+
+    async def take_turn(self, model_id: str) -> int:
+        """The number of a request whose client does not number its requests."""
+        queue = (await self._run_of(model_id)).queue
+        queue.last_seq += 1
+        return queue.last_seq
 
     def give_turn_back(self, model_id: str, seq_id: int) -> None:
-        """Nobody waits for a turn that was taken for nothing."""
-        self._lanes.void(model_id, seq_id)
-        self._loop.ring()
+        """No request will have this number."""
+        run = self._runs.get(model_id)
+        if run is not None:
+            run.queue.skip(seq_id)
+            self._loop.plan_again()
 
     def is_waited_for(self, model_id: str, seq_id: int) -> bool:
         """Whether operations of a model that are here cannot run before this one."""
-        lane = self._lanes.get(model_id)
-        return lane is not None and bool(lane.waiting) and seq_id < min(lane.waiting)
+        run = self._runs.get(model_id)
+        return run is not None and bool(run.queue.waiting) and seq_id < min(run.queue.waiting)
 
     async def cancel(self, operation: Operation) -> bool:
         """Withdraw an operation; False when it ran already or cannot be stopped."""
         if operation.kind == "sample":
             return await self._samples.cancel(operation)
-        waiting = self._lanes.withdraw(operation)
+        run = self._runs.get(operation.model_id or "")
+        waiting = None if run is None else run.queue.withdraw(operation)
         if waiting is None:
             return False
-        self._loop.ring()
-        return await self._finishing.finish(waiting, CANCELLED)
+        self._loop.plan_again()
+        return await self._outcomes.finish(waiting, CANCELLED)
 
     async def end_session(self, session_id: str) -> None:
-        """Free what a session held: samples at once, models when their operations have run."""
-        try:
-            await self._endings.end_session(session_id)
-        finally:
-            self._loop.ring()
+        """Free what a session held: samples at once, the rest soon."""
+        self._ends.add(session_id)
+        for op in self._samples.of_session(session_id):
+            await self._samples.cancel(op)
 
     async def retry_endings(self) -> None:
-        """Go on with clean-ups that a broken storage has stopped."""
-        await self._endings.retry()
-        self._loop.ring()
+        """Continue with clean-ups that a broken storage has stopped."""
+        self._ends.retry()
+        await self._samplers.retry()
 
     async def progress(self, operation: Operation) -> Progress:
         """How far an unfinished operation is."""
         if operation.kind == "sample":
             running = self._samples.is_running(operation.op_id)
         else:
-            running = self._lanes.waiting(operation.op_id) is None
+            run = self._runs.get(operation.model_id or "")
+            running = run is None or operation.seq_id not in run.queue.waiting
         if running and operation.started_at is not None:
             return Progress("running", 0, operation.started_at)
-        ahead = 0 if operation.kind == "sample" else self._lanes.ahead_of(operation)
+        ahead = 0 if operation.kind == "sample" else self._ahead_of(operation)
         return Progress("queued", ahead, operation.created_at)
+
+    def _ahead_of(self, op: Operation) -> int:
+        mine = (op.created_at, op.seq_id)
+        waiting = (other for run in self._runs.values() for other in run.queue.waiting.values())
+        return sum(
+            (other.created_at, other.seq_id) < mine for other in waiting if other.op_id != op.op_id
+        )
 
     def forget_samples(self) -> None:
         """Drop every sample in flight without an outcome, as a restart does."""
@@ -283,17 +325,35 @@ class Worker:
         self._meters.accepted(operation)
         self.load.add(operation)
 
-    async def _bring_back(self, model_id: str) -> None:
-        await self._loop.bring_back(model_id)
+    def _start(self, work: Callable[..., Any], *args: Any) -> None:
+        if self._group is not None:
+            self._group.start_soon(work, *args)
+
+    async def _run_of(self, model_id: str) -> ModelRun:
+        """A model's run; one that was closed is put back into memory for what still comes."""
+        run = self._runs.get(model_id)
+        if run is None:
+            model = await self._store.get_model(model_id)
+            loaded = (
+                ModelRun(model_id, self._parts)
+                if model is None
+                else await ModelRun.load(model, self._parts)
+            )
+            # Another request may have been faster.
+            run = self._runs.setdefault(model_id, loaded)
+        return run
+
+    async def _restored(self, model_id: str) -> None:
+        await (await self._run_of(model_id)).be_in_engine()
 
     async def _enqueue(self, op: Operation) -> None:
-        lane = self._lanes.lane(cast("str", op.model_id))
-        if op.seq_id < lane.next_seq:
+        queue = (await self._run_of(cast("str", op.model_id))).queue
+        if op.seq_id < queue.next_seq:
             late = (
                 f"request {op.seq_id} of {op.model_id} came after its turn: request "
-                f"{lane.next_seq - 1} has already run"
+                f"{queue.next_seq - 1} has already run"
             )
-            await self._finishing.finish(op, Outcome(error=late, category="server"))
+            await self._outcomes.finish(op, Outcome(error=late, category="server"))
             return
-        self._lanes.add(op, self._clock.now())
-        self._loop.ring()
+        queue.put(op, self._clock.now())
+        self._loop.plan_again()

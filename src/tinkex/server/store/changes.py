@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from tinkex.types import SessionStatus
 
 
-class Rows:
+class Changes:
     """Reads a record, changes some fields and stores it, without anybody in between."""
 
     def __init__(self, store: Store) -> None:

@@ -17,7 +17,7 @@ from tinkex.adapters.folder import read_adapter
 from tinkex.clock import SystemClock
 from tinkex.errors import APIStatusError, InputError
 from tinkex.server.api.adapter_body import Incoming, receive_adapter
-from tinkex.server.api.body import Uploads
+from tinkex.server.api.call import Uploads
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

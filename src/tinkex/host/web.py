@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
+import msgspec
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from tinkex.errors import ClosedError
-from tinkex.host.answers import HttpProtocol
-from tinkex.host.gate import Gate
+from tinkex.clock import time_limit
+from tinkex.errors import ClosedError, TinkerError
+from tinkex.host.engine import first_line
 from tinkex.host.places import kept_secret
 from tinkex.host.store import check_keys, opened_store
 from tinkex.server.app import create_app
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from starlette.applications import Starlette
+    from starlette.types import ASGIApp, Receive, Scope, Send
 
     from tinkex.clock import Clock
     from tinkex.host.engine import RestartingEngine
@@ -99,3 +103,114 @@ class _Server(uvicorn.Server):
 
     def capture_signals(self) -> AbstractContextManager[None]:  # pyright: ignore[reportIncompatibleMethodOverride] - a context manager all the same
         return nullcontext()
+
+
+# Larger bodies are not copied to have them travel with their head.
+_ONE_WRITE_BYTES = 64 * 1024
+
+
+class Joined:
+    """A transport that sends what is written in one turn of the loop at once, if it is small.
+
+    uvicorn writes the head of an answer and its body apart. Each is a system call and a packet, and
+    each wakes the client; for small answers that is most of what sending costs.
+    """
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._loop = asyncio.get_running_loop()
+        # Mutable state: what was written first in this turn and waits for more.
+        self._held = b""
+
+    def write(self, data: bytes) -> None:
+        """Send at the end of the turn, or with the next write."""
+        if self._held:
+            if len(data) <= _ONE_WRITE_BYTES:
+                data = self._held + data
+                self._held = b""
+            else:
+                self._flush()
+            self._transport.write(data)
+        elif data:
+            self._held = data
+            self._loop.call_soon(self._flush)
+
+    def close(self) -> None:
+        """Send what is held, and close."""
+        self._flush()
+        self._transport.close()
+
+    def _flush(self) -> None:
+        data, self._held = self._held, b""
+        if data and not self._transport.is_closing():
+            self._transport.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
+class HttpProtocol(HttpToolsProtocol):
+    """uvicorn's own on a transport that joins writes."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride] - as uvicorn declares it
+        super().connection_made(cast("asyncio.Transport", Joined(transport)))
+
+
+_OPEN: Final = ("/healthz", "/readyz", "/metrics")
+_PATIENCE_S: Final = 20.0
+_RETRY_AFTER_S: Final = 1
+
+
+class Gate:
+    """An ASGI app around the server's, which answers while the server cannot work.
+
+    Until the first engine is ready its models are unknown, so requests wait a while and are then
+    asked to come back. What operators ask (`/healthz` and the like) is always let through.
+    """
+
+    def __init__(self, app: ASGIApp, engine: RestartingEngine, clock: Clock) -> None:
+        self._app = app
+        self._engine = engine
+        self._clock = clock
+        # Mutable state: whether it lets anybody in.
+        self._draining = False
+
+    def close(self) -> None:
+        """Let nobody in from now on; who is in may finish."""
+        self._draining = True
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let a request through, or tell it why not."""
+        if scope["type"] == "http" and not str(scope["path"]).endswith(_OPEN):
+            if self._engine.generation == 0:
+                await self._wait()
+            if self._draining or self._engine.generation == 0:
+                await _refuse(send, self._reason())
+                return
+        await self._app(scope, receive, send)
+
+    async def _wait(self) -> None:
+        async with time_limit(self._clock, _PATIENCE_S):
+            try:
+                await self._engine.wait_ready()
+            except TinkerError:
+                return  # the answer says why
+
+    def _reason(self) -> str:
+        if self._draining:
+            return "The server is shutting down; what it accepted is kept. Try again."
+        problem = self._engine.problem
+        if problem is not None:
+            return f"The engine cannot be started: {first_line(problem)}"
+        return f"The server is starting: {self._engine.phase}. Try again."
+
+
+async def _refuse(send: Send, reason: str) -> None:
+    body = msgspec.json.encode({"detail": reason, "error": reason})
+    headers: list[tuple[bytes, Any]] = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+        (b"retry-after", str(_RETRY_AFTER_S).encode()),
+    ]
+    await send({"type": "http.response.start", "status": 503, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -14,7 +14,7 @@ import anyio
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
@@ -33,21 +33,18 @@ from tinkex.server.api import (
     training,
     usage,
 )
-from tinkex.server.api.body import Uploads
-from tinkex.server.api.call import Call, Parts, check_scope
-from tinkex.server.api.decode import decode_operation
+from tinkex.server.api.call import Call, Parts, Uploads, check_scope
 from tinkex.server.api.errors import error_reply, refuse
 from tinkex.server.api.exports import Exports
 from tinkex.server.api.identity import Identity
 from tinkex.server.api.limits import Limits
-from tinkex.server.direct import Direct
+from tinkex.server.api.submit import decode_operation
 from tinkex.server.history import History
 from tinkex.server.observe import routes as operators
 from tinkex.server.observe.meters import Meters
-from tinkex.server.observe.polls import Polls
 from tinkex.server.observe.readiness import Readiness
 from tinkex.server.observe.requests import Observed
-from tinkex.server.observe.seen import seen_by
+from tinkex.server.observe.seen import Polls, seen_by
 from tinkex.server.scheduler.outcomes import Waiters
 from tinkex.server.scheduler.upkeep import Upkeep
 from tinkex.server.scheduler.worker import Worker
@@ -55,15 +52,16 @@ from tinkex.server.settings import Settings
 from tinkex.wire.routes import HEALTHZ, PREFIX, ROUTES, SESSION_HEARTBEAT
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 
-    from starlette.requests import Request
+    from starlette.types import ASGIApp, Receive, Scope, Send
 
     from tinkex.clock import Clock
     from tinkex.engine.base import Engine
     from tinkex.server.api.call import Handler
-    from tinkex.server.direct import Endpoint
     from tinkex.server.store.base import Store
+
+    Endpoint = Callable[[Request], Awaitable[Response]]
 
 HANDLERS: dict[str, Handler] = {
     **service.HANDLERS,
@@ -258,3 +256,21 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 def _random_id() -> str:
     return str(uuid.uuid4())
+
+
+class Direct:
+    """An ASGI app before the router: `endpoints` by method and path."""
+
+    def __init__(self, app: ASGIApp, endpoints: Mapping[tuple[str, str], Endpoint]) -> None:
+        self._app = app
+        self._endpoints = endpoints
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # Below a prefix, the path is not only ours.
+        if scope["type"] == "http" and not scope.get("root_path"):
+            endpoint = self._endpoints.get((scope["method"], scope["path"]))
+            if endpoint is not None:
+                response = await endpoint(Request(scope, receive, send))
+                await response(scope, receive, send)
+                return
+        await self._app(scope, receive, send)

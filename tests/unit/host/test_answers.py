@@ -11,9 +11,8 @@ import pytest
 from starlette.applications import Starlette
 
 from tinkex.clock import SystemClock
-from tinkex.host.answers import Joined
 from tinkex.host.resources import raise_file_limit, settle
-from tinkex.host.web import Web
+from tinkex.host.web import Joined, Web
 from tinkex.transport import pool
 
 pytestmark = pytest.mark.anyio

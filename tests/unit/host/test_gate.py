@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from tinkex.errors import ModelError, TinkerError
-from tinkex.host.gate import Gate
+from tinkex.host.web import Gate
 from tinkex.testing import FakeClock
 
 if TYPE_CHECKING:

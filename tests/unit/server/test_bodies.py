@@ -12,7 +12,7 @@ import pytest
 from backports import zstd
 
 from tests.patience import PATIENCE_S
-from tinkex.server.api.body import MAX_JSON_PARTS, MAX_PROTOBUF_PARTS
+from tinkex.server.api.call import MAX_JSON_PARTS, MAX_PROTOBUF_PARTS
 from tinkex.wire.proto_scan import has_more_parts
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from starlette.responses import PlainTextResponse
 
-from tinkex.server.direct import Direct
+from tinkex.server.app import Direct
 
 if TYPE_CHECKING:
     from starlette.requests import Request

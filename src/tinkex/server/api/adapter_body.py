@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from tinkex.adapters.config import AdapterConfig
     from tinkex.adapters.folder import Adapter
-    from tinkex.server.api.body import Uploads
+    from tinkex.server.api.call import Uploads
 
     Welcome = Callable[[Adapter], Awaitable[None]]
 

@@ -6,15 +6,16 @@ from typing import TYPE_CHECKING, Literal, cast
 
 from tinkex.errors import InputError
 from tinkex.server.api.checkpoints import readable, readers
-from tinkex.server.api.decode import (
-    JSON_REQUESTS,
-    decode_batch,
-    encode_order,
-    training_input,
-)
 from tinkex.server.api.errors import refuse
 from tinkex.server.api.sessions import as_strings
-from tinkex.server.api.submit import accepted, submit_training
+from tinkex.server.api.submit import (
+    JSON_REQUESTS,
+    accepted,
+    decode_batch,
+    encode_order,
+    submit_training,
+    training_input,
+)
 from tinkex.server.scheduler.checkpoints import check_loadable
 from tinkex.server.store.records import LoadOrder, Model, Operation, StoredLoss
 from tinkex.types import (

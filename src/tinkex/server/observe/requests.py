@@ -15,9 +15,14 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 
 from tinkex.server.api.errors import error_reply
-from tinkex.server.observe.polls import Poll
-from tinkex.server.observe.request_spans import request_span
-from tinkex.server.observe.seen import Seen, current_request_id, remember, request_id_from
+from tinkex.server.observe.seen import (
+    Poll,
+    Seen,
+    current_request_id,
+    remember,
+    request_id_from,
+    request_span,
+)
 from tinkex.wire.routes import RETRIEVE_FUTURE, RETRIEVE_FUTURES
 
 if TYPE_CHECKING:

@@ -75,7 +75,7 @@ class LostSamples:
                 client.new_blocks.add(block)
                 # From the block's first number on: requests overtake each other.
                 low = min((block * BLOCK, *client.unfinished))
-                await self._store.remember(op.owner, key, str(low))
+                await self._store.remember(op.owner, key, str(low), session_id=op.session_id)
             client.blocks.add(block)
         finally:
             del client.beginning[block]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from tinkex.server.store.records import (
         ApiKey,
@@ -229,10 +229,6 @@ class Store(Protocol):
 
     async def last_turn(self, model_id: str) -> int:
         """The highest finished seq_id of a model, -1 when there is none."""
-        ...
-
-    async def last_turns(self) -> Mapping[str, int]:
-        """The highest finished seq_id of every model that has one."""
         ...
 
     async def completions(

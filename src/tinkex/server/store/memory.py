@@ -11,7 +11,7 @@ from tinkex.clock import SystemClock
 from tinkex.server.store.samples import Samples
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
     from tinkex.clock import Clock
     from tinkex.server.store.records import (
@@ -327,13 +327,6 @@ class MemoryStore:
         ours = (o for o in self._operations.values() if o.model_id == model_id)
         return max((o.seq_id for o in ours if o.state == "done"), default=-1)
 
-    async def last_turns(self) -> Mapping[str, int]:
-        turns: dict[str, int] = {}
-        for op in self._operations.values():
-            if op.model_id is not None and op.state == "done":
-                turns[op.model_id] = max(op.seq_id, turns.get(op.model_id, op.seq_id))
-        return turns
-
     async def completions(
         self, sampler_id: str, clone: int, after: int
     ) -> tuple[Sequence[Operation], int]:
@@ -361,8 +354,7 @@ class MemoryStore:
         return self._samples.drop_results_before(at) + sum(map(self._drop_result, old))
 
     async def forget_operations_before(self, at: float) -> int:
-        last = await self.last_turns()
-        last = {m.model_id: last.get(m.model_id) for m in await self.open_models()}
+        last = {m.model_id: await self.last_turn(m.model_id) for m in await self.open_models()}
         old = [
             o.op_id
             for o in self._operations.values()

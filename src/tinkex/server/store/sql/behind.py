@@ -15,8 +15,8 @@ import anyio
 from sqlalchemy import bindparam, update
 
 from tinkex.errors import StorageError
+from tinkex.server.store.sql.operations import HOUR_S, add_hourly
 from tinkex.server.store.sql.schema import sessions
-from tinkex.server.store.sql.usage import HOUR_S, add_hourly
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator

@@ -9,20 +9,26 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from contextlib import suppress
+from collections import OrderedDict
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar, overload
 
-from tinkex.errors import ClosedError
-from tinkex.server.store.sql.link import Errand, Failed, Link
+from sqlalchemy.exc import DBAPIError
+
+from tinkex.errors import ClosedError, StorageError
+from tinkex.server.store.samples import Samples
+from tinkex.server.store.sql.failures import storage_error, unreachable
+from tinkex.server.store.sql.overflow import Overflow
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
-    from sqlalchemy import Connection
+    from sqlalchemy import Connection, Engine
 
-    from tinkex.server.store.sql.link import Place
+    from tinkex.server.store.records import Model, Operation, Sampler, Session
+    from tinkex.server.store.sql.behind import Behind
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -126,3 +132,294 @@ def _settle(group: Sequence[_Call], answers: Sequence[Any | Failed]) -> None:
         else:
             if not call.future.done():
                 call.future.set_result(value)
+
+
+_RETRY_EVERY_S = 0.1
+_ATTEMPTS = 3
+
+
+class Place(Protocol):
+    """What SQLite and PostgreSQL do differently."""
+
+    @property
+    def shown(self) -> str:
+        """Where it is, without a password."""
+        ...
+
+    @property
+    def engine(self) -> Engine:
+        """May begin transactions by the execution option `care`."""
+        ...
+
+    @property
+    def patience_s(self) -> float:
+        """How long a lost connection is tried again."""
+        ...
+
+    @property
+    def reopens(self) -> bool:
+        """Whether trouble may be the connection's own, so that the next call needs a new one."""
+        ...
+
+    def prepare(self, connection: Connection) -> None:
+        """Make a new connection take the lost one's place."""
+        ...
+
+    def lock(self, connection: Connection) -> None:
+        """Become the store's one server, or raise `StorageError`."""
+        ...
+
+    def ticket(self, connection: Connection) -> str | None:
+        """What a later connection can ask about this transaction, if anything."""
+        ...
+
+    def committed(self, connection: Connection, ticket: str) -> bool | None:
+        """Whether that transaction took place; None when the database does not know yet."""
+        ...
+
+    def finish(self, connection: Connection) -> None:
+        """Tidy up before the last connection closes."""
+        ...
+
+    def unlock(self) -> None:
+        """Let another server have the store; the connection is closed."""
+        ...
+
+
+Care = Literal["read", "light", "full"]
+"""What a transaction is for: nothing to keep, or to keep through a crash of this process, or
+through a power cut too. A full one makes all before it safe as well."""
+_CARES: tuple[Care, ...] = ("read", "light", "full")
+
+
+@dataclass(frozen=True, slots=True)
+class Errand:
+    """Something to do in a transaction; doing it again from the start must be harmless."""
+
+    do: Callable[[Connection], Any]
+    care: Care
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The answer to work that failed."""
+
+    error: Exception
+
+
+class _OutOfReachError(Exception):
+    """There is no connection, so nothing needs to be tried one by one."""
+
+    def __init__(self, error: StorageError) -> None:
+        super().__init__()
+        self.error = error
+
+
+class _BrokenError(Exception):
+    """The connection broke; `ticket` is set when the commit was under way."""
+
+    def __init__(self, cause: DBAPIError, ticket: str | None, results: list[Any]) -> None:
+        super().__init__()
+        self.cause = cause
+        self.ticket = ticket
+        self.results = results
+
+
+class Link:
+    """Runs work on a place's one connection. Everything here blocks and belongs to one thread."""
+
+    def __init__(self, place: Place, closing: threading.Event) -> None:
+        self.place = place
+        self._closing = closing
+        # Mutable state: the connection, while there is one, and whether there ever was.
+        self._connection: Connection | None = None
+        self._had_one = False
+
+    def run(self, errands: Sequence[Errand]) -> list[Any | Failed]:
+        """Do all of it in one transaction; if that fails, each in one of its own."""
+        try:
+            return self._transact(errands)
+        except _OutOfReachError as error:
+            return [Failed(error.error)] * len(errands)
+        except Exception as error:  # noqa: BLE001 - a call ends here, answered
+            if self._connection is not None and self._connection.in_transaction():
+                self._drop()  # not even going back has worked
+            if len(errands) == 1:
+                return [Failed(self._translated(error))]
+        return [answer for errand in errands for answer in self.run([errand])]
+
+    def close(self) -> None:
+        """Close the connection and give up the lock."""
+        if self._connection is not None:
+            with suppress(DBAPIError):
+                self.place.finish(self._connection)
+            self._drop()
+        self.place.unlock()
+
+    def _transact(self, errands: Sequence[Errand]) -> list[Any]:
+        attempt = 1
+        while True:
+            try:
+                return self._attempt(self._connected(), errands)
+            except _BrokenError as broken:
+                self._drop()
+                if broken.ticket is not None and self._took_place(broken.ticket):
+                    return broken.results
+                if attempt == _ATTEMPTS:
+                    error = unreachable(broken.cause, self.place.shown)
+                    raise _OutOfReachError(error) from broken.cause
+                # It did not take place, so doing it again does it once.
+                attempt += 1
+
+    def _attempt(self, connection: Connection, errands: Sequence[Errand]) -> list[Any]:
+        care = max((errand.care for errand in errands), key=_CARES.index)
+        results: list[Any] = []
+        ticket = None
+        try:
+            connection.execution_options(care=care)
+            with connection.begin():
+                results.extend(errand.do(connection) for errand in errands)
+                if care != "read":
+                    ticket = self.place.ticket(connection)
+        except DBAPIError as error:
+            if error.connection_invalidated:
+                raise _BrokenError(error, ticket, results) from error
+            raise
+        return results
+
+    def _took_place(self, ticket: str) -> bool:
+        """Ask a new connection what became of a commit."""
+        waited_s = 0.0
+        while waited_s <= self.place.patience_s:
+            try:
+                connection = self._connected()
+                with connection.begin():
+                    found = self.place.committed(connection, ticket)
+            except DBAPIError as error:
+                self._drop()
+                raise _OutOfReachError(unreachable(error, self.place.shown)) from error
+            if found is not None:
+                return found
+            waited_s += self._wait()
+        reason = "it does not say what became of a lost connection's work"
+        raise _OutOfReachError(StorageError(f"{self.place.shown}: {reason}", self.place.shown))
+
+    def _connected(self) -> Connection:
+        waited_s = 0.0
+        while self._connection is None:
+            try:
+                self._connection = self._connect()
+            except StorageError as error:
+                patience_s = self.place.patience_s if self._had_one and error.retryable else 0.0
+                if waited_s >= patience_s or self._closing.is_set():
+                    raise _OutOfReachError(error) from error
+                waited_s += self._wait()
+        return self._connection
+
+    def _connect(self) -> Connection:
+        with ExitStack() as undo:
+            try:
+                connection = undo.enter_context(self.place.engine.connect())
+                connection.execution_options(care="read")
+                with connection.begin():
+                    self.place.prepare(connection)
+            except DBAPIError as error:
+                raise unreachable(error, self.place.shown) from error
+            undo.pop_all()
+        self._had_one = True
+        return connection
+
+    def _wait(self) -> float:
+        self._closing.wait(_RETRY_EVERY_S)
+        return _RETRY_EVERY_S
+
+    def _translated(self, error: Exception) -> Exception:
+        if not isinstance(error, DBAPIError):
+            return error
+        translated = storage_error(error, self.place.shown)
+        if translated is None:
+            return error
+        if self.place.reopens:
+            self._drop()
+        translated.__cause__ = error
+        return translated
+
+    def _drop(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            with suppress(DBAPIError):
+                connection.close()
+
+
+V = TypeVar("V")
+
+
+def _weightless(value: object) -> int:
+    return 0
+
+
+class Cache(Generic[V]):
+    """Values by id; the one that was used longest ago goes first."""
+
+    def __init__(
+        self, most: int, most_bytes: int = 1, size: Callable[[V], int] = _weightless
+    ) -> None:
+        self._most = most
+        self._most_bytes = most_bytes
+        self._size = size
+        # Mutable state: the values, last used last, and their size.
+        self._values: OrderedDict[str, V] = OrderedDict()
+        self._bytes = 0
+
+    def get(self, key: str) -> V | None:
+        value = self._values.get(key)
+        if value is not None:
+            self._values.move_to_end(key)
+        return value
+
+    def put(self, key: str, value: V) -> None:
+        self.discard(key)
+        self._values[key] = value
+        self._bytes += self._size(value)
+        while len(self._values) > self._most or self._bytes > self._most_bytes:
+            _, oldest = self._values.popitem(last=False)
+            self._bytes -= self._size(oldest)
+
+    def discard(self, key: str) -> None:
+        value = self._values.pop(key, None)
+        if value is not None:
+            self._bytes -= self._size(value)
+
+    def items(self) -> Iterator[tuple[str, V]]:
+        """A copy of the entries, so that they may be changed on the way."""
+        return iter(list(self._values.items()))
+
+
+# Databases take only so many parameters, and a long transaction holds everybody else up.
+AT_ONCE = 1000
+_MANY = 10_000
+_FINISHED = 2_000
+_FINISHED_BYTES = 16 << 20
+
+
+def _size(operation: Operation) -> int:
+    outcome = operation.outcome
+    return 0 if outcome is None or outcome.body is None else len(outcome.body)
+
+
+class Shared:
+    """State has one owner: the event loop. The database's thread never touches it."""
+
+    def __init__(self, database: Database, behind: Behind) -> None:
+        self._database = database
+        self._behind = behind
+        # Mutable state: samples; every unfinished operation in order of arrival, once they were
+        # read; and caches of what the database holds.
+        self._samples = Samples()
+        self._overflow = Overflow(database)
+        self._open: dict[str, Operation] = {}
+        self._open_read = False
+        self._finished: Cache[Operation] = Cache(_FINISHED, _FINISHED_BYTES, _size)
+        self._session_cache: Cache[Session] = Cache(_MANY)
+        self._model_cache: Cache[Model] = Cache(_MANY)
+        self._sampler_cache: Cache[Sampler] = Cache(_MANY)

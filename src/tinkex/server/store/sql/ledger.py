@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import select, update
 
+from tinkex.server.store.sql.database import Shared
+from tinkex.server.store.sql.operations import add_usage, usage_between
 from tinkex.server.store.sql.records import AUDIT, KEYS, insert
 from tinkex.server.store.sql.schema import answers, api_keys, audit
-from tinkex.server.store.sql.shared import Shared
-from tinkex.server.store.sql.usage import add_usage, usage_between
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import delete, or_, select, tuple_
 
 from tinkex.server.store.sql import operations as operations_sql
+from tinkex.server.store.sql.database import AT_ONCE, Shared
 from tinkex.server.store.sql.schema import (
     LOCATED,
     OF_NO_SESSION,
@@ -21,7 +22,6 @@ from tinkex.server.store.sql.schema import (
     samplers,
     sessions,
 )
-from tinkex.server.store.sql.shared import AT_ONCE, Shared
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

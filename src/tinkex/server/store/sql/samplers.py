@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from sqlalchemy import func, select, update
 
+from tinkex.server.store.sql.database import AT_ONCE, Shared
 from tinkex.server.store.sql.records import SAMPLERS, beside_index
 from tinkex.server.store.sql.schema import LOCATED, SIZED, UNSAVED
 from tinkex.server.store.sql.schema import samplers as table
-from tinkex.server.store.sql.shared import AT_ONCE, Shared
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import func, select, update
 
+from tinkex.server.store.sql.database import Shared
 from tinkex.server.store.sql.records import SESSIONS
 from tinkex.server.store.sql.schema import ACTIVE, OPEN, UNATTENDED, models
 from tinkex.server.store.sql.schema import sessions as table
-from tinkex.server.store.sql.shared import Shared
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

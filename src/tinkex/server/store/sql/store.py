@@ -17,12 +17,12 @@ from tinkex.server.store.sql import address
 from tinkex.server.store.sql.behind import Behind
 from tinkex.server.store.sql.database import Database
 from tinkex.server.store.sql.ledger import Ledger
+from tinkex.server.store.sql.operations import Work
 from tinkex.server.store.sql.pruning import Pruning
 from tinkex.server.store.sql.samplers import Samplers
 from tinkex.server.store.sql.sessions import Sessions
 from tinkex.server.store.sql.versions import bring_up
 from tinkex.server.store.sql.weights import Weights
-from tinkex.server.store.sql.work import Work
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from typing import Self
 
     from tinkex.clock import Clock
-    from tinkex.server.store.sql.link import Place
+    from tinkex.server.store.sql.database import Place
 
 
 class SqlStore(Sessions, Weights, Samplers, Work, Ledger, Pruning):

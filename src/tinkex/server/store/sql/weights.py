@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import delete, func, or_, select
 
+from tinkex.server.store.sql.database import Shared
 from tinkex.server.store.sql.records import CHECKPOINTS, LOSSES, MODELS, beside_index
 from tinkex.server.store.sql.schema import OPEN, PUBLIC, checkpoints, models
-from tinkex.server.store.sql.shared import Shared
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence

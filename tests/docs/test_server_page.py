@@ -14,7 +14,7 @@ from tinkex.clients import local_loss
 from tinkex.engine import custom_loss, custom_loss_limits, losses, results
 from tinkex.engine.optim import adamw_step, fresh_moments
 from tinkex.server import Settings
-from tinkex.server.api import adapter_body, body
+from tinkex.server.api import adapter_body, call
 from tinkex.server.api.usage import MOST_AUDITED
 from tinkex.server.app import HANDLERS
 from tinkex.server.observe import polls
@@ -57,8 +57,8 @@ def test_the_routes_that_answer_501_are_those_in_the_code() -> None:
 def test_the_limits_and_times_are_those_in_the_code() -> None:
     refused, kept = section("Bodies and values"), section("How long things are kept")
     numbers = [
-        body.MAX_PROTOBUF_PARTS,
-        body.MAX_JSON_PARTS,
+        call.MAX_PROTOBUF_PARTS,
+        call.MAX_JSON_PARTS,
         custom_loss.MAX_NODES,
         custom_loss.MAX_ELEMENTS,
         custom_loss.MAX_TOTAL,

@@ -14,10 +14,11 @@ from tinkex.clients import local_loss
 from tinkex.engine import custom_loss, custom_loss_limits, losses, results
 from tinkex.engine.optim import adamw_step, fresh_moments
 from tinkex.server import Settings
-from tinkex.server.api import adapter_body, call
+from tinkex.server.api import adapter_body
+from tinkex.server.api.call import MAX_JSON_PARTS, MAX_PROTOBUF_PARTS
 from tinkex.server.api.usage import MOST_AUDITED
 from tinkex.server.app import HANDLERS
-from tinkex.server.observe import polls
+from tinkex.server.observe import seen
 from tinkex.server.openapi import describe
 from tinkex.types import AdamParams
 
@@ -57,8 +58,8 @@ def test_the_routes_that_answer_501_are_those_in_the_code() -> None:
 def test_the_limits_and_times_are_those_in_the_code() -> None:
     refused, kept = section("Bodies and values"), section("How long things are kept")
     numbers = [
-        call.MAX_PROTOBUF_PARTS,
-        call.MAX_JSON_PARTS,
+        MAX_PROTOBUF_PARTS,
+        MAX_JSON_PARTS,
         custom_loss.MAX_NODES,
         custom_loss.MAX_ELEMENTS,
         custom_loss.MAX_TOTAL,
@@ -70,7 +71,7 @@ def test_the_limits_and_times_are_those_in_the_code() -> None:
     ]
     for number in numbers:
         assert f" {number:,} " in refused
-    assert f"latest {polls._KEPT:,} " in PAGE
+    assert f"latest {seen._KEPT:,} " in PAGE
     settings = Settings()
     assert (settings.result_ttl_s, settings.session_timeout_s) == (6 * 3600, 5 * 60)
     assert (settings.url_ttl_s, settings.token_ttl_s) == (3600, 3600)

@@ -67,7 +67,7 @@ class Work:
         with closing(sqlite3.connect(path)) as database:
             return [
                 f"{plan[3]}: {statement}"
-                for statement, parameters in self.statements.items()
+                for statement, parameters in list(self.statements.items())
                 if statement.startswith(("SELECT", "UPDATE", "DELETE"))
                 for plan in database.execute(f"EXPLAIN QUERY PLAN {statement}", parameters)
                 if FULL_SCAN.match(plan[3])

@@ -21,6 +21,7 @@ from starlette.routing import Route
 from tinkex.clock import SystemClock
 from tinkex.server import openai
 from tinkex.server.api import (
+    attach,
     checkpoints,
     downloads,
     files,
@@ -67,6 +68,7 @@ HANDLERS: dict[str, Handler] = {
     **service.HANDLERS,
     **sessions.HANDLERS,
     **models.HANDLERS,
+    **attach.HANDLERS,
     **training.HANDLERS,
     **sampling.HANDLERS,
     **futures.HANDLERS,

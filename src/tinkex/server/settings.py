@@ -76,6 +76,8 @@ class Settings:
 
     # Clients send a heartbeat every 10 s; silence this long ends a session.
     session_timeout_s: float = 300.0
+    # Another program may attach to a model whose session has been silent for this long.
+    attach_after_s: float = 30.0
     upkeep_interval_s: float = 30.0
     # How long sessions that are over stay listed; runs and checkpoints stay until they are deleted.
     history_s: float = 30 * 24 * 3600.0

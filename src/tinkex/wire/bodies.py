@@ -10,7 +10,8 @@ from typing import Literal
 
 import msgspec
 
-from tinkex.types import ClientSessionFinishReason
+from tinkex.types import ClientSessionFinishReason, LoraConfig
+from tinkex.types.optimizers import OptimizerConfigField
 
 
 class WireBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,6 +58,23 @@ class ReleaseNumbersRequest(WireBody, frozen=True):
 
     model_id: str
     seq_ids: list[int]
+
+
+class AttachModelRequest(WireBody, frozen=True):
+    """Move an open model to this session, which belongs to the program that asks."""
+
+    model_id: str
+    session_id: str
+
+
+class AttachModelResponse(WireBody, frozen=True):
+    """The model is the session's; its next training request has the number `next_seq_id`."""
+
+    model_id: str
+    next_seq_id: int
+    base_model: str
+    lora_config: LoraConfig
+    optimizer_config: OptimizerConfigField
 
 
 class TraceExportResponse(WireBody, frozen=True):

@@ -20,6 +20,8 @@ PREFIX = "/api/v1"
 MEDIA_JSON = "application/json"
 MEDIA_PROTOBUF = "application/x-protobuf"
 MEDIA_TAR = "application/x-tar"
+# The session of a program that has attached to a model, in every training request it sends.
+SESSION_HEADER = "x-tinkex-session"
 
 Method = Literal["GET", "POST", "PUT", "DELETE"]
 
@@ -368,7 +370,7 @@ CANCEL_FUTURE: Route[b.CancelFutureRequest, None] = Route(
     timeout_s=30.0,
 )
 
-# Only tinkex servers have it; official clients never ask.
+# Only tinkex servers have these two; official clients never ask.
 RELEASE_NUMBERS: Route[b.ReleaseNumbersRequest, None] = Route(
     "release_numbers",
     "POST",
@@ -376,6 +378,13 @@ RELEASE_NUMBERS: Route[b.ReleaseNumbersRequest, None] = Route(
     b.ReleaseNumbersRequest,
     None,
     Pool.TRAIN,
+)
+ATTACH_MODEL = _post(
+    "attach_model",
+    b.AttachModelRequest,
+    b.AttachModelResponse,
+    Pool.TRAIN,
+    path=f"{PREFIX}/tinkex/attach_model",
 )
 
 # Telemetry keeps a failed batch itself, so the call is not retried underneath.
@@ -507,6 +516,7 @@ ROUTES: tuple[Route[Any, Any], ...] = (
     RETRIEVE_FUTURES,
     CANCEL_FUTURE,
     RELEASE_NUMBERS,
+    ATTACH_MODEL,
     TELEMETRY,
     GET_SERVER_CAPABILITIES,
     HEALTHZ,

@@ -197,6 +197,10 @@ HIDDEN: dict[str, list[Ask]] = {
     "release_numbers": [
         lambda t: post("/tinkex/release_numbers", model_id=t.model, seq_ids=[9]),
     ],
+    "attach_model": [
+        lambda t: post("/tinkex/attach_model", model_id=t.model, session_id=t.mine),
+        lambda t: post("/tinkex/attach_model", model_id=t.model, session_id=t.session),
+    ],
     "cancel_future": [
         lambda t: post("/cancel_future", request_id=t.operation),
         lambda t: post("/cancel_future", request_id=t.sample),

@@ -76,8 +76,9 @@ def test_the_table_is_the_protocols_catalogue():
         ("GET", "/tokenizer", "60", "full"),
         ("POST", "/import_weights", "300", "full"),
         ("POST", "/tinkex/release_numbers", "60", "full"),
+        ("POST", "/tinkex/attach_model", "60", "full"),
     }
-    assert current == expected | own, "three routes are our own"
+    assert current == expected | own, "four routes are our own"
 
 
 def test_older_clients_find_their_endpoints():

@@ -1,7 +1,8 @@
 """Errors to HTTP replies. Nothing else in the server chooses an error status by itself.
 
 A reply is `{"detail": …}` and always has a Content-Length: official clients take a 400
-without one for a broken proxy. 409 is never sent, because they retry it for minutes.
+without one for a broken proxy. They retry 409 for minutes, so only `attach_model` sends it, which
+they never call.
 """
 
 from __future__ import annotations

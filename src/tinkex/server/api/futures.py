@@ -13,6 +13,7 @@ from starlette.responses import Response
 from tinkex.server.api.call import reply
 from tinkex.server.api.errors import refuse
 from tinkex.server.api.sampling import own_sampler
+from tinkex.server.api.submit import check_program
 from tinkex.server.observe.seen import seen_by
 from tinkex.types import (
     FutureFailed,
@@ -196,6 +197,7 @@ async def release_numbers(call: Call) -> Response:
     """
     request = await call.json(ReleaseNumbersRequest)
     model = await call.model(request.model_id)
+    check_program(call, model)
     for seq_id in request.seq_ids[:_MOST_RELEASED]:
         operation = await call.store.get_operation(f"{model.model_id}:{seq_id}")
         if operation is None:

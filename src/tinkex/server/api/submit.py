@@ -14,6 +14,7 @@ import msgspec
 
 from tinkex.errors import APIStatusError, InputError
 from tinkex.server.api.call import reply
+from tinkex.server.api.errors import refuse
 from tinkex.server.store.records import LoadOrder, Operation
 from tinkex.types import (
     CreateModelRequest,
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
     from tinkex.server.api.call import Call
-    from tinkex.server.store.records import OpKind
+    from tinkex.server.store.records import Model, OpKind
     from tinkex.wire.proto_codec import DecodedForwardBackward
 
 
@@ -48,6 +49,22 @@ def accepted(operation: Operation) -> Response:
             sample_sequence_ids=sequence_ids,
         )
     )
+
+
+def check_program(call: Call, model: Model) -> None:
+    """Refuse the program of a model that another program has attached to.
+
+    A program that attached names its session in every request. The one that created the model
+    need not: the model's id begins with its session.
+    """
+    if model.model_id.startswith(f"{model.session_id}:"):
+        return
+    if call.header(routes.SESSION_HEADER) != model.session_id:
+        raise refuse(
+            400,
+            f"Another program has attached to model {model.model_id!r} (session "
+            f"{model.session_id!r}), so this program can no longer train it.",
+        )
 
 
 async def submit_training(
@@ -65,6 +82,7 @@ async def submit_training(
     `body` is what a restart runs the operation from; `request` the same, decoded.
     """
     model = await call.model(model_id)
+    check_program(call, model)
     operation = Operation(
         op_id=f"{model_id}:{seq_id}",
         kind=kind,

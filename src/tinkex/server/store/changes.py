@@ -9,7 +9,7 @@ import anyio
 
 if TYPE_CHECKING:
     from tinkex.server.store.base import Store
-    from tinkex.server.store.records import Session, StoredCheckpoint
+    from tinkex.server.store.records import Model, Session, StoredCheckpoint
     from tinkex.types import SessionStatus
 
 
@@ -27,6 +27,18 @@ class Changes:
             model = await self._store.get_model(model_id)
             if model is not None:
                 await self._store.put_model(replace(model, **fields))
+
+    async def move_model(self, model: Model, session_id: str) -> bool:
+        """Give a model to another session; False when it was moved, or its session has ended."""
+        async with self._changing:
+            known = await self._store.get_model(model.model_id)
+            old = await self._store.get_session(model.session_id)
+            if known is None or known.session_id != model.session_id:
+                return False
+            if old is None or not old.active:
+                return False
+            await self._store.put_model(replace(known, session_id=session_id))
+            return True
 
     async def change_session(self, session_id: str, **fields: Any) -> None:
         """Change some fields of a session; its end is not one of them."""

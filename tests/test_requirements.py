@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-ROWS = [f"S{n}" for n in range(1, 40)] + [f"B{n}" for n in range(1, 23)]
+ROWS = [f"S{n}" for n in range(1, 43)] + [f"B{n}" for n in range(1, 23)]
 
 
 def _marked() -> set[str]:

@@ -14,11 +14,14 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.req("S42")
 
-PAGES = [ROOT / "docs" / "reference" / f"{name}.md" for name in ("futures", "retries")]
+PAGES = [ROOT / "docs" / "reference" / f"{name}.md" for name in ("futures", "retries", "attach")]
 _SHOWN = re.compile(r"<!-- shown by: (.*?) -->")
 # Explanations of a table or an example: nothing that could be broken.
 _EXPLAINS = (
     "`.status()` never waits",
+    "<!-- not run",
+    "So note `training.model_id`",
+    "When a training program is lost",
     "`.usage` is None",
     "`.then(f)` is",
     "`.cancel()` depends",

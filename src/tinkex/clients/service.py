@@ -13,7 +13,7 @@ from tinkex.clients.session import Session
 from tinkex.clients.training import TrainingClient
 from tinkex.clients.training_requests import given
 from tinkex.config import Config
-from tinkex.errors import ClosedError, InputError, NothingToTrain
+from tinkex.errors import APIStatusError, ClosedError, InputError, NotFoundError, NothingToTrain
 from tinkex.types import (
     AdamOptimizerConfig,
     CreateModelRequest,
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from tinkex.clients.retry_config import RetryConfig
     from tinkex.clients.telemetry import Telemetry
     from tinkex.futures.future import APIFuture, Promise
+    from tinkex.transport.api import Api
     from tinkex.types import (
         CustomLossInputRank,
         GetServerCapabilitiesResponse,
@@ -40,6 +41,9 @@ if TYPE_CHECKING:
         WeightsInfoResponse,
     )
     from tinkex.types.usage import Usage
+
+# What a server answers to a route that it does not have.
+_NO_SUCH_ROUTE = (404, 405, 501)
 
 CloseStatus = Literal["success", "errored", "interrupted"]
 
@@ -99,6 +103,8 @@ class ServiceClient:
         self._lease = session.lease()
         self._operations = self._lease.operations()
         self._closing: APIFuture[None] | None = None
+        # Runs that this client has attached to: two clients of one run would share its numbers.
+        self._attached: set[str] = set()
 
     @property
     def operations(self) -> Operations:
@@ -265,6 +271,43 @@ class ServiceClient:
             self._lease, number, loaded.model_id or f"{session_id}:train:{number}"
         )
 
+    async def attach_training_client_async(self, model_id: str) -> TrainingClient:
+        """Go on with a run whose own program has ended, at the next `seq_id`.
+
+        What that program had submitted runs first. Needs a tinkex server, and that the program
+        has been silent for half a minute and its session is not over. `ConflictError`: another
+        program trains the run. `PromiseLostError`: it is closed; the message names its last
+        checkpoint.
+        """
+        return await self._operations.run(lambda: self._attach(given_text(model_id, "model_id")))
+
+    attach_training_client = blocking(attach_training_client_async)
+
+    async def _attach(self, model_id: str) -> TrainingClient:
+        session = self.holder
+        api = await session.opened()
+        session_id = given(session.session_id, "session_id", "create_session")
+        if model_id in self._attached or model_id.startswith(f"{session_id}:"):
+            raise InputError("this client trains the run already", "model_id")
+        self._attached.add(model_id)
+        try:
+            attached = await api.call(
+                routes.ATTACH_MODEL,
+                bodies.AttachModelRequest(model_id=model_id, session_id=session_id),
+            )
+        except BaseException as error:
+            self._attached.discard(model_id)
+            if isinstance(error, APIStatusError) and error.status_code in _NO_SUCH_ROUTE:
+                raise await _cannot_attach(api, model_id, error) from error
+            raise
+        number = model_id.rpartition(":")[2]
+        return TrainingClient(
+            self._lease,
+            int(number) if number.isdecimal() else 0,
+            model_id,
+            attached_at=attached.next_seq_id,
+        )
+
     async def _weights_info(self, path: str, token: str | None) -> WeightsInfoResponse:
         api = await self.holder.connected()
         request = bodies.WeightsInfoRequest(tinker_path=path)
@@ -404,6 +447,22 @@ class ServiceClient:
             "a ServiceClient belongs to its process and cannot be pickled; send a SamplingClient, "
             "or make a new ServiceClient there"
         )
+
+
+async def _cannot_attach(api: Api, model_id: str, error: APIStatusError) -> APIStatusError:
+    """The error for a server without the route, or for a run that the server does not know."""
+    try:
+        run = await api.call(routes.GET_TRAINING_RUN, params={"run": model_id})
+    except NotFoundError:
+        return error
+    advice = "it has no checkpoint to continue from"
+    if run.last_checkpoint is not None:
+        advice = (
+            f"its last checkpoint is {run.last_checkpoint.tinker_path}: load it with "
+            "create_training_client_from_state_with_optimizer"
+        )
+    message = f"this server cannot attach a program to the run {model_id}; {advice}"
+    return type(error)(message, error.response, error.body)
 
 
 def _status_of(kind: type[BaseException] | None) -> CloseStatus:

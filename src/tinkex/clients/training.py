@@ -55,7 +55,9 @@ _log = logging.getLogger(__name__)
 class TrainingClient:
     """Trains one LoRA adapter. Made by `ServiceClient`, never directly."""
 
-    def __init__(self, lease: Lease, model_seq_id: int, model_id: str) -> None:
+    def __init__(
+        self, lease: Lease, model_seq_id: int, model_id: str, *, attached_at: int | None = None
+    ) -> None:
         self.model_id = model_id
         self.model_seq_id = model_seq_id
         self._lease = lease
@@ -66,6 +68,7 @@ class TrainingClient:
             model_id,
             # Looked up at each change, so that replacing the hook on the object works.
             lambda state, reason: self.on_queue_state_change(state, reason),
+            attached_at,
         )
 
     @property
@@ -77,6 +80,11 @@ class TrainingClient:
     def holder(self) -> Session:
         """The session behind this client."""
         return self._lease.session
+
+    @property
+    def next_seq_id(self) -> int:
+        """The number of the next request that is sent. The run's first request has number 1."""
+        return self._calls.queue.next_seq_id
 
     # -- training -----------------------------------------------------------------------------
 

@@ -85,12 +85,13 @@ class TrainingQueue:
         operations: Operations,
         notices: QueueNotices,
         model_id: str,
-        next_seq_id: int = 1,
+        attached_at: int | None = None,
     ) -> None:
         # Mutable state, touched on the loop only: calls that wait, whether a task sends them, how
         # many were queued and sent so far; the next number, smaller ones that are free again, and
         # those whose fate is unknown; whether the server can release those. Number 0 is the
-        # creation of the model.
+        # creation of the model; a client that attached to one begins where the server says, and
+        # names its session, so that the server can tell it from the program before it.
         self._session = session
         self._operations = operations
         self._notices = notices
@@ -99,12 +100,20 @@ class TrainingQueue:
         self._sending = False
         self._queued = 0
         self._sent = 0
-        self._next_seq_id = next_seq_id
+        self._next_seq_id = 1 if attached_at is None else attached_at
+        self._headers = (
+            {} if attached_at is None else {routes.SESSION_HEADER: str(session.session_id)}
+        )
         self._free: list[int] = []
         self._unresolved: set[int] = set()
         self._releases = True
 
     # -- from any thread ------------------------------------------------------------------------
+
+    @property
+    def next_seq_id(self) -> int:
+        """The number of the next request that is sent."""
+        return self._free[0] if self._free else self._next_seq_id
 
     def take(
         self, requests: Sequence[Outgoing], fold: Callable[[list[Result]], Any]
@@ -262,9 +271,9 @@ class TrainingQueue:
 
     async def _prepare(self, request: Outgoing, seq_id: int) -> Post:
         api = self._session.api
-        body, headers = request.encode(seq_id), {}
+        body, headers = request.encode(seq_id), self._headers
         if request.route.request_encoding == "protobuf" and api.client_config.proto_compress_fwdbwd:
-            body, headers = await _compress(body), {"Content-Encoding": "zstd"}
+            body, headers = await _compress(body), {**headers, "Content-Encoding": "zstd"}
         return api.prepared(request.route, body, headers)
 
     async def _collect(self, call: QueuedCall) -> Any:
@@ -305,7 +314,9 @@ class TrainingQueue:
         if self._releases:
             request = bodies.ReleaseNumbersRequest(model_id=self._model_id, seq_ids=numbers)
             try:
-                await self._session.api.call(routes.RELEASE_NUMBERS, request, deadline_s=0.0)
+                await self._session.api.call(
+                    routes.RELEASE_NUMBERS, request, headers=self._headers, deadline_s=0.0
+                )
             except APIError as error:
                 _log.debug("numbers %s were not released: %s", numbers, error)
                 if getattr(error, "status_code", 0) not in (404, 405, 501):

@@ -43,6 +43,7 @@ class TrainingRequests:
         operations: Operations,
         model_id: str,
         on_queue_state_change: Callable[[str, str | None], None],
+        attached_at: int | None = None,
     ) -> None:
         self._session = session
         self._operations = operations
@@ -52,7 +53,7 @@ class TrainingRequests:
         notices = QueueNotices(
             f"training run {model_id}", session.clock, on_queue_state_change, session.telemetry
         )
-        self.queue = TrainingQueue(session, operations, notices, model_id)
+        self.queue = TrainingQueue(session, operations, notices, model_id, attached_at)
 
     def refuse(self, error: TinkerError) -> APIFuture[Any]:
         """A future that has failed already: errors have one way out."""

@@ -23,6 +23,7 @@ What a failure means is decided by `transport.retry`.
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -48,7 +49,9 @@ from tinkex.spans import span
 from tinkex.transport.notices import wait_reason
 from tinkex.transport.retry import (
     BILLING_STEP_S,
+    Decision,
     Limits,
+    Outcome,
     Progress,
     decide,
     event_of,
@@ -300,44 +303,64 @@ class Lifecycle:
 
     def _submit_wait_s(self, error: TinkerError, began: float) -> float:
         """How long to wait before the request is sent again; raises when that cannot help."""
-        wire, now = self._wire, self._wire.clock.now()
-        outcome = outcome_of(error)
+        now, outcome = self._wire.clock.now(), outcome_of(error)
+        event = event_of(outcome)
         if outcome.kind == "status":
             self.last_life = now
-        event = event_of(outcome)
         if event == "402" and self._retry != "submit":
-            self._check_credit(error, now)
-            if self._pause is not None:
-                return self._pause_for(BILLING_STEP_S, error)
-            return self._measured(BILLING_STEP_S, "billing")
+            return self._credit_wait_s(error, now)
         self._credit_gone_at = None
-        hint_s = retry_after_s(outcome.headers, wire.clock.wall())
-        if event == "429" and self._pause is not None:
+        if event == "429":
+            # A server that says so is neither silent nor in trouble.
             self._trouble_at = None
-            return self._pause_for(self._pause_s if hint_s is None else hint_s, error)
+            if self._pause is not None:
+                hint_s = retry_after_s(outcome.headers, self._wire.clock.wall())
+                return self._pause_for(self._pause_s if hint_s is None else hint_s, error)
+        elif self._trouble_at is None:
+            self._trouble_at = began
         if self._policy is not None and not self._policy.retries:
             raise error
-        if self._trouble_at is None:
-            self._trouble_at = began
+        return self._retry_wait_s(error, outcome, now)
+
+    def _credit_wait_s(self, error: TinkerError, now: float) -> float:
+        """The pause after a 402, which has a limit of its own."""
+        self._check_credit(error, now)
+        if self._pause is not None:
+            return self._pause_for(BILLING_STEP_S, error)
+        if self._trouble_at is not None:
+            self._trouble_at += BILLING_STEP_S
+        return self._told(Decision(BILLING_STEP_S, "status 402", billing=True))
+
+    def _retry_wait_s(self, error: TinkerError, outcome: Outcome, now: float) -> float:
+        """The wait that the table or the user's policy asks for, within the deadline."""
+        wire, policy, event = self._wire, self._policy, event_of(outcome)
         tries = self._counts.get(event, 0)
-        budget_s = wire.submit_s if self._policy is None else self._policy.patience_s
+        budget_s, elapsed_s = math.inf, 0.0
+        if self._trouble_at is not None:
+            budget_s = wire.submit_s if policy is None else policy.patience_s
+            elapsed_s = now - self._trouble_at
         decision = decide(
             outcome,
             self._retry,
-            Progress(tries, now - self._trouble_at, failures=sum(self._counts.values())),
+            Progress(tries, elapsed_s, failures=sum(self._counts.values())),
             Limits(budget_s),
             jitter=random.random(),
             wall=wire.clock.wall(),
         )
         self._counts[event] = tries + 1
         if decision.wait_s is not None:
-            if self._policy is None or hint_s is not None:
-                return self._measured(decision.wait_s, wait_reason(decision))
-            left_s = budget_s - (now - self._trouble_at)
-            return self._measured(min(self._policy_delay_s(tries), left_s), "backoff")
+            if policy is None or retry_after_s(outcome.headers, wire.clock.wall()) is not None:
+                return self._told(decision)
+            wait_s = min(self._policy_delay_s(tries), budget_s - elapsed_s)
+            return self._measured(wait_s, "backoff")
         if self._extended(error, tries):
             return self._measured(self._policy_delay_s(tries), "backoff")
         raise self._final(error, decision.reason)
+
+    def _told(self, decision: Decision) -> float:
+        """The wait that was decided on, after log and metrics have heard of it."""
+        self._wire.api.notices.waiting(self._route.name, decision)
+        return decision.wait_s or 0.0
 
     def _measured(self, wait_s: float, reason: WaitReason) -> float:
         if meter.on:

@@ -84,7 +84,7 @@ class Api:
         self._client_config = ClientConfigResponse()
         self._headers = StandardHeaders(config.headers)
         self._jitter = jitter
-        self._notices = Notices(clock)
+        self.notices = Notices(clock)
 
     @property
     def client_config(self) -> ClientConfigResponse:
@@ -139,7 +139,7 @@ class Api:
                         error.add_note(f"gave up after {count} attempts: {decision.reason}")
                     raise
             # Outside the handler: an error of the next attempt must not drag this one along.
-            self._notices.waiting(route.name, decision)
+            self.notices.waiting(route.name, decision)
             await patience.wait(decision)
 
     def prepared(
@@ -263,13 +263,13 @@ class Api:
         try:
             reply = await self.transport.send(request)
         except APIConnectionError as error:
-            self._notices.unreachable(route.name, error)
+            self.notices.unreachable(route.name, error)
             raise
         if meter.on:
             meter.request(route.name, reply.status)
         note = reply.headers.get("x-deprecation-note")
         if note is not None:
-            self._notices.deprecated(note, reply.headers.get("x-deprecation-level", ""))
+            self.notices.deprecated(note, reply.headers.get("x-deprecation-level", ""))
         return reply
 
     def _decode(self, route: Route[Any, RepT], request: Request, reply: Reply) -> RepT:

@@ -52,6 +52,11 @@ class Notices:
                 "billing page, or cancel the call.",
                 call,
             )
+        elif wait_reason(decision) == "rate_limit" and self._due("rate_limit"):
+            _log.warning(
+                "%s: the server asks to send less (429); trying again until it accepts the request",
+                call,
+            )
         else:
             _log.debug("%s: trying again in %.1f s (%s)", call, decision.wait_s, decision.reason)
 

@@ -103,6 +103,21 @@ def test_an_answered_429_is_a_sign_of_life_however_long_it_goes_on():
     assert draws(sampling(scenario)) == 1
 
 
+@pytest.mark.req("S15")
+def test_a_training_call_that_is_told_to_slow_down_waits_and_says_so(
+    caplog: pytest.LogCaptureFixture,
+):
+    async def scenario(world: World, client: TrainingClient) -> None:
+        world.server.faults.on("optim_step", faults.rate_limit("retry-after", 40), times=10)
+        started = world.clock.now()
+        await client.optim_step(AdamParams())
+        assert world.clock.now() - started == pytest.approx(400.0, abs=1.0)
+
+    training(scenario)
+    said = [one for one in caplog.messages if "the server asks to send less (429)" in one]
+    assert 4 <= len(said) <= 7  # at most once a minute
+
+
 @pytest.mark.req("S22")
 def test_waiting_for_a_local_place_is_no_silence_of_the_server():
     async def scenario(world: World, sampler: SamplingClient) -> None:

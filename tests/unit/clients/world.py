@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from tests.patience import PATIENCE_S
@@ -29,13 +30,13 @@ class World:
         self.server = FakeServer(clock=self.clock, settings=settings)
         self.config = Config(base_url="http://fake.invalid", api_key="tml-test", **config)
 
-    def service(self, **options: Any) -> ServiceClient:
+    def service(self, **settings: Any) -> ServiceClient:
+        """A client; `settings` are fields of `Config` that differ for it."""
         session = Session(
-            self.config,
+            replace(self.config, **settings),
             clock=self.clock,
             portal=CurrentLoop(),
             transport=lambda config, clock: self.server.transport(),
-            **options,
         )
         return ServiceClient.over(session)
 

@@ -16,7 +16,8 @@ from tinkex.clients.operations import blocking, deferred, hint_async
 from tinkex.clients.sampling import SamplingClient, open_sampler
 from tinkex.clients.sampling_checks import check_options
 from tinkex.clients.training_requests import TrainingRequests, given, vocabulary
-from tinkex.errors import InputError, InputTypeError, TinkerError
+from tinkex.errors import APIError, InputError, InputTypeError, TinkerError
+from tinkex.futures.future import requests_in
 from tinkex.types import (
     AdamParams,
     ForwardBackwardOutput,
@@ -35,7 +36,8 @@ from tinkex.types import (
     SaveWeightsRequest,
     SaveWeightsResponse,
 )
-from tinkex.wire import routes
+from tinkex.wire import json_codec, routes
+from tinkex.wire.bodies import CancelFutureRequest
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Mapping, Sequence
@@ -127,6 +129,31 @@ class TrainingClient:
         )
 
     optim_step_async = deferred(optim_step)
+
+    async def withdraw_async(self, future: APIFuture[Any]) -> bool:
+        """Take an operation of this run out of the server's queue; says whether that was done.
+
+        False when the operation has begun or ended, was split into several requests, or when the
+        server cannot withdraw it. A withdrawn operation ends with `RequestFailedError`.
+        """
+        return await self._operations.run(lambda: self._withdraw(future))
+
+    withdraw = blocking(withdraw_async)
+
+    async def _withdraw(self, future: APIFuture[Any]) -> bool:
+        api, request_id = await self.holder.opened(), future.status().request_id
+        # Of several requests the first may run before the last is withdrawn.
+        if request_id is None or requests_in(future) > 1:
+            return False
+        if not api.dynamic_config.sample_cancel_enabled:  # its answer is not protocol then
+            return False
+        body = json_codec.encode(CancelFutureRequest(request_id=request_id))
+        try:
+            reply = await api.send(routes.CANCEL_FUTURE, body)
+            answer = json_codec.decode_object(reply.body)
+        except (APIError, InputError):
+            return False
+        return answer.get("cancelled") is True
 
     # -- weights ------------------------------------------------------------------------------
 

@@ -49,17 +49,6 @@ class QueueNotices:
         self._state = "active"
         self._reported = float("-inf")
 
-    def observer(self, promise: Promise[Any]) -> Callable[[Pending], None]:
-        """What takes the "pending" answers of one operation, until its future ends."""
-        key = id(promise)
-
-        def observe(pending: Pending) -> None:
-            if key not in self._heard:
-                promise.future.add_done_callback(lambda _: self._move(key, None))
-            self._observe(key, pending, promise)
-
-        return observe
-
     def _move(self, key: int, state: str | None) -> None:
         old = self._heard.pop(key, None)
         if old is not None:
@@ -68,7 +57,11 @@ class QueueNotices:
             self._heard[key] = state
             self._counts[state] += 1
 
-    def _observe(self, key: int, pending: Pending, promise: Promise[Any]) -> None:
+    def observe(self, promise: Promise[Any], pending: Pending) -> None:
+        """Take a "pending" answer of an operation; it counts until the future ends."""
+        key = id(promise)
+        if key not in self._heard:
+            promise.future.add_done_callback(lambda _: self._move(key, None))
         promise.note(
             queue_state=pending.queue_state,
             queue_state_reason=pending.reason,

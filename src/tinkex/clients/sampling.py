@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -194,28 +194,17 @@ class SamplingClient:
                 session.wire,
                 routes.ASAMPLE,
                 "Sample",
-                self._notices.observer(promise),
-                shield=promise.shield,
+                promise,
+                self._notices,
                 policy=self._policy(),
                 pause=session.dispatcher,
                 pause_s=pause_s(estimate),
                 feed=self._completions(),
-                sent=lambda attempts: promise.note(attempts=attempts),
             )
-
-            async def submit() -> Ticket:
-                promise.note(state="queued", request_id=None)
-                numbered = msgspec.structs.replace(request, seq_id=next(numbers))
-                body = json_codec.encode(numbered)
-                with span("sampling.submit", seq_id=numbered.seq_id):
-                    post = session.api.prepared(routes.ASAMPLE, body, _HEADERS)
-                    ticket = await life.submit(post, lambda: session.dispatcher.room(estimate))
-                promise.note(state="running", request_id=ticket.request_id)
-                return ticket if ticket.sequence_ids else _with_ids(ticket, request.num_samples)
-
-            ticket = await submit()
+            draw = _Draw(session, promise, request, numbers, estimate, life)
+            ticket = await draw.submit()
             with span("sampling.wait", request_id=ticket.request_id):
-                return await life.finish(ticket, submit)
+                return await life.finish(ticket, draw.submit)
 
     def _policy(self) -> SamplingPolicy:
         """What the user's settings and the server's flags say about retries."""
@@ -335,6 +324,31 @@ class SamplingClient:
 
     def on_queue_state_change(self, queue_state: str, queue_state_reason: str | None) -> None:
         """Called whenever the server's queue pauses or moves again; override or replace it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Draw:
+    """One sample; it has another number each time that it is submitted."""
+
+    session: Session
+    promise: Promise[Any]
+    request: SampleRequest
+    numbers: itertools.count[int]
+    estimate_bytes: int
+    life: Lifecycle
+
+    async def submit(self) -> Ticket:
+        session, promise = self.session, self.promise
+        promise.note(state="queued", request_id=None)
+        numbered = msgspec.structs.replace(self.request, seq_id=next(self.numbers))
+        body = json_codec.encode(numbered)
+        with span("sampling.submit", seq_id=numbered.seq_id):
+            post = session.api.prepared(routes.ASAMPLE, body, _HEADERS)
+            ticket = await self.life.submit(
+                post, lambda: session.dispatcher.room(self.estimate_bytes)
+            )
+        promise.note(state="running", request_id=ticket.request_id)
+        return ticket if ticket.sequence_ids else _with_ids(ticket, self.request.num_samples)
 
 
 async def open_sampler(

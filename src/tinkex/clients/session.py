@@ -141,7 +141,7 @@ class Session(Connection):
         """Send a request outside any run's order and wait for its result."""
         notices = QueueNotices(subject, self.clock, telemetry=self.telemetry)
         standing: Promise[None] = Promise(now=self.clock.now)
-        life = Lifecycle(self.wire, route, kind, notices.observer(standing))
+        life = Lifecycle(self.wire, route, kind, standing, notices)
         post = self.api.prepared(route, json_codec.encode(request))
         try:
             async with self.wire.limit(subject, self.clock.now()):

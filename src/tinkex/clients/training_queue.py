@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from tinkex.clients.notices import QueueNotices
     from tinkex.clients.operations import Operations
     from tinkex.clients.session import Session
-    from tinkex.futures.future import APIFuture, Promise, Shield
+    from tinkex.futures.future import APIFuture, Promise
     from tinkex.futures.lifecycle import Post, Result, Ticket
 
 _log = logging.getLogger(__name__)
@@ -213,7 +213,7 @@ class TrainingQueue:
             async with wire.limit(name, call.made_at):
                 try:
                     with span("training.submit", requests=len(call.requests)):
-                        await self._submit(call, call.requests, promise.shield)
+                        await self._submit(call, call.requests)
                 finally:
                     settled.set()
                 first = call.sent[0]
@@ -223,9 +223,8 @@ class TrainingQueue:
                 with span("training.wait"):
                     return await self._collect(call)
 
-    async def _submit(self, call: QueuedCall, requests: Sequence[Outgoing], shield: Shield) -> None:
+    async def _submit(self, call: QueuedCall, requests: Sequence[Outgoing]) -> None:
         session = self._session
-        observe = self._notices.observer(call.promise)
         call.sent = [
             _Sent(
                 request,
@@ -234,9 +233,8 @@ class TrainingQueue:
                     session.wire,
                     request.route,
                     request.request_type,
-                    observe,
-                    shield=shield,
-                    sent=lambda attempts: call.promise.note(attempts=attempts),
+                    call.promise,
+                    self._notices,
                 ),
             )
             for request in requests

@@ -43,7 +43,6 @@ from tinkex.errors import (
     ServerSilentError,
     TinkerError,
 )
-from tinkex.futures.future import Shield
 from tinkex.metrics import meter
 from tinkex.spans import span
 from tinkex.transport.notices import wait_reason
@@ -77,6 +76,7 @@ if TYPE_CHECKING:
 
     from tinkex.clock import Clock
     from tinkex.futures.budget import ByteBudget
+    from tinkex.futures.future import Promise
     from tinkex.metrics import WaitReason
     from tinkex.transport.api import Api
     from tinkex.transport.base import Reply
@@ -139,6 +139,12 @@ class SharedPause(Protocol):
     def request(self, seconds: float, error: TinkerError) -> None: ...
 
 
+class Notices(Protocol):
+    """Hears each "pending" answer."""
+
+    def observe(self, promise: Promise[Any], pending: Pending) -> None: ...
+
+
 class Feed(Protocol):
     """Says which accepted requests have ended; `None` asks the caller to poll by itself."""
 
@@ -192,15 +198,14 @@ class Lifecycle:
         "_credit_gone_at",
         "_feed",
         "_kind",
-        "_observe",
+        "_notices",
         "_pause",
         "_pause_s",
         "_policy",
         "_poll_counts",
+        "_promise",
         "_retry",
         "_route",
-        "_sent",
-        "_shield",
         "_trouble_at",
         "_wire",
         "attempts",
@@ -213,29 +218,27 @@ class Lifecycle:
         wire: Wire,
         route: routes.Route[Any, Any],
         kind: routes.RequestType,
-        observe: Callable[[Pending], None],
+        promise: Promise[Any],
+        notices: Notices,
         *,
-        shield: Shield | None = None,
         policy: Policy | None = None,
         pause: SharedPause | None = None,
         pause_s: float = 1.0,
         feed: Feed | None = None,
-        sent: Callable[[int], None] | None = None,
     ) -> None:
         # Mutable state: the last sign of life; since when submitting has failed, and since when
         # for want of credit; tries by kind of failure; how often the request was sent; and what is
-        # known of it. `sent` hears of each attempt.
+        # known of it. A thousand of these are in flight, so it holds no closures.
         self._wire = wire
         self._route = route
         self._kind: routes.RequestType = kind
         self._retry: RetryClass = route.retry
-        self._observe = observe
-        self._shield = shield or Shield()
+        self._promise = promise
+        self._notices = notices
         self._policy = policy
         self._pause = pause
         self._pause_s = pause_s
         self._feed = feed
-        self._sent = sent
         self.last_life = wire.clock.now()
         self._trouble_at: float | None = None
         self._credit_gone_at: float | None = None
@@ -283,10 +286,10 @@ class Lifecycle:
 
     async def _post(self, post: Post, retries: int) -> UntypedAPIFuture:
         self.attempts += 1
-        if self._sent is not None:
-            self._sent(self.attempts)
+        self._promise.standing.attempts = self.attempts
+        shield = self._promise.shield
         before, self.fate = self.fate, "unknown"
-        with self._shield:
+        with shield:
             try:
                 accepted = await post(retries)
             except APIStatusError as error:
@@ -296,7 +299,7 @@ class Lifecycle:
                     self.fate = "refused"
                 raise
         self.fate = "accepted"
-        if self._shield.asked:
+        if shield.asked:
             self._abandon(accepted.request_id)
             raise asyncio.CancelledError
         return accepted
@@ -525,7 +528,7 @@ class Lifecycle:
         now = self._wire.clock.now()
         self.last_life, self._credit_gone_at = now, None
         self._poll_counts.clear()
-        self._observe(pending)
+        self._notices.observe(self._promise, pending)
         if meter.on and pending.queue_state in _PAUSES:
             meter.wait(_PAUSES[pending.queue_state], now - asked)
         poll.unheld = poll.unheld + 1 if now - asked < _HELD_S else 0

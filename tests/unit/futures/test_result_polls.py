@@ -17,6 +17,7 @@ from tinkex.errors import (
     ServerSilentError,
 )
 from tinkex.futures.budget import ByteBudget
+from tinkex.futures.future import Promise
 from tinkex.futures.lifecycle import Lifecycle, Ticket, Wire, charge
 from tinkex.wire import routes
 
@@ -50,6 +51,16 @@ class Announced:
         self.calls.append("lost")
 
 
+class Heard:
+    """Keeps every "pending" answer."""
+
+    def __init__(self, heard: list[Pending]) -> None:
+        self._heard = heard
+
+    def observe(self, promise: Promise[Any], pending: Pending) -> None:
+        self._heard.append(pending)
+
+
 def wait(stage: Stage, *answers: Any, held_s: float = 0.0, **options: Any):
     api = stage.api(*answers, held_s=held_s)
     heard: list[Pending] = options.pop("heard", [])
@@ -60,7 +71,7 @@ def wait(stage: Stage, *answers: Any, held_s: float = 0.0, **options: Any):
 
     async def result() -> Any:
         feed = None if known_size is None else Announced(known_size)
-        life = Lifecycle(wire, routes.OPTIM_STEP, "OptimStep", heard.append, feed=feed)
+        life = Lifecycle(wire, routes.OPTIM_STEP, "OptimStep", Promise(), Heard(heard), feed=feed)
         async with wire.limit("optim_step", stage.clock.now()):
             return await life.result(STEP)
 
@@ -115,7 +126,9 @@ def test_waiting_for_the_byte_budget_is_no_silence(stage: Stage):
         api = stage.api(announced, reply({}, 503), reply({}, 503), DONE)
         wire = Wire(api, stage.clock, budget, lambda _: None, silence_s=300.0, submit_s=300.0)
         await asyncio.sleep(0)
-        result = await Lifecycle(wire, routes.OPTIM_STEP, "OptimStep", lambda _: None).result(STEP)
+        result = await Lifecycle(wire, routes.OPTIM_STEP, "OptimStep", Promise(), Heard([])).result(
+            STEP
+        )
         await held
         return result
 

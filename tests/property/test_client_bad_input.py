@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from tests.unit.clients.world import MODEL, World, datum
 from tinkex import (
     AdminClient,
+    APIFuture,
     Config,
     Datum,
     InputError,
@@ -43,8 +44,10 @@ SOUND: dict[str, Any] = {
     "ending_before": "2026-01-02T00:00:00Z",
     "fn": lambda logprobs: logprobs,
     "folder": "no-such-folder",
+    "future": APIFuture(),
     "input_ranks": {},
     "loss_fn": "cross_entropy",
+    "model_id": "no-such-run",
     "model_path": "tinker://session-0:train:0/sampler_weights/nothing-there",
     "name": "a-name",
     "num_samples": 1,

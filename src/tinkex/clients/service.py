@@ -284,6 +284,7 @@ class ServiceClient:
     attach_training_client = blocking(attach_training_client_async)
 
     async def _attach(self, model_id: str) -> TrainingClient:
+        routes.GET_TRAINING_RUN.url(run=model_id)  # refuses a bad id before anything is sent
         session = self.holder
         api = await session.opened()
         session_id = given(session.session_id, "session_id", "create_session")

@@ -17,7 +17,7 @@ from tinkex.clients.sampling import SamplingClient, open_sampler
 from tinkex.clients.sampling_checks import check_options
 from tinkex.clients.training_requests import TrainingRequests, given, vocabulary
 from tinkex.errors import APIError, InputError, InputTypeError, TinkerError
-from tinkex.futures.future import requests_in
+from tinkex.futures.future import APIFuture, requests_in
 from tinkex.types import (
     AdamParams,
     ForwardBackwardOutput,
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from tinkex.clients.session import Lease, Session
     from tinkex.clients.telemetry import Telemetry
     from tinkex.clients.tokenizers import Tokenizer
-    from tinkex.futures.future import APIFuture
     from tinkex.types import Datum, LossFnType, OptimParams
 
 _log = logging.getLogger(__name__)
@@ -136,6 +135,9 @@ class TrainingClient:
         False when the operation has begun or ended, was split into several requests, or when the
         server cannot withdraw it. A withdrawn operation ends with `RequestFailedError`.
         """
+        if not isinstance(future, APIFuture):  # pyright: ignore[reportUnnecessaryIsInstance] - callers may not type-check
+            kind = type(future).__name__
+            raise InputTypeError(f"expected the future of a training call, got {kind}", "future")
         return await self._operations.run(lambda: self._withdraw(future))
 
     withdraw = blocking(withdraw_async)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -128,30 +129,25 @@ class TrainingRequests:
             max_datums=flags.fwdbwd_max_chunk_len,
             max_bytes=flags.fwdbwd_max_chunk_bytes_count,
         )
-        return [
-            self._pass_request(part, size, loss_fn, config, forward_only) for part, size in chunks
-        ]
 
-    def _pass_request(
-        self,
-        part: list[Datum],
-        size_bytes: int,
-        loss_fn: LossFnType,
-        config: dict[str, float | str] | None,
-        forward_only: bool,
-    ) -> Outgoing:
-        def encode(seq_id: int) -> bytes:
-            return proto_codec.encode_forward_backward(
-                model_id=self._model_id,
-                seq_id=seq_id,
-                data=part,
-                loss_fn=loss_fn,
-                loss_fn_config=config,
-                forward_only=forward_only,
+        def request(part: list[Datum], size_bytes: int) -> Outgoing:
+            # One request is written down at once, which copies all that the caller may change. Of
+            # a large batch only the chunks under way are written, from copies.
+            whole = len(chunks) == 1
+            part = part if whole else [frozen(datum) for datum in part]
+            write = functools.partial(
+                proto_codec.batch_pieces, part, loss_fn, config, forward_only=forward_only
             )
+            written = write(copied=True) if whole else None
 
-        kind: routes.RequestType = "Forward" if forward_only else "ForwardBackward"
-        return Outgoing(routes.FORWARD_BACKWARD, kind, encode, size_bytes)
+            def encode(seq_id: int) -> bytes:
+                pieces = write() if written is None else written
+                return proto_codec.join_batch(self._model_id, seq_id, pieces)
+
+            kind: routes.RequestType = "Forward" if forward_only else "ForwardBackward"
+            return Outgoing(routes.FORWARD_BACKWARD, kind, encode, size_bytes)
+
+        return [request(part, size) for part, size in chunks]
 
     def json_turn(
         self,

@@ -25,8 +25,7 @@ from tinkex.types.inputs import (
     ImageAssetPointerChunk,
     ImageChunk,
     ModelInput,
-    compact,
-    token_list,
+    packed_tokens,
 )
 from tinkex.types.sampling import SampleRequest, SamplingParams
 from tinkex.types.tensors import TensorData
@@ -60,8 +59,7 @@ def _plain_tokens(tokens: Sequence[int], path: str, index: int) -> Sequence[int]
 
 def _packed_tokens(tokens: Sequence[int], path: str, index: int) -> Sequence[int]:
     """For protobuf, which wants four bytes each."""
-    ids = compact(tokens)
-    return ids or compact(token_list(tokens, f"{path}.chunks[{index}].tokens")) or ()
+    return packed_tokens(tokens, f"{path}.chunks[{index}].tokens") or ()
 
 
 def _datum(datum: Datum, path: str) -> Datum:

@@ -1,6 +1,5 @@
 """Model inputs: text, image and audio chunks, and the prompt they add up to."""
 
-import struct
 import sys
 from array import array
 from collections.abc import Sequence
@@ -36,11 +35,11 @@ class EncodedTextChunk(Request, tag_field="type", tag="encoded_text"):
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def packed(self) -> bytes:
-        """The ids as little-endian 32-bit integers."""
+    def packed(self, path: str = "tokens") -> bytes:
+        """The ids as little-endian 32-bit integers; `path` names them if they are none."""
         if isinstance(self.tokens, array):  # made by `compact`
             return _little_endian(self.tokens)
-        return struct.pack(f"<{len(self.tokens)}i", *self.tokens)
+        return _little_endian(packed_tokens(self.tokens, path))
 
 
 def compact(tokens: Sequence[int]) -> "array[int] | None":
@@ -53,6 +52,12 @@ def compact(tokens: Sequence[int]) -> "array[int] | None":
         return None
     seen = np.frombuffer(ids, np.uint32)
     return ids if not seen.size or seen.item(seen.argmax()) < 2**31 else None
+
+
+def packed_tokens(tokens: Sequence[int], path: str) -> "array[int]":
+    """Token ids in four bytes each, or an `InputError` that names the first that is none."""
+    ids = compact(tokens)
+    return array("I", token_list(tokens, path)) if ids is None else ids
 
 
 def _little_endian(ids: "array[int]") -> bytes:

@@ -138,6 +138,12 @@ class TensorData:
         )
         return TensorData(array, self.dtype, shape, crow, col)  # pyright: ignore[reportArgumentType] -- arrays are sequences, too
 
+    def _is_intact(self) -> bool:
+        """Whether it is dense and its array was not given another shape or type in place."""
+        array, shape = self._numpy, self._shape
+        same = array.dtype.kind == self.dtype[0] and (shape is None or array.shape == shape)
+        return same and self._crow is None
+
     def _exposed(self) -> Array:
         """The dense storage for somebody who may write to it."""
         if self._holders != _ANYBODY:

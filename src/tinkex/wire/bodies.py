@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 
 from tinkex.types import ClientSessionFinishReason, LoraConfig
-from tinkex.types.optimizers import OptimizerConfigField
+from tinkex.types.optimizers import OptimizerConfigField, optimizer_config
 
 
 class WireBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,6 +75,10 @@ class AttachModelResponse(WireBody, frozen=True):
     base_model: str
     lora_config: LoraConfig
     optimizer_config: OptimizerConfigField
+
+    def __post_init__(self) -> None:
+        config = optimizer_config(self.optimizer_config, "optimizer_config")
+        msgspec.structs.force_setattr(self, "optimizer_config", config)
 
 
 class TraceExportResponse(WireBody, frozen=True):

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
     from tinkex.types import ModelInputChunk, ProvenanceSpans, TensorDtype
     from tinkex.wire import tinkex_pb2 as pb
+    from tinkex.wire.proto_writer import Piece
 
     Span = PromptProvenanceSpan | SampledProvenanceSpan
 
@@ -73,33 +74,52 @@ def encode_forward_backward(
     forward_only: bool = False,
 ) -> bytes:
     """Serialize a batch, equal batches alike; InputError names the part that has no encoding."""
-    try:
-        return _encode_batch(model_id, seq_id, data, loss_fn, loss_fn_config or {}, forward_only)
-    except UnicodeEncodeError as error:
-        raise InputError(f"the text {error.object!r} is not valid Unicode") from error
+    pieces = batch_pieces(data, loss_fn, loss_fn_config, forward_only=forward_only)
+    return join_batch(model_id, seq_id, pieces)
 
 
-def _encode_batch(
-    model_id: str,
-    seq_id: int | None,
+def batch_pieces(
     data: Sequence[Datum],
     loss_fn: str,
-    loss_fn_config: Mapping[str, float | str],
-    forward_only: bool,
-) -> bytes:
+    loss_fn_config: Mapping[str, float | str] | None = None,
+    *,
+    forward_only: bool = False,
+    copied: bool = False,
+) -> list[Piece]:
+    """All of a batch's encoding that does not depend on its number, for `join_batch`.
+
+    Tensors take part as the memory they have, unless they are `copied`.
+    """
+    from tinkex.wire import tinkex_pb2 as pb
+
+    pieces: list[Piece] = []
+    try:
+        # Only what stands before and after the data is small enough for message objects.
+        after = pb.ForwardBackwardRequest(loss_fn=loss_fn, forward_only=forward_only)
+        _fill_config(after, loss_fn_config or {})
+        for index, datum in enumerate(data):
+            write_datum(pieces, datum, f"data[{index}]", copied=copied)
+    except UnicodeEncodeError as error:
+        raise _not_unicode(error) from error
+    pieces.append(serialize(after, deterministic=True))
+    return pieces
+
+
+def join_batch(model_id: str, seq_id: int | None, pieces: Sequence[Piece]) -> bytes:
+    """The encoding of a batch with its number."""
     from tinkex.wire import tinkex_pb2 as pb
 
     if seq_id is not None and not 0 <= seq_id <= _INT32_MAX:
         raise InputError(f"must be between 0 and {_INT32_MAX}, not {seq_id}", "seq_id")
-    # Only what stands before and after the data is small enough for message objects.
-    before = pb.ForwardBackwardRequest(model_id=model_id, seq_id=seq_id)
-    after = pb.ForwardBackwardRequest(loss_fn=loss_fn, forward_only=forward_only)
-    _fill_config(after, loss_fn_config)
-    pieces: list[bytes | memoryview] = [before.SerializeToString()]
-    for index, datum in enumerate(data):
-        write_datum(pieces, datum, f"data[{index}]")
-    pieces.append(serialize(after, deterministic=True))
-    return b"".join(pieces)
+    try:
+        before = pb.ForwardBackwardRequest(model_id=model_id, seq_id=seq_id).SerializeToString()
+    except UnicodeEncodeError as error:
+        raise _not_unicode(error) from error
+    return b"".join([before, *pieces])
+
+
+def _not_unicode(error: UnicodeEncodeError) -> InputError:
+    return InputError(f"the text {error.object!r} is not valid Unicode")
 
 
 def decode_forward_backward(data: bytes) -> DecodedForwardBackward:

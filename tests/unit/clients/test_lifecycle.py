@@ -18,6 +18,7 @@ from tinkex import (
     InternalServerError,
     ServerSilentError,
     ServiceClient,
+    TensorData,
     UnprocessableEntityError,
 )
 from tinkex.errors import PromiseLostError, TinkerError
@@ -367,6 +368,31 @@ def test_what_is_sent_again_after_a_loss_is_what_was_sent():
     assert len({seen.raw_body for seen in sent}) == 1
     assert len(sent) == 3
     assert set(sent[0].body.data[0].loss_fn_inputs["weights"].to_numpy()) == {1.0}
+
+
+@pytest.mark.req("S12")
+@pytest.mark.parametrize("flags", [{}, {"fwdbwd_max_chunk_len": 1}], ids=["whole", "in chunks"])
+def test_a_call_sends_what_it_was_given_whatever_its_caller_changes(flags: dict[str, Any]):
+    async def scenario(world: World, client: TrainingClient) -> None:
+        weights = np.ones(4, np.float32)
+        batch = [datum(), datum()]
+        for one in batch:
+            one.loss_fn_inputs["weights"] = TensorData.from_numpy(weights)
+        future = client.forward_backward(batch, "cross_entropy")
+        weights[:] = 7.0
+        for one in batch:
+            one.loss_fn_inputs["target_tokens"].to_numpy()[:] = 9
+            one.model_input.chunks[0].tokens[:] = [9]
+            one.loss_fn_inputs.clear()
+        await future
+
+    world = training(scenario, flags)
+    sent = [one for seen in world.server.seen("forward_backward") for one in seen.body.data]
+    assert len(sent) == 2
+    for one in sent:
+        assert one.model_input.to_ints() == [1, 2, 3, 4]
+        assert one.loss_fn_inputs["target_tokens"].tolist() == [2, 3, 4, 5]
+        assert one.loss_fn_inputs["weights"].tolist() == [1.0] * 4
 
 
 @pytest.mark.req("S40")

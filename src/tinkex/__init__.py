@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from tinkex.clients.admin import AdminClient
     from tinkex.clients.custom_loss import LossHandle, PerDatumLossFn
     from tinkex.clients.rest import RestClient
-    from tinkex.clients.retry_config import RetryConfig
     from tinkex.clients.sampling import SamplingClient
+    from tinkex.clients.sampling_checks import RetryConfig
     from tinkex.clients.service import ServiceClient
     from tinkex.clients.training import TrainingClient
     from tinkex.config import Config
@@ -104,7 +104,7 @@ _HOMES = {
     "tinkex.clients.admin": ("AdminClient",),
     "tinkex.clients.custom_loss": ("LossHandle", "PerDatumLossFn"),
     "tinkex.clients.rest": ("RestClient",),
-    "tinkex.clients.retry_config": ("RetryConfig",),
+    "tinkex.clients.sampling_checks": ("RetryConfig",),
     "tinkex.clients.sampling": ("SamplingClient",),
     "tinkex.clients.service": ("ServiceClient",),
     "tinkex.clients.training": ("TrainingClient",),

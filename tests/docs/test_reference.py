@@ -19,7 +19,7 @@ from tests.docs.blocks import PAGES, ROOT, page_named
 from tests.docs.reference import PRINTED, printed_part
 from tests.installed import extras
 from tinkex import Config, errors, testing
-from tinkex.clients.retry_config import RetryConfig
+from tinkex.clients.sampling_checks import RetryConfig
 from tinkex.futures.future import APIFuture, FutureStatus
 from tinkex.host.settings import HostSettings, known
 from tinkex.server.settings import Settings

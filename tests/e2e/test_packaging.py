@@ -57,7 +57,7 @@ PROMISED = {
     "server,postgres": "import psycopg, tinkex.server.store.sql.postgres; print('ok')",
     "s3": "import fsspec; fsspec.get_filesystem_class('s3'); print('ok')",
     "otel": "import opentelemetry.trace, tinkex.spans; print('ok')",
-    "tokenizers": "import tokenizers, tinkex.clients.tokenizers; print('ok')",
+    "tokenizers": "import tokenizers, tinkex.tokenizers; print('ok')",
     "cli": _ALL_OF.format(names=["tinkex.cli"]),
     "plots": "import matplotlib.figure, tinkex.seeing.picture; print('ok')",
     "tensorboard": "import tensorboardX, tinkex.seeing.tensorboard; print('ok')",

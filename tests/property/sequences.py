@@ -281,7 +281,7 @@ class Trial:
         async def main(world: World) -> None:
             for (total_s, submit_s), chosen in _by_deadlines(sequences).items():
                 deadlines = {"total_deadline_s": total_s, "submit_deadline_s": submit_s}
-                async with world.service(**deadlines) as service:
+                async with world.service(deadlines) as service:
                     client = await service.create_lora_training_client_async(MODEL, rank=2)
                     for sequence in chosen:
                         sampler = await service.create_sampling_client_async(

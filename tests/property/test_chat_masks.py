@@ -10,10 +10,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tinkex.chat import ChatExample, CompletionExample, Rendered, Renderer
-from tinkex.clients.tokenizers import FastTokenizer
 from tinkex.data import jsonl
 from tinkex.engine.models.tokenizer import byte_tokenizer
 from tinkex.errors import DataError
+from tinkex.tokenizers import FastTokenizer
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from tinkex.chat.examples import PreferenceExample
     from tinkex.chat.messages import Message
     from tinkex.chat.template import ChatTemplate
-    from tinkex.clients.tokenizers import Tokenizer
     from tinkex.clock import Clock
+    from tinkex.tokenizers import Tokenizer
 
 TrainOn = Literal["all", "last"]
 _NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})

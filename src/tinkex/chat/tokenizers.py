@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tinkex.clients.served_tokenizers import tokenizer_of
+from tinkex.tokenizers import tokenizer_of
 
 if TYPE_CHECKING:
     from tinkex.clients.service import ServiceClient
-    from tinkex.clients.tokenizers import Tokenizer
+    from tinkex.tokenizers import Tokenizer
 
 
 async def tokenizer_for_async(

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from tinkex.chat.template import ChatTemplate
-    from tinkex.clients.tokenizers import Tokenizer
     from tinkex.clock import Clock
+    from tinkex.tokenizers import Tokenizer
 
 # A word that no template writes by itself.
 _PROBE = "quokka"

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
     from tinkex.chat.rendered import Rendered
     from tinkex.clients.service import ServiceClient
-    from tinkex.clients.tokenizers import Tokenizer
     from tinkex.data.examples import Example, Kind
+    from tinkex.tokenizers import Tokenizer
 
 _NO_LIMIT = 2**62
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tinkex.chat.rendered import Rendered
-    from tinkex.clients.tokenizers import Tokenizer
+    from tinkex.tokenizers import Tokenizer
 
 _TRAINED, _CONTEXT = "bold green", "dim"
 

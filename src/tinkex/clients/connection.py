@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from tinkex._version import PROTOCOL_VERSION
 from tinkex.clients.operations import Operations
 from tinkex.clients.portal import LoopThread
-from tinkex.clients.telemetry import Telemetry
 from tinkex.clock import SystemClock
 from tinkex.errors import APIError, ClosedError, NotFoundError
 from tinkex.metrics import meter
+from tinkex.telemetry.events import Telemetry
 from tinkex.types import ClientConfigRequest, ClientDynamicConfigResponse
 from tinkex.wire import routes
 

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tinkex.clients.telemetry import Telemetry
     from tinkex.clock import Clock
     from tinkex.futures.future import Promise
+    from tinkex.telemetry.events import Telemetry
     from tinkex.wire.results import Pending
 
 _log = logging.getLogger(__name__)

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from tinkex.clients.session import Lease
-    from tinkex.clients.telemetry import Telemetry
     from tinkex.futures.future import APIFuture, Promise
+    from tinkex.telemetry.events import Telemetry
     from tinkex.transport.api import Api
     from tinkex.wire.routes import Route
 

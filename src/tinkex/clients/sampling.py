@@ -11,15 +11,21 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from tinkex.clients.arguments import given_text
-from tinkex.clients.chunking import input_bytes, text_tokens
 from tinkex.clients.dispatch import pause_s
 from tinkex.clients.notices import QueueNotices
 from tinkex.clients.operations import awaited, blocking
-from tinkex.clients.retry_config import RetryConfig, SamplingPolicy
-from tinkex.clients.sampling_checks import build_request, check_options, check_response
+from tinkex.clients.sampling_checks import (
+    RetryConfig,
+    SamplingPolicy,
+    build_request,
+    check_options,
+    check_response,
+)
+from tinkex.clients.training_requests import input_bytes, text_tokens
 from tinkex.errors import InputError, TinkerError
 from tinkex.futures.feed import CompletionFeed
-from tinkex.futures.lifecycle import Lifecycle, charge
+from tinkex.futures.lifecycle import Lifecycle
+from tinkex.futures.results import charge
 from tinkex.metrics import meter
 from tinkex.spans import span
 from tinkex.types import (
@@ -34,10 +40,10 @@ if TYPE_CHECKING:
 
     from tinkex.clients.operations import Operations
     from tinkex.clients.session import Lease, Session
-    from tinkex.clients.telemetry import Telemetry
-    from tinkex.clients.tokenizers import Tokenizer
     from tinkex.futures.future import APIFuture, Promise
-    from tinkex.futures.lifecycle import Result, Ticket
+    from tinkex.futures.results import Result, Ticket
+    from tinkex.telemetry.events import Telemetry
+    from tinkex.tokenizers import Tokenizer
     from tinkex.types import ModelInput, SampleRequest, SampleResponse, TensorData
 
 # Copies of a sampler number their requests from blocks of their own.
@@ -295,7 +301,7 @@ class SamplingClient:
         return self._load_tokenizer()
 
     async def _load_tokenizer(self) -> Tokenizer:
-        from tinkex.clients.served_tokenizers import tokenizer_of
+        from tinkex.tokenizers import tokenizer_of
 
         base_model = await self.get_base_model_async()
         return await tokenizer_of(await self.holder.opened(), base_model)

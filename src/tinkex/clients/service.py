@@ -6,10 +6,9 @@ import warnings
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from tinkex.clients.arguments import given_text, header_text, named_values, optional_text
-from tinkex.clients.console import session_url
 from tinkex.clients.operations import awaited, blocking
 from tinkex.clients.sampling import SamplingClient, open_sampler
-from tinkex.clients.session import Session
+from tinkex.clients.session import Session, session_url
 from tinkex.clients.training import TrainingClient
 from tinkex.clients.training_requests import given
 from tinkex.config import Config
@@ -30,9 +29,9 @@ if TYPE_CHECKING:
     from tinkex.clients.custom_loss import LossHandle, PerDatumLossFn
     from tinkex.clients.operations import Operations
     from tinkex.clients.rest import RestClient
-    from tinkex.clients.retry_config import RetryConfig
-    from tinkex.clients.telemetry import Telemetry
+    from tinkex.clients.sampling_checks import RetryConfig
     from tinkex.futures.future import APIFuture, Promise
+    from tinkex.telemetry.events import Telemetry
     from tinkex.transport.api import Api
     from tinkex.types import (
         CustomLossInputRank,

@@ -13,6 +13,7 @@ import itertools
 import logging
 import weakref
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from tinkex._version import PROTOCOL_VERSION
 from tinkex.clients.connection import Connection, Once
@@ -52,6 +53,7 @@ _REASONS = {
     "errored": ClientSessionFinishErrored(),
     "interrupted": ClientSessionFinishInterrupted(),
 }
+_CONSOLE = "https://tinker.thinkingmachines.ai"
 _HEARTBEAT_S = 10.0
 _HEARTBEAT_WARNING_S = 120.0
 _WARNING_EVERY_S = 60.0
@@ -327,3 +329,16 @@ class Lease:
         """For one client: its promises keep the session alive."""
         session = self.session
         return Operations(session.portal, session.clock, keep_alive=self, on_error=session.report)
+
+
+# -- links into the vendor's web console; built, never fetched --------------------------------
+
+
+def session_url(session_id: str | None) -> str:
+    """The page of a session, or the list of sessions before there is one."""
+    return f"{_CONSOLE}/sessions/{session_id}" if session_id else f"{_CONSOLE}/sessions"
+
+
+def training_run_url(training_run_id: str) -> str:
+    """The page of a training run."""
+    return f"{_CONSOLE}/training_runs/{quote(training_run_id, safe=':')}"

@@ -11,10 +11,10 @@ import warnings
 from typing import TYPE_CHECKING, Any, Literal
 
 from tinkex.clients.arguments import given_text
-from tinkex.clients.console import training_run_url
 from tinkex.clients.operations import blocking, deferred, hint_async
 from tinkex.clients.sampling import SamplingClient, open_sampler
 from tinkex.clients.sampling_checks import check_options
+from tinkex.clients.session import training_run_url
 from tinkex.clients.training_requests import TrainingRequests, given, vocabulary
 from tinkex.errors import APIError, InputError, InputTypeError, TinkerError
 from tinkex.futures.future import APIFuture, requests_in
@@ -44,10 +44,10 @@ if TYPE_CHECKING:
 
     from tinkex.clients.custom_loss import CustomLossFnV1, LossHandle
     from tinkex.clients.operations import Operations
-    from tinkex.clients.retry_config import RetryConfig
+    from tinkex.clients.sampling_checks import RetryConfig
     from tinkex.clients.session import Lease, Session
-    from tinkex.clients.telemetry import Telemetry
-    from tinkex.clients.tokenizers import Tokenizer
+    from tinkex.telemetry.events import Telemetry
+    from tinkex.tokenizers import Tokenizer
     from tinkex.types import Datum, LossFnType, OptimParams
 
 _log = logging.getLogger(__name__)
@@ -372,7 +372,7 @@ class TrainingClient:
         return self._load_tokenizer()
 
     async def _load_tokenizer(self) -> Tokenizer:
-        from tinkex.clients.served_tokenizers import tokenizer_of
+        from tinkex.tokenizers import tokenizer_of
 
         data = (await self.get_info_async()).model_data
         name = given(data.model_name, "model_data.model_name", "get_info")

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from tinkex.clients.operations import Operations
     from tinkex.clients.session import Session
     from tinkex.futures.future import APIFuture, Promise
-    from tinkex.futures.lifecycle import Post, Result, Ticket
+    from tinkex.futures.lifecycle import Post
+    from tinkex.futures.results import Result, Ticket
 
 _log = logging.getLogger(__name__)
 # Above this a body is compressed off the loop, where heartbeats must not wait for it.

@@ -29,22 +29,17 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-import msgspec
-
 from tinkex.clock import time_limit
 from tinkex.errors import (
     APIConnectionError,
-    APIResponseValidationError,
     APIStatusError,
-    InputError,
     PromiseLostError,
     RequestFailedError,
-    ResponseInfo,
     ServerSilentError,
     TinkerError,
 )
+from tinkex.futures.results import Result, Ticket, read_answer, read_usage
 from tinkex.metrics import meter
-from tinkex.spans import span
 from tinkex.transport.notices import wait_reason
 from tinkex.transport.retry import (
     BILLING_STEP_S,
@@ -58,7 +53,6 @@ from tinkex.transport.retry import (
     retry_after_s,
 )
 from tinkex.types import FutureRetrieveRequest
-from tinkex.types.usage import Usage
 from tinkex.wire import json_codec, routes
 from tinkex.wire.results import (
     Failed,
@@ -67,11 +61,10 @@ from tinkex.wire.results import (
     Ready,
     accept_for,
     decode_pending,
-    decode_result,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+    from collections.abc import AsyncGenerator, Callable, Coroutine
     from contextlib import AbstractAsyncContextManager
 
     from tinkex.clock import Clock
@@ -79,7 +72,6 @@ if TYPE_CHECKING:
     from tinkex.futures.future import Promise
     from tinkex.metrics import WaitReason
     from tinkex.transport.api import Api
-    from tinkex.transport.base import Reply
     from tinkex.transport.retry import RetryClass
     from tinkex.types import UntypedAPIFuture
 
@@ -97,25 +89,6 @@ _PAUSES: dict[str, WaitReason] = {
     "paused_capacity": "capacity",
     "paused_rate_limit": "rate_limit",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Ticket:
-    """An accepted request whose result can be asked for."""
-
-    request_id: str
-    request_type: routes.RequestType
-    sequence_ids: Sequence[str] | None = None
-    round_trip_s: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """A result and what the server says it cost; times are None when it does not say."""
-
-    value: Any
-    queue_s: float | None = None
-    device_s: float | None = None
 
 
 class Policy(Protocol):
@@ -513,7 +486,7 @@ class Lifecycle:
         except (APIConnectionError, APIStatusError) as error:
             await self._wire.clock.sleep(self._poll_wait_s(poll.ticket, error))
             return None
-        answer = _read(poll.ticket, reply)
+        answer = read_answer(poll.ticket, reply)
         if isinstance(answer, Pending):
             return await self._pending(poll, answer, asked)
         if isinstance(answer, Failed):
@@ -521,7 +494,7 @@ class Lifecycle:
                 api.scrub(answer.error), poll.ticket.request_id, answer.category
             )
         if isinstance(answer, Ready):
-            return _result(answer.value, reply.headers.get("x-tinkex-usage"))
+            return read_usage(answer.value, reply.headers.get("x-tinkex-usage"))
         return answer
 
     async def _pending(self, poll: _Poll, pending: Pending, asked: float) -> None:
@@ -595,36 +568,3 @@ class _Poll:
             request_id=ticket.request_id, allow_metadata_only=self.allow_metadata_only
         )
         return json_codec.encode(request), headers
-
-
-def _read(ticket: Ticket, reply: Reply) -> Pending | MetadataOnly | Failed | Ready:
-    media_type = reply.headers.get("content-type", "")
-    try:
-        with span("futures.decode", request_id=ticket.request_id, size_bytes=len(reply.body)):
-            return decode_result(ticket.request_type, media_type, reply.body, ticket.sequence_ids)
-    except InputError as error:
-        response = ResponseInfo(reply.status, {"content-type": media_type})
-        raise APIResponseValidationError(
-            response, None, f"{ticket.request_type} {ticket.request_id}: {error}"
-        ) from error
-
-
-def _result(value: Any, usage_header: str | None) -> Result:
-    if not usage_header:
-        return Result(value)
-    try:
-        usage = msgspec.json.decode(usage_header, type=dict[str, float | None])
-    except msgspec.MsgspecError:
-        return Result(value)  # a server with another idea of this header; its result still counts
-    return Result(value, usage.get("queue_s"), usage.get("device_s"))
-
-
-def charge(result: Result, value: object, **tokens: int) -> Usage:
-    """Note on `value` what it used: tokens as counted here, times as the server gave them."""
-    usage = Usage(**tokens, queue_s=result.queue_s, device_s=result.device_s)
-    # The value was decoded a moment ago and nobody else has seen it, so it is still ours to write.
-    if isinstance(value, msgspec.Struct):
-        msgspec.structs.force_setattr(value, "usage", usage)
-    else:
-        object.__setattr__(value, "usage", usage)
-    return usage

@@ -9,7 +9,7 @@ import tokenizers
 import transformers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
-from tinkex.clients.tokenizers import FastTokenizer
+from tinkex.tokenizers import FastTokenizer
 
 SPECIALS = (
     "<|begin|>",

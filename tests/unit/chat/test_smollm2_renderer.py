@@ -9,12 +9,12 @@ import tokenizers
 import transformers
 
 from tinkex.chat import ChatExample, CompletionExample, Renderer
-from tinkex.clients.tokenizers import FastTokenizer
 from tinkex.config import DEFAULT_MODEL
 from tinkex.engine.models.gguf_file import GgufFile
 from tinkex.engine.models.hub import packaged_file
 from tinkex.engine.models.tokenizer import gguf_tokenizer
 from tinkex.errors import ChatTemplateError
+from tinkex.tokenizers import FastTokenizer
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,9 +10,9 @@ import pytest
 
 from tinkex import ServiceClient
 from tinkex.chat import ChatExample, Renderer, tokenizer_for, tokenizer_for_async
-from tinkex.clients.tokenizers import FastTokenizer, load_tokenizer
 from tinkex.errors import BadRequestError
 from tinkex.testing import API_KEY, FakeServer
+from tinkex.tokenizers import FastTokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

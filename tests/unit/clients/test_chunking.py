@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tinkex.clients.chunking import chunk, datum_bytes, input_bytes, text_tokens
+from tinkex.clients.training_requests import chunk, datum_bytes, input_bytes, text_tokens
 from tinkex.types import Datum, EncodedTextChunk, ImageAssetPointerChunk, ImageChunk, ModelInput
 
 

@@ -30,13 +30,14 @@ class World:
         self.server = FakeServer(clock=self.clock, settings=settings)
         self.config = Config(base_url="http://fake.invalid", api_key="tml-test", **config)
 
-    def service(self, **settings: Any) -> ServiceClient:
-        """A client; `settings` are fields of `Config` that differ for it."""
+    def service(self, config: dict[str, Any] | None = None, **options: Any) -> ServiceClient:
+        """A client; `config` has fields that differ for it."""
         session = Session(
-            replace(self.config, **settings),
+            replace(self.config, **(config or {})),
             clock=self.clock,
             portal=CurrentLoop(),
             transport=lambda config, clock: self.server.transport(),
+            **options,
         )
         return ServiceClient.over(session)
 

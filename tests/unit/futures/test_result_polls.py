@@ -18,7 +18,8 @@ from tinkex.errors import (
 )
 from tinkex.futures.budget import ByteBudget
 from tinkex.futures.future import Promise
-from tinkex.futures.lifecycle import Lifecycle, Ticket, Wire, charge
+from tinkex.futures.lifecycle import Lifecycle, Wire
+from tinkex.futures.results import Ticket, charge
 from tinkex.wire import routes
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tinkex.chat.renderer import Renderer
+from tinkex.chat.text_streams import text_pieces
 from tinkex.cli.target import Target
-from tinkex.clients.text_streams import text_pieces
 from tinkex.errors import APIStatusError
 from tinkex.types import ModelInput, SamplingParams
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from tinkex.clients.redaction import Redactor, chain, is_user_error
 from tinkex.errors import (
     APIConnectionError,
     APIStatusError,
@@ -14,6 +13,7 @@ from tinkex.errors import (
     ResponseInfo,
     status_error,
 )
+from tinkex.telemetry.redaction import Redactor, chain, is_user_error
 from tinkex.wire import json_codec
 
 

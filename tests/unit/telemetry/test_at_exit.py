@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.unit.clients.test_telemetry import Server
-from tinkex.clients import at_exit
+from tests.unit.telemetry.test_events import Server
 from tinkex.clients.portal import CurrentLoop
-from tinkex.clients.telemetry import Telemetry
 from tinkex.clock import SystemClock
+from tinkex.telemetry import at_exit
+from tinkex.telemetry.events import Telemetry
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -1,17 +1,82 @@
-"""Joins the results of a call that was sent in several chunks. Pure."""
+"""Results: reading answers, noting what they used, and joining those of chunks. Pure."""
 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
+import msgspec
+
+from tinkex.errors import APIResponseValidationError, InputError, ResponseInfo
+from tinkex.spans import span
 from tinkex.types.training import ForwardBackwardOutput
+from tinkex.types.usage import Usage
+from tinkex.wire.results import decode_result
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from tinkex.transport.base import Reply
+    from tinkex.wire import routes
+    from tinkex.wire.results import Failed, MetadataOnly, Pending, Ready
+
 _log = logging.getLogger(__name__)
 _UINT64 = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """An accepted request whose result can be asked for."""
+
+    request_id: str
+    request_type: routes.RequestType
+    sequence_ids: Sequence[str] | None = None
+    round_trip_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A result and what the server says it cost; times are None when it does not say."""
+
+    value: Any
+    queue_s: float | None = None
+    device_s: float | None = None
+
+
+def read_answer(ticket: Ticket, reply: Reply) -> Pending | MetadataOnly | Failed | Ready:
+    """What a reply to a poll says."""
+    media_type = reply.headers.get("content-type", "")
+    try:
+        with span("futures.decode", request_id=ticket.request_id, size_bytes=len(reply.body)):
+            return decode_result(ticket.request_type, media_type, reply.body, ticket.sequence_ids)
+    except InputError as error:
+        response = ResponseInfo(reply.status, {"content-type": media_type})
+        raise APIResponseValidationError(
+            response, None, f"{ticket.request_type} {ticket.request_id}: {error}"
+        ) from error
+
+
+def read_usage(value: Any, usage_header: str | None) -> Result:
+    """A value with the times that the server gave in its header, if it did."""
+    if not usage_header:
+        return Result(value)
+    try:
+        usage = msgspec.json.decode(usage_header, type=dict[str, float | None])
+    except msgspec.MsgspecError:
+        return Result(value)  # a server with another idea of this header; its result still counts
+    return Result(value, usage.get("queue_s"), usage.get("device_s"))
+
+
+def charge(result: Result, value: object, **tokens: int) -> Usage:
+    """Note on `value` what it used: tokens as counted here, times as the server gave them."""
+    usage = Usage(**tokens, queue_s=result.queue_s, device_s=result.device_s)
+    # The value was decoded a moment ago and nobody else has seen it, so it is still ours to write.
+    if isinstance(value, msgspec.Struct):
+        msgspec.structs.force_setattr(value, "usage", usage)
+    else:
+        object.__setattr__(value, "usage", usage)
+    return usage
 
 
 def combine(outputs: Sequence[ForwardBackwardOutput]) -> ForwardBackwardOutput:

@@ -12,7 +12,6 @@ import anyio
 import pytest
 
 from tinkex.clients.portal import CurrentLoop
-from tinkex.clients.telemetry import Telemetry, process_uuid
 from tinkex.errors import (
     APIConnectionError,
     APIResponseValidationError,
@@ -27,6 +26,7 @@ from tinkex.errors import (
     StorageError,
     status_error,
 )
+from tinkex.telemetry.events import Telemetry, process_uuid
 from tinkex.testing.clock import FakeClock
 from tinkex.wire import json_codec, routes
 

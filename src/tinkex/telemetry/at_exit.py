@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from tinkex.clock import SystemClock
 
 if TYPE_CHECKING:
-    from tinkex.clients.telemetry import Telemetry
+    from tinkex.telemetry.events import Telemetry
 
 LIMIT_S = 2.0
 

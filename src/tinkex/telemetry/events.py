@@ -21,10 +21,10 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tinkex._version import PROTOCOL_VERSION
-from tinkex.clients import at_exit
-from tinkex.clients.redaction import Redactor, chain, is_user_error
 from tinkex.clock import time_limit
 from tinkex.errors import ClosedError, NotFoundError, TinkerError
+from tinkex.telemetry import at_exit
+from tinkex.telemetry.redaction import Redactor, chain, is_user_error
 from tinkex.types import (
     GenericEvent,
     SessionEndEvent,
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from tinkex.clients.portal import Portal
-    from tinkex.clients.redaction import EventName
     from tinkex.clock import Clock
+    from tinkex.telemetry.redaction import EventName
     from tinkex.transport.api import Api
     from tinkex.types import Severity, TelemetryEvent
 

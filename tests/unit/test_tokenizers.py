@@ -14,7 +14,10 @@ import tokenizers as hf_tokenizers
 from tokenizers import models, pre_tokenizers, processors
 
 from tinkex.clients.service import ServiceClient
-from tinkex.clients.tokenizers import (
+from tinkex.errors import InputError
+from tinkex.testing import API_KEY, FakeServer
+from tinkex.testing.faults import reply
+from tinkex.tokenizers import (
     FastTokenizer,
     Source,
     Tokenizer,
@@ -23,9 +26,6 @@ from tinkex.clients.tokenizers import (
     load_tokenizer_async,
     plan,
 )
-from tinkex.errors import InputError
-from tinkex.testing import API_KEY, FakeServer
-from tinkex.testing.faults import reply
 
 if TYPE_CHECKING:
     from pathlib import Path

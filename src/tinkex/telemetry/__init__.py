@@ -1,0 +1,1 @@
+"""Events that the client reports to its server, next to its spans and metrics."""

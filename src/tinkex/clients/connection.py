@@ -82,7 +82,7 @@ class Connection:
         self.clock: Clock = clock or SystemClock()
         self.portal: Portal = portal or LoopThread()
         self.telemetry = (
-            Telemetry(lambda: self.api, self.clock, self.portal, secrets=self._secrets)
+            Telemetry(lambda: self.api, self.clock, self.portal.post, secrets=self._secrets)
             if config.telemetry
             else None
         )

@@ -37,7 +37,6 @@ from tinkex.wire import routes
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from tinkex.clients.portal import Portal
     from tinkex.clock import Clock
     from tinkex.telemetry.redaction import EventName
     from tinkex.transport.api import Api
@@ -89,15 +88,16 @@ class _Stamp(NamedTuple):
 class Telemetry:
     """The events of one connection set.
 
-    `api` gives the api once there is one, `secrets` the credentials that must never be in an
-    event. Without a `session_id` the events count as those of a connection without a session.
+    `api` gives the api once there is one, `post` runs an action on the loop, `secrets` has the
+    credentials that must never be in an event. Without a `session_id` the events count as those
+    of a connection without a session.
     """
 
     def __init__(
         self,
         api: Callable[[], Api],
         clock: Clock,
-        portal: Portal,
+        post: Callable[[Callable[[], object]], None],
         *,
         session_id: str | None = None,
         secrets: Callable[[], Iterable[str]] = tuple,
@@ -109,7 +109,7 @@ class Telemetry:
         self.dropped = 0
         self._api = api
         self._clock = clock
-        self._portal = portal
+        self._post = post
         self._redactor = Redactor(secrets)
         # Re-entrant: a signal handler may record while its own thread is recording.
         self._lock = threading.RLock()
@@ -250,7 +250,7 @@ class Telemetry:
         if signals is not None and news > self._told:
             self._told = news
             with contextlib.suppress(ClosedError):
-                self._portal.post(lambda: signals.tell(news))
+                self._post(lambda: signals.tell(news))
 
     # -- sending, on the loop -----------------------------------------------------------------
 

@@ -111,7 +111,7 @@ def test_a_forked_child_starts_with_nothing_to_wait_for(watch: Any) -> None:
 
 
 def telemetry_of(server: Server) -> Telemetry:
-    return Telemetry(lambda: server, SystemClock(), CurrentLoop())  # type: ignore[arg-type, return-value]
+    return Telemetry(lambda: server, SystemClock(), CurrentLoop().post)  # type: ignore[arg-type, return-value]
 
 
 def test_an_error_is_waited_for_until_it_is_sent_or_the_time_is_up(

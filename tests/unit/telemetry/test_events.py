@@ -78,7 +78,7 @@ class Setup:
         self.telemetry = Telemetry(
             lambda: self.server,  # type: ignore[arg-type, return-value]
             self.clock,
-            CurrentLoop(),
+            CurrentLoop().post,
             session_id=session_id,
             secrets=lambda: ["canary-key-of-our-own"],
         )

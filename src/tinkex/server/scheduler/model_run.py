@@ -180,8 +180,9 @@ class ModelRun:
     @property
     def over(self) -> bool:
         """Whether nothing of the run needs to stay in memory."""
-        idle = self.state == "absent" and self._unloaded and not self._leaves
-        return self._state == "closed" or (idle and not self.queue.waiting)
+        wanted = self.queue.waiting or self._leaves or self._wanted is not None
+        idle = self.state == "absent" and self._unloaded and not wanted
+        return idle or self._state == "closed"
 
     @property
     def missing(self) -> bool:

@@ -133,6 +133,17 @@ class Loop:
 
     async def _run_batch(self, group: TaskGroup, batch: Batch) -> None:
         runs = [self._runs[model_id] for model_id, _ in batch.runs]
+        try:
+            await self._run(group, batch, runs)
+        except Exception as error:  # noqa: BLE001 - the batch ends here, and not the server
+            _log.exception("a batch did not end as it should")
+            for run in runs:
+                run.failed(error)
+        if batch.work != "control":
+            self._device_busy = False
+        self.plan_again()
+
+    async def _run(self, group: TaskGroup, batch: Batch, runs: Sequence[ModelRun]) -> None:
         again, error = await self._execute(batch, runs)
         if again and self._access.hopeless:
             error = error or EngineDiedError("there is no engine")
@@ -147,8 +158,6 @@ class Loop:
             async with time_limit(self._clock, _SNAPSHOT_PATIENCE_S if written else None):
                 for done in written:
                     await done.wait()
-            self._device_busy = False
-        self.plan_again()
 
     async def _execute(
         self, batch: Batch, runs: Sequence[ModelRun]

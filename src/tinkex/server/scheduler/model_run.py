@@ -308,7 +308,7 @@ class ModelRun:
         except EngineDiedError:
             if access.blame(name):
                 access.clear([name])
-                error = self._give_up("brought back")
+                error = await self._give_up("brought back")
         except StorageError as failed:
             self.rest(failed)
         except Exception as failed:  # noqa: BLE001 - what waits for the model gets the error
@@ -377,13 +377,14 @@ class ModelRun:
             case _:
                 await guard(epoch, engine.create_adapter(spec_of(model)))
 
-    def _give_up(self, when: str) -> RequestFailedError:
-        self._given_up = RequestFailedError(
-            f"the engine died each time model {self.model_id!r} was {when}, so it is given up; "
-            "load its last checkpoint into another model",
-            None,
-            "server",
-        )
+    async def _give_up(self, when: str) -> RequestFailedError:
+        why = f"the engine died each time model {self.model_id!r} was {when}"
+        advice = "so it is given up; load its last checkpoint into another model"
+        self._given_up = RequestFailedError(f"{why}, {advice}", None, "server")
+        # Nothing but the model's journal could bring these back.
+        lost = list(self.unsaved_samplers)
+        await quietly(self._parts.samplers.drop(lost, why))
+        self.unsaved_samplers.forget(lost)
         return self._given_up
 
     async def _fail_head(self, error: Exception) -> None:
@@ -539,9 +540,12 @@ class ModelRun:
 
     async def save_changes(self) -> None:
         """Write down what has changed; for the end, when nothing runs."""
-        if self._unsaved is not None and self.in_engine:
-            await self.unsaved_samplers.saved()
-            await self._try_snapshot()
+        try:
+            if self._unsaved is not None and self.in_engine:
+                await self.unsaved_samplers.saved()
+                await self._try_snapshot()
+        except EngineRestartedError:
+            return  # the next server replays the journal
 
     async def _try_snapshot(self) -> None:
         access, name = self._parts.access, f"saving {self.model_id}"
@@ -555,7 +559,7 @@ class ModelRun:
         except EngineDiedError:
             if access.blame(name):
                 access.clear([name])
-                self._give_up("saved")
+                await self._give_up("saved")
         except Exception as error:  # noqa: BLE001 - training continues without this snapshot
             _log.error("no snapshot of %s: %s", self.model_id, error)
             self._snapshot_failures += 1
@@ -583,10 +587,13 @@ class ModelRun:
             await quietly(engine.delete_saved(model.snapshot_location))
 
     async def _delete_snapshots(self) -> None:
-        access = self._parts.access
         for location in _places(self.model_id):
-            if not await quietly(access.engine.delete_saved(location)):
-                raise EngineRestartedError(f"{location} is deleted later")
+            try:
+                await self._parts.access.engine.delete_saved(location)
+            except EngineDiedError:
+                raise
+            except Exception:  # noqa: BLE001 - a file too many is not worth an error
+                _log.exception("%s could not be deleted", location)
 
     # -- the end ----------------------------------------------------------------------------------
 
@@ -607,11 +614,12 @@ class ModelRun:
             self.unsaved_samplers.forget(alive)
             await self._delete_snapshots()
             await self._close()
-        except (StorageError, EngineRestartedError) as error:
+        except Exception as error:  # noqa: BLE001 - it leaves later
             self._leaves = True
             self.rest(error)
             self._idle()
             return
+        self._answer(_session_over())
         self._enter("closed")
         parts.changed()
 

@@ -1,8 +1,10 @@
 """Model inputs: text, image and audio chunks, and the prompt they add up to."""
 
+import struct
 import sys
 from array import array
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 from msgspec import ValidationError, convert
@@ -39,25 +41,42 @@ class EncodedTextChunk(Request, tag_field="type", tag="encoded_text"):
         """The ids as little-endian 32-bit integers; `path` names them if they are none."""
         if isinstance(self.tokens, array):  # made by `compact`
             return _little_endian(self.tokens)
-        return _little_endian(packed_tokens(self.tokens, path))
+        packed = _pack(self.tokens, "<")
+        return _little_endian(packed_tokens(self.tokens, path)) if packed is None else packed
 
 
 def compact(tokens: Sequence[int]) -> "array[int] | None":
     """Token ids in four bytes each, or None when one of them is no token id."""
-    import numpy as np
-
-    try:
-        ids = array("I", tokens)
-    except (TypeError, OverflowError):
+    packed = _pack(tokens, "=")
+    if packed is None:
         return None
-    seen = np.frombuffer(ids, np.uint32)
-    return ids if not seen.size or seen.item(seen.argmax()) < 2**31 else None
+    ids = array("I")
+    ids.frombytes(packed)
+    return ids
 
 
 def packed_tokens(tokens: Sequence[int], path: str) -> "array[int]":
     """Token ids in four bytes each, or an `InputError` that names the first that is none."""
     ids = compact(tokens)
     return array("I", token_list(tokens, path)) if ids is None else ids
+
+
+def _pack(tokens: Sequence[int], order: str) -> bytes | None:
+    """Token ids as 32-bit integers, or None when one of them is no token id."""
+    import numpy as np
+
+    try:
+        # Twice as fast as an array made from the same list.
+        packed = _packer(len(tokens), order).pack(*tokens)
+    except (TypeError, struct.error):
+        return None
+    seen = np.frombuffer(packed, f"{order}u4")
+    return packed if not seen.size or seen.item(seen.argmax()) < 2**31 else None
+
+
+@lru_cache(1024)
+def _packer(count: int, order: str) -> struct.Struct:
+    return struct.Struct(f"{order}{count}I")
 
 
 def _little_endian(ids: "array[int]") -> bytes:

@@ -116,6 +116,11 @@ class TrainingQueue:
         """The number of the next request that is sent."""
         return self._free[0] if self._free else self._next_seq_id
 
+    @property
+    def expected_seq_id(self) -> int:
+        """What a call's number most likely is if it is made now: a guess, without a lock."""
+        return self._next_seq_id + self._queued - self._sent
+
     def take(
         self, requests: Sequence[Outgoing], fold: Callable[[list[Result]], Any]
     ) -> APIFuture[Any]:

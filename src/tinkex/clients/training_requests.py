@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -134,14 +133,29 @@ class TrainingRequests:
             # a large batch only the chunks under way are written, from copies.
             whole = len(chunks) == 1
             part = part if whole else [frozen(datum) for datum in part]
-            write = functools.partial(
-                proto_codec.batch_pieces, part, loss_fn, config, forward_only=forward_only
-            )
-            written = write(copied=True) if whole else None
+
+            def write(seq_id: int) -> bytes:
+                return proto_codec.encode_forward_backward(
+                    model_id=self._model_id,
+                    seq_id=seq_id,
+                    data=part,
+                    loss_fn=loss_fn,
+                    loss_fn_config=config,
+                    forward_only=forward_only,
+                )
+
+            # The number that it gets unless a call before it fails.
+            expected = self.queue.expected_seq_id
+            written = write(expected) if whole else b""
 
             def encode(seq_id: int) -> bytes:
-                pieces = write() if written is None else written
-                return proto_codec.join_batch(self._model_id, seq_id, pieces)
+                if not whole:
+                    return write(seq_id)
+                if seq_id == expected:
+                    return written
+                return proto_codec.renumber_forward_backward(
+                    written, self._model_id, expected, seq_id
+                )
 
             kind: routes.RequestType = "Forward" if forward_only else "ForwardBackward"
             return Outgoing(routes.FORWARD_BACKWARD, kind, encode, size_bytes)

@@ -172,7 +172,7 @@ def _check_shapes(datum: Datum, length: int | None, path: str) -> None:
     for key in _PER_POSITION:
         if key not in inputs:
             continue
-        shape = _shape(inputs[key])
+        shape = inputs[key].dims
         if not shape:
             raise InputError("expected one value per position, got a single number", _at(path, key))
         if length is not None and shape[0] != length:
@@ -182,13 +182,10 @@ def _check_shapes(datum: Datum, length: int | None, path: str) -> None:
                 _at(path, key),
             )
     if "weights" in inputs and "target_tokens" in inputs:
-        weights, targets = _shape(inputs["weights"]), _shape(inputs["target_tokens"])
+        weights, targets = inputs["weights"].dims, inputs["target_tokens"].dims
         if weights != targets:
             raise InputError(
-                f"has shape {weights} but target_tokens has {targets}; give one weight per target",
+                f"has shape {list(weights)} but target_tokens has {list(targets)}; give one weight "
+                "per target",
                 _at(path, "weights"),
             )
-
-
-def _shape(tensor: TensorData) -> list[int]:
-    return list(tensor.dims)

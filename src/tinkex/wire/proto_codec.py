@@ -7,17 +7,14 @@ InputError. `deterministic` fixes the order of map entries, which the protocol l
 from tinkex.wire.proto_sampling import decode_sample_response, encode_sample_response
 from tinkex.wire.proto_training import (
     DecodedForwardBackward,
-    batch_pieces,
     decode_forward_backward,
     decode_forward_backward_output,
     encode_forward_backward,
     encode_forward_backward_output,
-    join_batch,
+    renumber_forward_backward,
 )
 
 __all__ = [
-    "batch_pieces",
-    "join_batch",
     "DecodedForwardBackward",
     "decode_forward_backward",
     "decode_forward_backward_output",
@@ -25,4 +22,5 @@ __all__ = [
     "encode_forward_backward",
     "encode_forward_backward_output",
     "encode_sample_response",
+    "renumber_forward_backward",
 ]

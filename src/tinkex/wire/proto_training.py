@@ -74,48 +74,37 @@ def encode_forward_backward(
     forward_only: bool = False,
 ) -> bytes:
     """Serialize a batch, equal batches alike; InputError names the part that has no encoding."""
-    pieces = batch_pieces(data, loss_fn, loss_fn_config, forward_only=forward_only)
-    return join_batch(model_id, seq_id, pieces)
-
-
-def batch_pieces(
-    data: Sequence[Datum],
-    loss_fn: str,
-    loss_fn_config: Mapping[str, float | str] | None = None,
-    *,
-    forward_only: bool = False,
-    copied: bool = False,
-) -> list[Piece]:
-    """All of a batch's encoding that does not depend on its number, for `join_batch`.
-
-    Tensors take part as the memory they have, unless they are `copied`.
-    """
     from tinkex.wire import tinkex_pb2 as pb
 
-    pieces: list[Piece] = []
+    pieces: list[Piece] = [_before_data(model_id, seq_id)]
     try:
         # Only what stands before and after the data is small enough for message objects.
         after = pb.ForwardBackwardRequest(loss_fn=loss_fn, forward_only=forward_only)
         _fill_config(after, loss_fn_config or {})
         for index, datum in enumerate(data):
-            write_datum(pieces, datum, f"data[{index}]", copied=copied)
+            write_datum(pieces, datum, f"data[{index}]")
     except UnicodeEncodeError as error:
         raise _not_unicode(error) from error
     pieces.append(serialize(after, deterministic=True))
-    return pieces
+    return b"".join(pieces)
 
 
-def join_batch(model_id: str, seq_id: int | None, pieces: Sequence[Piece]) -> bytes:
-    """The encoding of a batch with its number."""
+def renumber_forward_backward(body: bytes, model_id: str, old: int, new: int) -> bytes:
+    """The same batch with another number."""
+    data = memoryview(body)[len(_before_data(model_id, old)) :]
+    return b"".join([_before_data(model_id, new), data])
+
+
+def _before_data(model_id: str, seq_id: int | None) -> bytes:
+    """What of a batch's encoding depends on its number."""
     from tinkex.wire import tinkex_pb2 as pb
 
     if seq_id is not None and not 0 <= seq_id <= _INT32_MAX:
         raise InputError(f"must be between 0 and {_INT32_MAX}, not {seq_id}", "seq_id")
     try:
-        before = pb.ForwardBackwardRequest(model_id=model_id, seq_id=seq_id).SerializeToString()
+        return pb.ForwardBackwardRequest(model_id=model_id, seq_id=seq_id).SerializeToString()
     except UnicodeEncodeError as error:
         raise _not_unicode(error) from error
-    return b"".join([before, *pieces])
 
 
 def _not_unicode(error: UnicodeEncodeError) -> InputError:

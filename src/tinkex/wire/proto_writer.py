@@ -31,7 +31,7 @@ _INT32_MAX = (1 << 31) - 1
 _REMEMBERED = 1024
 
 
-def write_datum(pieces: list[Piece], datum: Datum, path: str, *, copied: bool = False) -> None:
+def write_datum(pieces: list[Piece], datum: Datum, path: str) -> None:
     """Append a datum as it stands in `ForwardBackwardRequest.data`."""
     head = len(pieces)
     pieces.append(b"")  # its length is known last
@@ -40,7 +40,7 @@ def write_datum(pieces: list[Piece], datum: Datum, path: str, *, copied: bool = 
         size += _write_chunk(pieces, chunk, path, index)
     inputs = datum.loss_fn_inputs
     for name in sorted(inputs):
-        size += _write_input(pieces, name, inputs[name], copied)
+        size += _write_input(pieces, name, inputs[name])
     if datum.model_input_spans or datum.loss_fn_input_spans:
         provenance = _provenance(datum)
         pieces.append(provenance)
@@ -70,15 +70,15 @@ def _write_chunk(pieces: list[Piece], chunk: ModelInputChunk, path: str, index: 
     return sum(map(len, parts))
 
 
-def _write_input(pieces: list[Piece], name: str, tensor: TensorData, copied: bool) -> int:
+def _write_input(pieces: list[Piece], name: str, tensor: TensorData) -> int:
     """Append an entry of `Datum.loss_fn_inputs`; how many bytes that makes."""
     # The storage itself: the public properties would make lists of it.
     values, crow, col = tensor._numpy, tensor._crow, tensor._col  # pyright: ignore[reportPrivateUsage]
-    shape = tuple(tensor.shape or ())
+    shape = tensor._shape or ()  # pyright: ignore[reportPrivateUsage]
     if crow is None or col is None:
         before, after = _around_dense(name, tensor.dtype, shape, values.nbytes)
         values = little_endian(values)
-        pieces += (before, values.tobytes() if copied else values.data, after)
+        pieces += (before, values.data, after)
         return len(before) + values.nbytes + len(after)
     csr = [
         part

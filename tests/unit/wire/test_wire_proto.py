@@ -13,6 +13,7 @@ from tinkex.wire.proto_codec import (
     encode_forward_backward,
     encode_forward_backward_output,
     encode_sample_response,
+    renumber_forward_backward,
 )
 
 
@@ -328,3 +329,11 @@ def test_everything_a_sample_can_carry_comes_back():
         ),
     )
     assert decode_sample_response(encode_sample_response(response), ["q"]) == response
+
+
+@pytest.mark.parametrize(("old", "new"), [(1, 2), (1, 300), (300, 1), (0, 2**31 - 1)])
+def test_a_batch_can_get_another_number_without_being_written_again(old: int, new: int):
+    datum = types.Datum(types.ModelInput.from_ints([1, 2, 3]), {"weights": tensor([1.0, 0.5, 0.0])})
+    body = request(datum, seq_id=old, loss_fn_config={"beta": 0.5})
+    renumbered = renumber_forward_backward(body, "m", old, new)
+    assert renumbered == request(datum, seq_id=new, loss_fn_config={"beta": 0.5})

@@ -4,7 +4,7 @@ With `--list` it names them.
 
 A `tinkex serve` of its own trains a tiny model; the functions that its process calls for one
 `forward_backward().result()` are recorded by a profile hook. Counted are files in `server/` and
-`host/`; what only waits in the background (`host/process.py`, whose loop ticks) is left out.
+`serving/`; what only waits in the background (`serving/process.py`, whose loop ticks) is left out.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src"
 PACKAGE = f"{SOURCE / 'tinkex'}{os.sep}"
-BACKGROUND = {"host/process.py"}
+BACKGROUND = {"serving/process.py"}
 # Loaded by the server's interpreter before anything else; records while the file `on` exists.
 HOOK = """
 import os, sys, threading, time
@@ -60,8 +60,8 @@ def main() -> None:
         finally:
             server.terminate()
             server.wait()
-    passed = [f for f in files if f.startswith(("server/", "host/")) and f not in BACKGROUND]
-    print(f"forward_backward().result(): {len(passed)} files in server/ and host/")
+    passed = [f for f in files if f.startswith(("server/", "serving/")) and f not in BACKGROUND]
+    print(f"forward_backward().result(): {len(passed)} files in server/ and serving/")
     if "--list" in sys.argv:
         print("   " + "\n   ".join(passed))
 

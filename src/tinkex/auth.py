@@ -51,8 +51,8 @@ def raise_if_tinker_not_accessible(timeout: float = 10.0) -> None:
 
     Asks the server once what it offers, and takes `timeout` seconds at most.
     """
+    from tinkex.clients.base_client import Owned
     from tinkex.clients.connection import Connection
-    from tinkex.clients.resource import Owned
     from tinkex.transport.auth import choose
 
     config = _impatient(timeout)

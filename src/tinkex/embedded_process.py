@@ -21,14 +21,16 @@ from typing import TYPE_CHECKING, Any, Final
 
 from tinkex.clock import SystemClock
 from tinkex.errors import EngineDiedError, InputError, ModelError, ServerSilentError, StorageError
-from tinkex.host.places import listen, url_of
+from tinkex.serving.data_dir import listen, url_of
 
 if TYPE_CHECKING:
     from tinkex.errors import TinkerError
 
 _log = logging.getLogger(__name__)
 
-_BOOT: Final = "import sys; sys.path[:] = sys.argv[1:]; from tinkex.host.owned import main; main()"
+_BOOT: Final = (
+    "import sys; sys.path[:] = sys.argv[1:]; from tinkex.serving.owned import main; main()"
+)
 _LOG: Final = "server.log"
 _SHOWN_LINES: Final = 10
 _TICK_S: Final = 1.0

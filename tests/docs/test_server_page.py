@@ -18,7 +18,7 @@ from tinkex.server.api import adapter_body
 from tinkex.server.api.call import MAX_JSON_PARTS, MAX_PROTOBUF_PARTS
 from tinkex.server.api.usage import MOST_AUDITED
 from tinkex.server.app import HANDLERS
-from tinkex.server.observe import seen
+from tinkex.server.observability import seen
 from tinkex.server.openapi import describe
 from tinkex.types import AdamParams
 

@@ -25,7 +25,7 @@ PUBLIC = [
     "tinkex.data",
     "tinkex.dropin",
     "tinkex.loops",
-    "tinkex.seeing",
+    "tinkex.tracking",
     "tinkex.server",
     "tinkex.testing",
     "tinkex.types",

@@ -59,9 +59,9 @@ PROMISED = {
     "otel": "import opentelemetry.trace, tinkex.spans; print('ok')",
     "tokenizers": "import tokenizers, tinkex.tokenizers; print('ok')",
     "cli": _ALL_OF.format(names=["tinkex.cli"]),
-    "plots": "import matplotlib.figure, tinkex.seeing.picture; print('ok')",
-    "tensorboard": "import tensorboardX, tinkex.seeing.tensorboard; print('ok')",
-    "wandb": "import wandb, tinkex.seeing.weights_and_biases; print('ok')",
+    "plots": "import matplotlib.figure, tinkex.tracking.figure; print('ok')",
+    "tensorboard": "import tensorboardX, tinkex.tracking.tensorboard; print('ok')",
+    "wandb": "import wandb, tinkex.tracking.weights_and_biases; print('ok')",
 }
 # Building is not counted: it is done once, for all of them.
 NOT_FOR_USERS = {"dev", "docs"}

@@ -32,7 +32,7 @@ from tinkex.metrics import (
 )
 from tinkex.spans import current_span, span
 from tinkex.testing import Delays, faults
-from tinkex.transport.backoff import Pause
+from tinkex.transport.sampling_pause import Pause
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator

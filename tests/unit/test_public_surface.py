@@ -324,7 +324,7 @@ STORED = {
     "tinkex.chat": CHAT,
     "tinkex.data": DATA,
     "tinkex.loops": LOOPS,
-    "tinkex.seeing": SEEING,
+    "tinkex.tracking": SEEING,
 }
 
 

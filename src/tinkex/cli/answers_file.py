@@ -10,7 +10,7 @@ import json
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from tinkex.cli.failures import CommandError
-from tinkex.seeing.replacing import replacing
+from tinkex.tracking.atomic_write import replacing
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

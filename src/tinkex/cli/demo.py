@@ -27,11 +27,11 @@ from tinkex.errors import MissingPackageError
 from tinkex.loops import SftJob, SftSettings, run
 from tinkex.loops.run import ended
 from tinkex.loops.run_folder import RunFolder
-from tinkex.seeing.history import METRICS, read_metrics
-from tinkex.seeing.picture import write_picture
-from tinkex.seeing.series import series_of
-from tinkex.seeing.terminal_plot import plot
-from tinkex.seeing.views import shows_colour, speaks_unicode, terminal_size
+from tinkex.tracking.figure import write_picture
+from tinkex.tracking.history import METRICS, read_metrics
+from tinkex.tracking.series import series_of
+from tinkex.tracking.terminal_plot import plot
+from tinkex.tracking.views import shows_colour, speaks_unicode, terminal_size
 from tinkex.types import ModelInput, SamplingParams
 
 if TYPE_CHECKING:

@@ -7,10 +7,10 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Self
 
 from tinkex.clock import SystemClock
-from tinkex.seeing.layout import bar_line, plain_line
-from tinkex.seeing.numbers import cut, duration, number
-from tinkex.seeing.state import RunState
-from tinkex.seeing.views import PLAIN_WIDTH, can_redraw, speaks_unicode, terminal_size
+from tinkex.tracking.layout import bar_line, plain_line
+from tinkex.tracking.numbers import cut, duration, number
+from tinkex.tracking.state import RunState
+from tinkex.tracking.views import PLAIN_WIDTH, can_redraw, speaks_unicode, terminal_size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

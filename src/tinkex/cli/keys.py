@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import AsyncGenerator
 
-    from tinkex.host.settings import HostSettings
     from tinkex.server.store.base import Store
     from tinkex.server.store.records import ApiKey
+    from tinkex.serving.settings import HostSettings
 
 
 def create(args: argparse.Namespace) -> None:
@@ -79,8 +79,8 @@ async def _revoke(args: argparse.Namespace) -> bool:
 async def _store(args: argparse.Namespace, *, new: bool = False) -> AsyncGenerator[Store]:
     """The store of a server, which may be running; a `new` one is made where there is none."""
     try:
-        from tinkex.host.store import DATABASE
         from tinkex.server.store.sql import SqlStore
+        from tinkex.serving.store import DATABASE
     except ModuleNotFoundError as error:
         needs = f"the keys of a server need {error.name}"
         raise MissingPackageError(needs, "'tinkex[server]'") from error
@@ -100,7 +100,7 @@ async def _store(args: argparse.Namespace, *, new: bool = False) -> AsyncGenerat
 
 
 def _settings(args: argparse.Namespace) -> HostSettings:
-    from tinkex.host.settings import load_settings
+    from tinkex.serving.settings import load_settings
 
     given = {"data_dir": args.data_dir, "database": args.database}
     return load_settings({k: v for k, v in given.items() if v is not None}, server_environment())

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING
 
 from tinkex.cli.failures import CommandError, misuse
 from tinkex.cli.output import print_json, say
-from tinkex.seeing.history import read_metrics
-from tinkex.seeing.picture import write_picture
-from tinkex.seeing.run_info import read_run
-from tinkex.seeing.series import by_panel, series_of
-from tinkex.seeing.terminal_plot import plot as plot_text
-from tinkex.seeing.views import shows_colour, speaks_unicode, terminal_size
+from tinkex.tracking.figure import write_picture
+from tinkex.tracking.history import read_metrics
+from tinkex.tracking.run_info import read_run
+from tinkex.tracking.series import by_panel, series_of
+from tinkex.tracking.terminal_plot import plot as plot_text
+from tinkex.tracking.views import shows_colour, speaks_unicode, terminal_size
 
 if TYPE_CHECKING:
     import argparse
 
-    from tinkex.seeing.series import Points
+    from tinkex.tracking.series import Points
 
 _WIDEST, _HIGHEST = 100, 20
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from tinkex.errors import APIStatusError, ExperimentalWarning
-from tinkex.seeing.run_info import RUN, read_run
+from tinkex.tracking.run_info import RUN, read_run
 from tinkex.types import ClientSessionFinished, SessionSearchRequest
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ from tinkex.cli.output import say, show_one
 from tinkex.cli.prompts import given_prompts, read_prompts
 from tinkex.errors import ChatTemplateError, DataError, DataProblem, InputError, TinkerError
 from tinkex.loops.run_folder import RunFolder
-from tinkex.seeing.progress import Progress
-from tinkex.seeing.views import doing
+from tinkex.tracking.progress import Progress
+from tinkex.tracking.views import doing
 
 if TYPE_CHECKING:
     import argparse

@@ -15,7 +15,7 @@ from tinkex.errors import InputError, MissingPackageError
 if TYPE_CHECKING:
     import argparse
 
-    from tinkex.host.settings import HostSettings
+    from tinkex.serving.settings import HostSettings
 
 _FLAGS = (
     "host",
@@ -35,9 +35,9 @@ _FLAGS = (
 def serve(args: argparse.Namespace) -> None:
     """Serve until interrupted."""
     try:
-        from tinkex.host.places import listen, url_of
-        from tinkex.host.process import Host, run_host
-        from tinkex.server.observe.logs import install
+        from tinkex.server.observability.logs import install
+        from tinkex.serving.data_dir import listen, url_of
+        from tinkex.serving.process import Host, run_host
     except ModuleNotFoundError as error:
         needs = f"a server needs {error.name}"
         raise MissingPackageError(needs, "'tinkex[server,engine]'") from error
@@ -59,7 +59,7 @@ def serve(args: argparse.Namespace) -> None:
 
 
 def _say_ready(args: argparse.Namespace, settings: HostSettings, url: str) -> None:
-    from tinkex.host.settings import base_models
+    from tinkex.serving.settings import base_models
 
     names = [name for name, _ in base_models(settings)]
     if args.format == "json":
@@ -69,7 +69,7 @@ def _say_ready(args: argparse.Namespace, settings: HostSettings, url: str) -> No
 
 
 def _settings(args: argparse.Namespace) -> HostSettings:
-    from tinkex.host.settings import load_settings
+    from tinkex.serving.settings import load_settings
 
     given: dict[str, Any] = {
         name: value for name in _FLAGS if (value := getattr(args, name)) is not None

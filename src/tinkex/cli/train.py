@@ -20,10 +20,10 @@ from tinkex.loops.run import ended, run
 from tinkex.loops.run_folder import RunFolder
 from tinkex.loops.settings import DpoSettings, RlSettings, Settings, SftSettings
 from tinkex.loops.sft import SftJob
-from tinkex.seeing.history import read_metrics
-from tinkex.seeing.picture import write_picture
-from tinkex.seeing.series import series_of
-from tinkex.seeing.views import doing
+from tinkex.tracking.figure import write_picture
+from tinkex.tracking.history import read_metrics
+from tinkex.tracking.series import series_of
+from tinkex.tracking.views import doing
 
 if TYPE_CHECKING:
     import argparse

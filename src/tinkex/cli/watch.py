@@ -12,17 +12,17 @@ from tinkex.cli.failures import CommandError
 from tinkex.cli.main import FAILED
 from tinkex.cli.output import say
 from tinkex.clock import SystemClock
-from tinkex.seeing.history import follow, write_line
-from tinkex.seeing.layout import summary
-from tinkex.seeing.run_info import read_run
-from tinkex.seeing.state import RunState
-from tinkex.seeing.views import PLAIN_WIDTH, open_view, speaks_unicode
+from tinkex.tracking.history import follow, write_line
+from tinkex.tracking.layout import summary
+from tinkex.tracking.run_info import read_run
+from tinkex.tracking.state import RunState
+from tinkex.tracking.views import PLAIN_WIDTH, open_view, speaks_unicode
 
 if TYPE_CHECKING:
     import argparse
 
     from tinkex.clock import Clock
-    from tinkex.seeing.run_info import Ending
+    from tinkex.tracking.run_info import Ending
 
 _SAID: dict[Ending, str] = {
     "finished": "The run has finished.",

@@ -26,7 +26,7 @@ from tinkex.futures.budget import ByteBudget
 from tinkex.futures.future import Promise
 from tinkex.futures.lifecycle import Lifecycle, Wire
 from tinkex.metrics import meter
-from tinkex.transport.backoff import Pauses, process_pauses
+from tinkex.transport.sampling_pause import Pauses, process_pauses
 from tinkex.types import (
     ClientSessionFinishErrored,
     ClientSessionFinishInterrupted,

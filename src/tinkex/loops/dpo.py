@@ -22,10 +22,10 @@ from tinkex.loops.batches import (
     trained_logprobs,
     weighted,
 )
+from tinkex.loops.dataset import Source
 from tinkex.loops.loop import Begun, Pending
 from tinkex.loops.reference import reference
 from tinkex.loops.schedule import batch
-from tinkex.loops.source import Source
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

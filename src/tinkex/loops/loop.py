@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tinkex.clock import Clock
     from tinkex.futures.future import APIFuture
     from tinkex.loops.early_stop import Patience
-    from tinkex.loops.interruption import Interruption
+    from tinkex.loops.graceful_stop import Interruption
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,16 +12,16 @@ from tinkex._version import __version__
 from tinkex.clock import StillDate, SystemClock
 from tinkex.config import DATA_DIR
 from tinkex.errors import InputError, NotFoundError, TinkerError
-from tinkex.loops.diary import Writer
 from tinkex.loops.early_stop import Patience
-from tinkex.loops.interruption import Interruption
+from tinkex.loops.graceful_stop import Interruption
 from tinkex.loops.loop import Loop, Outcome, Plan
+from tinkex.loops.recorder import Writer
 from tinkex.loops.resume import hashes, record_of, refuse_other_run, refuse_other_tokens
 from tinkex.loops.run_folder import CHECKPOINTS, Record, RunFolder
 from tinkex.loops.schedule import learning_rate
-from tinkex.seeing.progress import Progress
-from tinkex.seeing.sinks import open_sinks
-from tinkex.seeing.views import doing
+from tinkex.tracking.progress import Progress
+from tinkex.tracking.sinks import open_sinks
+from tinkex.tracking.views import doing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from tinkex.clients.service import ServiceClient
     from tinkex.clients.training import TrainingClient
     from tinkex.clock import Clock
-    from tinkex.loops.diary import Display
     from tinkex.loops.loop import Recipe
+    from tinkex.loops.recorder import Display
     from tinkex.loops.run_folder import Checkpoint
     from tinkex.loops.settings import Settings
 

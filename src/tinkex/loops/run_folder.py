@@ -3,7 +3,7 @@
 `run.json` says what the run is and how it stands; it is replaced whole. `checkpoints.jsonl` has a
 line for each save, written after the steps up to it stand in `metrics.jsonl`, so that whatever
 kills a run, its last checkpoint finds all of its past. The metrics themselves are written by
-`tinkex.seeing`.
+`tinkex.tracking`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from tinkex.errors import InputError, StorageError
-from tinkex.seeing.history import METRICS, keep_until, read_metrics
-from tinkex.seeing.replacing import replacing
-from tinkex.seeing.run_info import RUN
+from tinkex.tracking.atomic_write import replacing
+from tinkex.tracking.history import METRICS, keep_until, read_metrics
+from tinkex.tracking.run_info import RUN
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable

@@ -15,9 +15,9 @@ from tinkex.loops.batches import (
     trained_weight,
     weighted,
 )
+from tinkex.loops.dataset import Source
 from tinkex.loops.loop import Begun, Pending
 from tinkex.loops.schedule import batch
-from tinkex.loops.source import Source
 from tinkex.loops.submitted import Submitted
 
 if TYPE_CHECKING:

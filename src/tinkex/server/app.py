@@ -41,11 +41,11 @@ from tinkex.server.api.identity import Identity
 from tinkex.server.api.limits import Limits
 from tinkex.server.api.submit import decode_operation
 from tinkex.server.history import History
-from tinkex.server.observe import routes as operators
-from tinkex.server.observe.meters import Meters
-from tinkex.server.observe.readiness import Readiness
-from tinkex.server.observe.requests import Observed
-from tinkex.server.observe.seen import Polls, seen_by
+from tinkex.server.observability import routes as operators
+from tinkex.server.observability.meters import Meters
+from tinkex.server.observability.readiness import Readiness
+from tinkex.server.observability.requests import Observed
+from tinkex.server.observability.seen import Polls, seen_by
 from tinkex.server.scheduler.outcomes import Waiters
 from tinkex.server.scheduler.upkeep import Upkeep
 from tinkex.server.scheduler.worker import Worker

@@ -113,7 +113,7 @@ class ValueMeta(msgspec.StructMeta):
 
         def __call__(cls, *args, **fields):
             if args or not fields.keys() <= cls.__accepts__ or cls.__adapts__:
-                return _building().build(cls, args, fields)
+                return _coercion().build(cls, args, fields)
             for value in fields.values():
                 kind = value.__class__
                 if kind is list or kind is tuple:
@@ -121,11 +121,11 @@ class ValueMeta(msgspec.StructMeta):
                 else:
                     unsure = kind not in _SURE and kind.__class__ is not ValueMeta
                 if unsure:
-                    return _building().build(cls, args, fields)
+                    return _coercion().build(cls, args, fields)
             try:
                 return convert(fields, cls)
             except CONVERSION_ERRORS:
-                return _building().build(cls, args, fields)
+                return _coercion().build(cls, args, fields)
 
 
 def is_mapping(value: Any) -> "TypeGuard[Mapping[Any, Any]]":
@@ -133,11 +133,11 @@ def is_mapping(value: Any) -> "TypeGuard[Mapping[Any, Any]]":
     return isinstance(value, Mapping)
 
 
-def _building() -> Any:
+def _coercion() -> Any:
     # Imported when first needed: most programs never construct anything by the slow way.
-    from tinkex.types import building
+    from tinkex.types import coercion
 
-    return building
+    return coercion
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(msgspec.field,))
@@ -156,7 +156,7 @@ class Value(msgspec.Struct, metaclass=ValueMeta, frozen=True, kw_only=True):
     @classmethod
     def model_validate(cls, obj: Any) -> Self:
         """Make one from a mapping (or return `obj` when it is one already)."""
-        value: Self = _building().validate(cls, obj)
+        value: Self = _coercion().validate(cls, obj)
         return value
 
     @classmethod

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from msgspec.structs import replace
 
 from tinkex.errors import InputError, InputTypeError
-from tinkex.types.building import rebase
+from tinkex.types.coercion import rebase
 from tinkex.types.datum import Datum, checked_spans
 from tinkex.types.inputs import (
     DmelChunk,

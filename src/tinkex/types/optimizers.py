@@ -145,7 +145,7 @@ def optim_params(value: Any, path: str) -> OptimParamsBase:
 
 
 def _pick(fields: Any, known: dict[str, type[B]], other: type[B], path: str) -> B:
-    from tinkex.types.building import rebase
+    from tinkex.types.coercion import rebase
 
     tag = fields.get("type")
     kind = known.get(tag, other) if isinstance(tag, str) else other

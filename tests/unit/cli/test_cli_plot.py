@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tinkex.cli.main import DONE, FAILED, MISUSED
-from tinkex.seeing.history import METRICS, write_line
+from tinkex.tracking.history import METRICS, write_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable

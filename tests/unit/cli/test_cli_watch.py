@@ -17,8 +17,8 @@ from msgspec.structs import replace
 from tinkex.cli.main import DONE, FAILED, MISUSED
 from tinkex.cli.watch_server import changes
 from tinkex.clients.service import ServiceClient
-from tinkex.seeing.history import METRICS, write_line
 from tinkex.testing import FakeClock
+from tinkex.tracking.history import METRICS, write_line
 from tinkex.types import Checkpoint, TrainingRun
 
 if TYPE_CHECKING:

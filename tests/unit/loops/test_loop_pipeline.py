@@ -9,7 +9,7 @@ import pytest
 
 from tinkex.errors import InputError
 from tinkex.loops.early_stop import Patience
-from tinkex.loops.interruption import Interruption
+from tinkex.loops.graceful_stop import Interruption
 from tinkex.loops.loop import Begun, Loop, Outcome, Pending, Plan
 from tinkex.loops.run_folder import Checkpoint
 from tinkex.testing import FakeClock

@@ -12,7 +12,7 @@ from tinkex.errors import InputError, StorageError
 from tinkex.loops.resume import record_of, refuse_other_run, refuse_other_tokens
 from tinkex.loops.run_folder import CHECKPOINTS, Checkpoint, Record, RunFolder
 from tinkex.loops.settings import DpoSettings, SftSettings
-from tinkex.seeing.history import METRICS
+from tinkex.tracking.history import METRICS
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -13,7 +13,7 @@ from tests.docs.blocks import page_named
 from tinkex.engine.base import GAUGES
 from tinkex.errors import EngineDiedError, StorageError
 from tinkex.server.api.keys import make_key
-from tinkex.server.observe.meters import Meters
+from tinkex.server.observability.meters import Meters
 from tinkex.testing.engine import Delays
 from tinkex.transport.base import Pool, Reply, Request
 

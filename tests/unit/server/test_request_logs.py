@@ -15,9 +15,9 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from tinkex.errors import EngineDiedError, RequestFailedError, StorageError
-from tinkex.server.observe.logs import LineFormatter, install
-from tinkex.server.observe.requests import owner_hash
-from tinkex.server.observe.seen import current_request_id
+from tinkex.server.observability.logs import LineFormatter, install
+from tinkex.server.observability.requests import owner_hash
+from tinkex.server.observability.seen import current_request_id
 from tinkex.testing.engine import Delays
 
 if TYPE_CHECKING:

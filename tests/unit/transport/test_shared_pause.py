@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tinkex.transport.backoff import Pauses, process_pauses
+from tinkex.transport.sampling_pause import Pauses, process_pauses
 
 if TYPE_CHECKING:
     from transport_fakes import StillClock

@@ -13,8 +13,8 @@ import msgspec
 from tinkex.cli.connect import load_config
 from tinkex.cli.examination.finding import Finding
 from tinkex.cli.failures import describe, next_step
+from tinkex.clients.base_client import Owned
 from tinkex.clients.connection import Connection
-from tinkex.clients.resource import Owned
 from tinkex.config import DATA_DIR, DEFAULT_BASE_URL, server_environment
 from tinkex.errors import APIError, MissingPackageError, ProxyError, TinkerError
 from tinkex.transport.auth import choose
@@ -95,7 +95,7 @@ def own_server_settings(config: Config) -> Iterator[Finding]:
     sources = [f"TINKEX_{name.upper()}" for name in names] + [str(file)] * file.is_file()
     found = f"of a server here: {', '.join(sources)}"
     try:
-        from tinkex.host.settings import load_settings
+        from tinkex.serving.settings import load_settings
 
         load_settings({}, server_environment())
     except ModuleNotFoundError:

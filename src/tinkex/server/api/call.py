@@ -12,7 +12,7 @@ import anyio.to_thread
 from starlette.responses import Response
 
 from tinkex.server.api.errors import refuse
-from tinkex.server.observe.seen import seen_by
+from tinkex.server.observability.seen import seen_by
 from tinkex.server.store.records import CheckpointKind
 from tinkex.wire.compression import decompress
 from tinkex.wire.json_codec import encode
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from tinkex.server.api.identity import Identity
     from tinkex.server.api.imports import Imports
     from tinkex.server.api.limits import Limits
-    from tinkex.server.observe.meters import Meters
-    from tinkex.server.observe.readiness import Readiness
-    from tinkex.server.observe.seen import Polls
+    from tinkex.server.observability.meters import Meters
+    from tinkex.server.observability.readiness import Readiness
+    from tinkex.server.observability.seen import Polls
     from tinkex.server.scheduler.outcomes import Waiters
     from tinkex.server.scheduler.worker import Worker
     from tinkex.server.settings import Settings

@@ -22,7 +22,7 @@ from tinkex.errors import (
     StorageError,
     status_error,
 )
-from tinkex.server.observe.seen import seen_by
+from tinkex.server.observability.seen import seen_by
 
 if TYPE_CHECKING:
     from starlette.requests import Request

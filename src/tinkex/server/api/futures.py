@@ -14,7 +14,7 @@ from tinkex.server.api.call import reply
 from tinkex.server.api.errors import refuse
 from tinkex.server.api.sampling import own_sampler
 from tinkex.server.api.submit import check_program
-from tinkex.server.observe.seen import seen_by
+from tinkex.server.observability.seen import seen_by
 from tinkex.types import (
     FutureFailed,
     FutureFinished,

@@ -10,7 +10,7 @@ from starlette.routing import Route
 
 from tinkex.server.api.call import Call
 from tinkex.server.api.identity import credential_of
-from tinkex.server.observe.seen import seen_by
+from tinkex.server.observability.seen import seen_by
 from tinkex.server.openai.chat import chat
 from tinkex.server.openai.completions import completions
 from tinkex.server.openai.errors import error_event, error_reply, problem

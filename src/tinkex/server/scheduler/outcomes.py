@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Hashable, Sequence
 
     from tinkex.clock import Clock
-    from tinkex.server.observe.meters import Meters
+    from tinkex.server.observability.meters import Meters
     from tinkex.server.scheduler.jobs import Done
     from tinkex.server.scheduler.lost_samples import LostSamples
     from tinkex.server.store.base import Store

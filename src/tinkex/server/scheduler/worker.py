@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from tinkex.clock import Clock
     from tinkex.engine.base import Engine
-    from tinkex.server.observe.meters import Meters
+    from tinkex.server.observability.meters import Meters
     from tinkex.server.scheduler.outcomes import Waiters
     from tinkex.server.settings import Settings
     from tinkex.server.store.base import Store

@@ -129,7 +129,9 @@ class TrainingClient:
 
     optim_step_async = deferred(optim_step)
 
-    async def withdraw_async(self, future: APIFuture[Any]) -> bool:
+    # Not a coroutine function: programs that wrap those of the official client, which has no
+    # such method, would not know what to do with one more.
+    def withdraw_async(self, future: APIFuture[Any]) -> Coroutine[Any, Any, bool]:
         """Take an operation of this run out of the server's queue; says whether that was done.
 
         False when the operation has begun or ended, was split into several requests, or when the
@@ -138,7 +140,7 @@ class TrainingClient:
         if not isinstance(future, APIFuture):  # pyright: ignore[reportUnnecessaryIsInstance] - callers may not type-check
             kind = type(future).__name__
             raise InputTypeError(f"expected the future of a training call, got {kind}", "future")
-        return await self._operations.run(lambda: self._withdraw(future))
+        return self._operations.run(lambda: self._withdraw(future))
 
     withdraw = blocking(withdraw_async)
 
@@ -365,8 +367,7 @@ class TrainingClient:
 
     get_info = blocking(get_info_async)
 
-    # Not a coroutine function: programs that wrap those of the official client, which has no
-    # such method, would not know what to do with one more.
+    # Not a coroutine function: see withdraw_async.
     def get_tokenizer_async(self) -> Coroutine[Any, Any, Tokenizer]:
         """The model's tokenizer; from `transformers` where installed, else `tokenizers`."""
         return self._load_tokenizer()

@@ -36,6 +36,29 @@ PROMPT = ModelInput.from_ints([1, 2, 3])
 PARAMS = SamplingParams(max_tokens=3, seed=1)
 
 # What answers at once and sends nothing, or belongs to the clients among themselves.
+# Methods that the official clients do not have. They return a coroutine and are no coroutine
+# functions themselves.
+OURS = {
+    "TrainingClient": ("get_tokenizer_async", "withdraw_async"),
+    "SamplingClient": ("get_tokenizer_async",),
+}
+OFFICIAL_ASYNC = {
+    "compute_logprobs_async",
+    "create_sampling_client_async",
+    "forward_async",
+    "forward_backward_async",
+    "forward_backward_custom_async",
+    "get_base_model_async",
+    "get_info_async",
+    "load_state_async",
+    "load_state_with_optimizer_async",
+    "optim_step_async",
+    "sample_async",
+    "save_state_async",
+    "save_weights_and_get_sampling_client_async",
+    "save_weights_external_async",
+    "save_weights_for_sampler_async",
+}
 ONE_COLOUR = {
     "get_telemetry",
     "get_console_url",
@@ -105,10 +128,17 @@ def test_every_method_has_a_twin_with_the_same_parameters(kind: type):
 @pytest.mark.parametrize("kind", CLIENTS)
 def test_async_methods_are_coroutine_functions_and_the_others_are_not(kind: type):
     for name, method in public_methods(kind).items():
-        # Programs that wrap the official client's coroutine functions know no such method.
-        if name in ("open", "get_tokenizer_async"):
+        if name in ("open", *OURS.get(kind.__name__, ())):
             continue
         assert inspect.iscoroutinefunction(method) == name.endswith("_async"), name
+
+
+@pytest.mark.parametrize("kind", [TrainingClient, SamplingClient])
+def test_coroutine_functions_are_those_of_the_official_client(kind: type):
+    """The cookbook wraps every coroutine function of these clients, and knows no others."""
+    assert not any(name in OFFICIAL_ASYNC for name in OURS.get(kind.__name__, ()))
+    found = {n for n, m in public_methods(kind).items() if inspect.iscoroutinefunction(m)}
+    assert found <= OFFICIAL_ASYNC
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,6 @@ from tinkex.server.api.exports import Exports
 from tinkex.server.api.identity import Identity
 from tinkex.server.api.limits import Limits
 from tinkex.server.api.submit import decode_operation
-from tinkex.server.history import History
 from tinkex.server.observability import routes as operators
 from tinkex.server.observability.meters import Meters
 from tinkex.server.observability.readiness import Readiness
@@ -142,7 +141,6 @@ async def running(parts: Parts) -> AsyncGenerator[None]:
     async with anyio.create_task_group() as group:
         group.start_soon(parts.worker.run)
         group.start_soon(upkeep.run)
-        group.start_soon(History(parts.store, parts.worker, parts.clock, parts.settings).run)
         group.start_soon(parts.uploads.run)
         try:
             yield

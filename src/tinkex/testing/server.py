@@ -19,7 +19,6 @@ import itertools
 import socket
 import threading
 from contextlib import AsyncExitStack, contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from tinkex.clock import SystemClock
@@ -211,8 +210,7 @@ class FakeServer:
         for session in await self.store.sessions():
             if session_id in (None, session.session_id) and session.active:
                 status = ClientSessionFinished(reason=ClientSessionFinishErrored())
-                await self.store.put_session(replace(session, status=status))
-                await self._parts.worker.end_session(session.session_id)
+                await self._parts.worker.end_session(session, status)
 
 
 class InProcessTransport(AsgiTransport):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tinkex.server.history import EVERY_S
+from tinkex.server.scheduler.upkeep import PRUNE_INTERVAL_S
 from tinkex.testing.engine import Delays
 from tinkex.types import TensorData
 
@@ -266,7 +266,7 @@ async def test_the_session_of_a_client_without_heartbeats_ends_when_its_result_d
         store = api.server.store
         await api.clock.sleep(1000)
         assert await store.count_sessions(active=True) == 2
-        await api.clock.sleep(2 * EVERY_S)
+        await api.clock.sleep(2 * PRUNE_INTERVAL_S)
         (model_session,) = await store.sessions(active=True)
         assert created["model_id"].startswith(model_session.session_id)
 

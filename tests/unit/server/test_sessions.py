@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tinkex.server.api.identity import owner_of_key
-from tinkex.server.history import EVERY_S
+from tinkex.server.scheduler.upkeep import PRUNE_INTERVAL_S
 from tinkex.server.store.records import Session
 
 if TYPE_CHECKING:
@@ -189,14 +189,14 @@ async def test_a_session_that_ended_long_ago_is_forgotten_and_its_runs_are_not(
         model, sampler = await api.model(ended), await api.sampler(ended)
         await api.result(await api.step(model, 1))
         await api.post(f"/sessions/{ended}/finish", SUCCESS)
-        for _ in range(2 * int(EVERY_S) // 200):
+        for _ in range(2 * int(PRUNE_INTERVAL_S) // 200):
             assert set((await api.get("/sessions"))["sessions"]) >= {going_on, ended}
             await api.clock.sleep(200)
             await api.post("/session_heartbeat", {"session_id": going_on})
         while ended in (await api.get("/sessions"))["sessions"]:
             await api.clock.sleep(200)
             await api.post("/session_heartbeat", {"session_id": going_on})
-        assert api.clock.now() < 1000 + 2 * EVERY_S
+        assert api.clock.now() < 1000 + 2 * PRUNE_INTERVAL_S
         assert (await api.get("/sessions"))["sessions"] == [going_on]
         assert (await api.call("GET", f"/samplers/{sampler}")).status == 404
         (run,) = (await api.get("/training_runs"))["training_runs"]

@@ -108,8 +108,7 @@ async def _end(call: Call, old: Session, model_id: str, session_id: str) -> None
     if any(not model.closed for model in models):
         return
     status = SessionCancelled(detail=f"session {session_id} attached to model {model_id}")
-    if await call.worker.changes.end_session(old, status):
-        await call.worker.end_session(old.session_id)
+    await call.worker.end_session(old, status)
 
 
 async def _closed(call: Call, model: Model) -> APIStatusError:

@@ -73,11 +73,6 @@ async def published(call: Call, model_id: str | None = None) -> Sequence[StoredC
     return await call.store.checkpoints(model_id=model_id, public=True, live_at=call.now())
 
 
-async def check_room(call: Call, size_bytes: int) -> None:
-    """Refuse to keep more than the caller has room for."""
-    await call.worker.checkpoints.make_room(call.owner, size_bytes)
-
-
 async def readers(call: Call, token: str | None) -> tuple[str, ...]:
     """Whose weights the caller may read: its own, and those a token gives access to.
 
@@ -241,7 +236,7 @@ async def copy_weights(call: Call) -> Response:
     owners = await readers(call, request.weights_access_token)
     source = await readable(call, request.source_path, owners)
     now = call.now()
-    await check_room(call, source.size_bytes)
+    await call.worker.checkpoints.make_room(call.owner, source.size_bytes)
     run = await _copy_target(call, request, source)
     path = f"tinker://{run.model_id}/{source.kind}/{source.name}"
     there = await call.store.get_checkpoint(path)

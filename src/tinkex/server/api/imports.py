@@ -19,7 +19,6 @@ import anyio.to_thread
 from tinkex.errors import RequestFailedError
 from tinkex.server.api.adapter_body import EXTRA_BYTES, Incoming, receive_adapter
 from tinkex.server.api.call import reply
-from tinkex.server.api.checkpoints import check_room
 from tinkex.server.api.errors import refuse
 from tinkex.server.scheduler.checkpoints import check_name
 from tinkex.server.store.records import AuditEntry, Model, StoredCheckpoint
@@ -117,7 +116,7 @@ async def _folder() -> AsyncGenerator[Path]:
 
 async def _receive(call: Call, folder: Path) -> None:
     async def welcome(adapter: Adapter) -> None:
-        await check_room(call, adapter.parameters * _KEPT_ITEM_BYTES)
+        await call.worker.checkpoints.make_room(call.owner, adapter.parameters * _KEPT_ITEM_BYTES)
 
     body = Incoming(call.request.stream(), call.parts.uploads)
     await receive_adapter(body, folder, call.settings.max_import_bytes, welcome)
@@ -132,7 +131,7 @@ async def _keep(
     imported = await engine.import_saved(base_model, folder, f"{path}@import")
     try:
         # Again: matrices that the adapter leaves out are kept, too, and others save meanwhile.
-        await check_room(call, imported.size_bytes)
+        await call.worker.checkpoints.make_room(call.owner, imported.size_bytes)
     except RequestFailedError:
         await engine.delete_saved(f"{path}@import")
         raise

@@ -123,8 +123,7 @@ async def finish_session(call: Call) -> Response:
     request = await call.json(FinishSessionRequest)
     session = await call.session(call.param("session"))
     status = ClientSessionFinished(reason=request.reason, detail=request.detail)
-    if await call.worker.changes.end_session(session, status):
-        await call.worker.end_session(session.session_id)
+    await call.worker.end_session(session, status)
     return reply()
 
 

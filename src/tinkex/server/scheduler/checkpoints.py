@@ -101,7 +101,7 @@ def _no_room(used: int, most: int, kept: Iterable[StoredCheckpoint]) -> RequestF
     return failure(
         f"your checkpoints and published samplers take up {used} of the {most} bytes a tenant "
         f"may keep here (max_stored_bytes), so {max(most - used, 0)} more would fit; "
-        f"{step if largest else 'ask whoever runs this server for more room'}"
+        f"{step if largest else 'ask the operator of this server for more room'}"
     )
 
 

@@ -11,8 +11,8 @@ of them say that they run. So at any time one activity owns a model:
 | `ready`     | the engine has it, nothing runs              | running, leaving; absent when the |
 |             |                                              | engine dies                       |
 | `running`   | its operations are in the engine             | saving, ready; absent if the      |
-|             |                                              | engine died or nobody can say     |
-|             |                                              | what became of the model          |
+|             |                                              | engine died, or a failure may     |
+|             |                                              | have half-changed the model       |
 | `saving`    | a snapshot is being written                  | ready, absent                     |
 | `leaving`   | its session is over, it is dropped           | closed; absent if storage fails   |
 | `closed`    | unloaded, or its session is over             |                                   |
@@ -254,7 +254,7 @@ class ModelRun:
         self._parts.changed()
 
     def evict(self) -> None:
-        """Let the model come back as its records say: nobody knows what became of it."""
+        """Treat the engine's copy as lost: the next use restores the model from its records."""
         self._epoch = None
 
     def rest(self, error: Exception) -> None:
@@ -338,7 +338,7 @@ class ModelRun:
         for op in succeeded:
             self._count(op)
         self._epoch = epoch
-        # A save that failed may have left a record; nobody was told about it.
+        # A save that failed may have left a record of a sampler that was never acknowledged.
         failed = {op.seq_id for op in done if op.outcome is not None and op.outcome.error}
         self.unsaved_samplers.forget(s for s in self.unsaved_samplers if s.seq_id in failed)
         self.unsaved_samplers.write()

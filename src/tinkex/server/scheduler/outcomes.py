@@ -1,4 +1,4 @@
-"""How operations end: the outcome is stored, counted, and whoever polls for it is woken.
+"""How operations end: the outcome is stored, counted, and polls that wait for it are answered.
 
 While the storage fails, an outcome is kept in memory and stored later: the operation counts as
 unfinished, so nothing that builds on it runs before it is durable.
@@ -54,7 +54,7 @@ class Waiters:
         self._closed = False
 
     def close(self) -> None:
-        """Let everybody go: the server ends, and nobody waits for it from now on."""
+        """Wake all waiters, now and from now on: the server shuts down."""
         self._closed = True
         for bell in self._bells.values():
             bell.set()

@@ -64,7 +64,7 @@ class Queue:
         self.last_arrival = now
 
     def withdraw(self, op: Operation) -> Operation | None:
-        """Take an operation out whose turn nobody waits for then; None when it has started."""
+        """Remove an operation and skip its number; None when it has started."""
         found = self.waiting.pop(op.seq_id, None)
         if found is not None:
             self.void.add(op.seq_id)

@@ -85,7 +85,7 @@ class Samplers:
         try:
             save = access.engine.save_snapshot(snapshot, location)
             saved = await access.guard(access.epoch(), save)
-            # Whoever drops it meanwhile waits for the end of this, and deletes the file.
+            # A concurrent drop() waits for this save to end, and then deletes the file.
             if sampler.sampler_id in self._live:
                 kept = replace(sampler, location=location, size_bytes=saved.size_bytes)
                 await self._store.put_sampler(kept)

@@ -103,7 +103,7 @@ class Shares:
             return None
         # The fewest running first; of equals, who was served longest ago.
         owner = min(self._waiting, key=lambda name: self._sums.get(name, 0))
-        # A full house still has room for whoever has less than an equal share of it.
+        # Above the limit, an owner below an equal share of it may still start one.
         share = self._most / len(self._waiting.keys() | self._sums.keys())
         if sum(self._sums.values()) < self._most or self._sums.get(owner, 0) < share:
             return owner
@@ -233,7 +233,7 @@ class Samples:
                 await self._outcomes.start([op.op_id], now)
                 outcome = self._outcomes.settled(op, await self._result(op))
                 await self._outcomes.finish(op, outcome)
-            except Exception:  # noqa: BLE001 - a sample ends here, and nobody else with it
+            except Exception:  # noqa: BLE001 - one sample ends here, the others continue
                 _log.exception("sample %s did not end as it should", op.op_id)
             finally:
                 self._access.clear([op.op_id])

@@ -1,4 +1,4 @@
-"""What the server does on its own: end silent sessions, expire checkpoints, drop old results."""
+"""What the server does on its own: end sessions, expire checkpoints, delete old records."""
 
 from __future__ import annotations
 
@@ -22,6 +22,12 @@ if TYPE_CHECKING:
     from tinkex.server.settings import Settings
     from tinkex.server.store.base import Store
 
+
+# How often records that ended long ago are deleted, how many at once, and the pause between two
+# such batches, in which other requests use the store.
+PRUNE_INTERVAL_S = 600.0
+_PRUNE_BATCH = 1000
+_PRUNE_PAUSE_S = 1.0
 
 _log = logging.getLogger(__name__)
 
@@ -83,9 +89,10 @@ class SessionEnds:
             self._lost.forget(sampler.sampler_id)
         held = [s for s in samplers if s.dropped is None or s.location is not None]
         await self._samplers.drop(held, SESSION_OVER)
-        for run in self._runs.values():
-            run.unsaved_samplers.forget(s for s in held if s.model_id == run.model_id)
         for sampler in held:
+            run = self._runs.get(sampler.model_id or "")
+            if run is not None:
+                run.unsaved_samplers.forget([sampler])
             if sampler.snapshot is None and sampler.location and sampler.model_path:
                 checkpoint = await self._store.get_checkpoint(sampler.model_path)
                 if checkpoint is None or checkpoint.location != sampler.location:
@@ -97,7 +104,7 @@ class SessionEnds:
 
 
 class Upkeep:
-    """Looks around every `upkeep_interval_s`; `run()` is its one long-lived task."""
+    """Ends sessions, expires checkpoints and deletes old records; `run()` never returns."""
 
     def __init__(self, store: Store, worker: Worker, clock: Clock, settings: Settings) -> None:
         self._store = store
@@ -106,24 +113,28 @@ class Upkeep:
         self._settings = settings
 
     async def run(self) -> None:
-        """Sweep until cancelled."""
+        """Sweep often, and prune the history now and then, until cancelled."""
+        async with anyio.create_task_group() as group:
+            group.start_soon(self._repeat, self.sweep, self._settings.upkeep_interval_s)
+            group.start_soon(self._repeat, self.prune, PRUNE_INTERVAL_S)
+
+    async def _repeat(self, work: Callable[[], Awaitable[None]], interval_s: float) -> None:
         while True:
-            await self._clock.sleep(self._settings.upkeep_interval_s)
+            await self._clock.sleep(interval_s)
             try:
-                await self.sweep()
-            except Exception:  # noqa: BLE001 - one sweep ends here; the next may do better
+                await work()
+            except Exception:  # noqa: BLE001 - this round ends here; the next may succeed
                 _log.exception("upkeep failed")
 
     async def sweep(self) -> None:
-        """One look around."""
+        """End silent sessions, delete expired checkpoints and old results."""
         await self._worker.retry_endings()
         now = self._clock.wall()
         for session in await self._store.sessions(active=True):
             silent_s = now - session.last_seen_at
             if session.heartbeats and silent_s > self._settings.session_timeout_s:
                 status = SessionCancelled(detail=f"no heartbeat for {silent_s:.0f} s")
-                if await self._worker.changes.end_session(session, status):
-                    await self._worker.end_session(session.session_id)
+                await self._worker.end_session(session, status)
         for checkpoint in await self._store.checkpoints(expired_at=now):
             # The record last: it says what is still to be deleted if this fails.
             await self._worker.checkpoints.forget_location(checkpoint.location)
@@ -131,3 +142,22 @@ class Upkeep:
         old = now - self._settings.result_ttl_s
         await self._store.drop_results_before(old)
         await self._store.forget_operations_before(old)
+
+    async def prune(self) -> None:
+        """End sessions of clients without heartbeats, and delete what ended `history_s` ago."""
+        await self._end_unattended()
+        while await self._store.prune(self._clock.wall() - self._settings.history_s, _PRUNE_BATCH):
+            await self._clock.sleep(_PRUNE_PAUSE_S)
+
+    async def _end_unattended(self) -> None:
+        """End the sessions of clients that send no heartbeats, when no result is left to read.
+
+        The oldest clients open a session for every sample. A session with a model stays open,
+        because its client may still return.
+        """
+        status = SessionCancelled(detail="a client without heartbeats, not seen for long")
+        before = self._clock.wall() - self._settings.result_ttl_s
+        while found := await self._store.unattended_sessions(before, _PRUNE_BATCH):
+            for session in found:
+                await self._worker.end_session(session, status)
+            await self._clock.sleep(_PRUNE_PAUSE_S)

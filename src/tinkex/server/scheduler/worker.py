@@ -40,7 +40,8 @@ if TYPE_CHECKING:
     from tinkex.server.scheduler.outcomes import Waiters
     from tinkex.server.settings import Settings
     from tinkex.server.store.base import Store
-    from tinkex.server.store.records import Operation, OpKind
+    from tinkex.server.store.records import Operation, OpKind, Session
+    from tinkex.types import SessionStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +168,7 @@ class Worker:
     async def _load(self) -> list[Operation]:
         """Put back into memory what is alive in the store; returns what has not finished."""
         store = self._store
-        # Nobody was silent while the server was away.
+        # Clients could not send heartbeats while the server was away.
         await store.touch_sessions(self._clock.wall())
         self._runs.clear()
         for sampler in (*await store.samplers(located=True), *await store.samplers(unsaved=True)):
@@ -292,11 +293,17 @@ class Worker:
         self._loop.plan_again()
         return await self._outcomes.finish(waiting, CANCELLED)
 
-    async def end_session(self, session_id: str) -> None:
-        """Free what a session held: samples at once, the rest soon."""
-        self._ends.add(session_id)
-        for op in self._samples.of_session(session_id):
+    async def end_session(self, session: Session, status: SessionStatus) -> bool:
+        """End a session and free what it held: samples at once, the rest soon.
+
+        False when it had ended already: the first status stays.
+        """
+        if not await self.changes.end_session(session, status):
+            return False
+        self._ends.add(session.session_id)
+        for op in self._samples.of_session(session.session_id):
             await self._samples.cancel(op)
+        return True
 
     async def retry_endings(self) -> None:
         """Continue with clean-ups that a broken storage has stopped."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -206,3 +207,15 @@ async def test_a_server_that_starts_again_remembers_who_attached(api: Api) -> No
         assert (await beat(later, old), await beat(later, new)) == (410, 200)
         assert (await step(later, model, 2)).status == 400
         assert told(await attach(later, model, new))["next_seq_id"] == 2
+
+
+async def test_a_model_whose_creation_was_never_submitted_can_be_attached_to(api: Api) -> None:
+    """A full disk between the model's record and its first operation leaves such a record."""
+    old = await api.session()
+    made = await api.server.store.get_model(await api.model(old))
+    assert made is not None
+    record = replace(made, model_id=f"{old}:train:7", snapshot_location=None, snapshot_seq=-1)
+    await api.server.store.add_model(record)
+    await api.clock.sleep(SILENT_S)
+    reply = await attach(api, record.model_id, await api.session())
+    assert (reply.status, told(reply)["next_seq_id"]) == (200, 1)

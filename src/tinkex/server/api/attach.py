@@ -45,7 +45,7 @@ async def attach_model(call: Call) -> Response:
     return reply(
         AttachModelResponse(
             model_id=model.model_id,
-            next_seq_id=call.worker.next_turn(model.model_id),
+            next_seq_id=await call.worker.next_turn(model.model_id),
             base_model=model.base_model,
             lora_config=model.lora,
             optimizer_config=model.optimizer,
@@ -82,7 +82,7 @@ async def _settle_numbers(call: Call, model_id: str) -> None:
     Weights it wanted to sample from are not published: their sampler would take a number of the
     new session.
     """
-    last = call.worker.next_turn(model_id) - 1
+    last = await call.worker.next_turn(model_id) - 1
     for seq_id in range(last, max(last - _MOST_NUMBERS, 0), -1):
         operation = await call.store.get_operation(f"{model_id}:{seq_id}")
         if operation is None:

@@ -265,9 +265,9 @@ class Worker:
         queue.last_seq += 1
         return queue.last_seq
 
-    def next_turn(self, model_id: str) -> int:
-        """The number after everything that was accepted for an open model."""
-        queue = self._runs[model_id].queue
+    async def next_turn(self, model_id: str) -> int:
+        """The number after everything that was accepted for a model."""
+        queue = (await self._run_of(model_id)).queue
         return max(queue.last_seq + 1, queue.next_seq, 1)
 
     def give_turn_back(self, model_id: str, seq_id: int) -> None:

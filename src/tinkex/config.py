@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
 from tinkex.announcement import announced
 from tinkex.errors import InputError, InputTypeError
@@ -43,10 +43,6 @@ _LEVELS = {
 _SERVER = "TINKEX_"
 _EMBEDDED = "TINKEX_EMBEDDED_"
 _SERVER_FOLDER = "TINKEX_EMBEDDED_SERVER"
-_CPU_ISA = "TINKEX_CPU_ISA"
-CpuIsa = Literal["portable", "avx2", "avx512"]
-CPU_ISAS: Final[tuple[CpuIsa, ...]] = get_args(CpuIsa)
-"""Instruction sets that the engine distinguishes, each with those before it."""
 _ON = frozenset({"1", "true", "yes", "on"})
 # Never shown and never pickled: a process resolves credentials of its own.
 _SECRETS = frozenset({"api_key", "stored_key", "credential_cmd", "headers", "proxy"})
@@ -182,20 +178,8 @@ def server_environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
     return {
         name.removeprefix(_SERVER).lower(): value
         for name, value in given.items()
-        if not name.startswith(_EMBEDDED) and name != _CPU_ISA
+        if not name.startswith(_EMBEDDED)
     }
-
-
-def cpu_isa(env: Mapping[str, str] | None = None) -> CpuIsa:
-    """The newest instruction set that the engine may use, if the processor has it.
-
-    `TINKEX_CPU_ISA` imitates an older processor for the engine's own machine code.
-    """
-    given = (os.environ if env is None else env).get(_CPU_ISA) or "avx512"
-    for isa in CPU_ISAS:
-        if isa == given.strip().lower():
-            return isa
-    raise InputError(f"must be one of {', '.join(CPU_ISAS)}", _CPU_ISA)
 
 
 def announce_to_children(folder: Path) -> None:

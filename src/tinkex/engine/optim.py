@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Final, cast
 
 import torch
 
-from tinkex.engine.native import adamw
 from tinkex.errors import InputError
 from tinkex.types import AdamParams
 
@@ -84,9 +83,8 @@ def adamw_step(
     old = (flat_P, gradient_P, moments.first_P, moments.second_P)
     new = (new_P, first_P, second_P)
     step = moments.step + 1
-    done, squares = adamw(old, new, clip=clip, step=step, params=params)
     size = _BLOCK if flat_P.device.type == "cpu" else max(flat_P.numel(), 1)
-    rest = (torch.split(vector_P[done:], size) for vector_P in (*old, *new))
+    rest = (torch.split(vector_P, size) for vector_P in (*old, *new))
     norms = [
         _update(*block, clip=clip, step=step, params=params)
         for block in zip(*rest, strict=True)
@@ -95,7 +93,7 @@ def adamw_step(
     metrics = {
         "grad_norm": norm,
         "grad_norm_clipped": params.grad_clip_norm if clipped else norm,
-        "update_norm": math.hypot(math.sqrt(squares), *norms),
+        "update_norm": math.hypot(*norms),
         "learning_rate": params.learning_rate,
         "step": float(step),
     }

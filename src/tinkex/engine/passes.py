@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType] -- torch's own stub
 
-from tinkex.engine.abreast import compute_abreast
 from tinkex.engine.attention import packed_attention
 from tinkex.engine.kernels import has_kernels
 from tinkex.engine.lora import Segment, Targets, adapted_projections, sweep, wrap
@@ -93,7 +92,7 @@ def run_pass(
     one more forward pass, and the same bits. When it raises, nothing has been added.
     """
     parts = [_part(works[piece.op], piece) for piece in slices]
-    computed = compute_abreast(parts, partial(_compute, room, recompute=recompute))
+    computed = _compute(room, parts, recompute=recompute)
     for part, found in zip(parts, computed, strict=True):
         _record(part.work, found, None if part.gradient is None else part.gradient.flat_P)
 

@@ -37,7 +37,6 @@ from tinkex.engine.optim import (
 from tinkex.engine.parking import Packed, Parking
 from tinkex.engine.passes import Room, Work
 from tinkex.engine.results import train_output
-from tinkex.engine.threads import TRAINING_ALONE, multiplications, threads_for
 from tinkex.errors import InputError, RequestFailedError
 
 if TYPE_CHECKING:
@@ -101,7 +100,6 @@ class Trainer:
             )
         self._room = Room(decoder, torch.device(device), logits_bytes, strict)
         self._config = decoder.config
-        self._multiplications = multiplications(decoder.config)
         self._device = torch.device(device)
         self._max_pass_tokens = max_pass_tokens
         self._clock = clock or SystemClock()
@@ -185,12 +183,10 @@ class Trainer:
             fits_adapters=self._fit,
             clock=self._clock,
         )
-        tokens = sum(sum(work.job.lengths) for work in works)
         while not run.done:
             bound = self._max_pass_tokens if most_tokens is None else most_tokens()
             bound = min(bound, self._max_pass_tokens)
-            alone = threads_for(min(bound, tokens) * self._multiplications, TRAINING_ALONE)
-            with self._parking.holding(), alone:
+            with self._parking.holding():
                 for work in run.step(bound):
                     answers[work.place] = self._finish(work)
             if not run.done:

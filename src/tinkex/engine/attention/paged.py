@@ -110,32 +110,6 @@ class PagedAttention:
         return torch.cat(found).index_select(0, self._back_T)
 
 
-class PagedTokens:
-    """The same within `qkv_RY`, whose first `count` rows hold heads of q, k and v side by side.
-
-    The result is in `o_RX`. Takes the spans of any number of passes.
-    """
-
-    def __init__(self, cache: Tensor, qkv_RY: Tensor, count: int, *, block_size: int) -> None:
-        kv_heads, dim = cache.shape[2], cache.shape[4]
-        self._cache, self._block_size = cache, block_size
-        heads_TNd = qkv_RY[:count].view(count, -1, dim)
-        sizes = heads_TNd.shape[1] - 2 * kv_heads, kv_heads, kv_heads
-        self._qkv = heads_TNd.split_with_sizes(sizes, dim=1)
-        self.o_RX = qkv_RY.new_zeros(len(qkv_RY), sizes[0] * dim)
-        self._o_TX = self.o_RX[:count]
-        self._attend: PagedAttention | None = None
-
-    def begin(self, spans: Sequence[Span]) -> None:
-        """Take the spans of the next pass; then call it for each layer."""
-        self._attend = PagedAttention(self._cache, spans, block_size=self._block_size)
-
-    def __call__(self, layer: int) -> None:
-        """Write the layer's keys and values to the cache, and attend."""
-        assert self._attend is not None
-        self._o_TX.copy_(self._attend(layer, *self._qkv))
-
-
 class _Group:
     """Spans of about the same length and context, attended together.
 
@@ -251,10 +225,10 @@ def _rows_of_tokens(
     )
 
 
-def block_table(spans: Sequence[Span], block_size: int, *, spare: int = 0) -> NDArray[np.int64]:
-    """Each span's blocks and `spare` more, in whole steps of keys whatever the size of a block."""
+def block_table(spans: Sequence[Span], block_size: int) -> NDArray[np.int64]:
+    """Each span's blocks, in whole steps of keys whatever the size of a block."""
     tables = [list(span.blocks) for span in spans]
-    width = round_up(max(map(len, tables)) + spare, KEY_STEP // gcd(KEY_STEP, block_size))
+    width = round_up(max(map(len, tables)), KEY_STEP // gcd(KEY_STEP, block_size))
     # Short rows are filled up with their own first block: masked numbers still take part in the
     # arithmetic, and a NaN of another tenant must not.
     return np.array([t + t[:1] * (width - len(t)) for t in tables], np.int64)

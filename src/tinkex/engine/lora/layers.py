@@ -23,7 +23,6 @@ import torch
 from tinkex.engine.adjacent import side_by_side
 from tinkex.engine.lora.pieces import Piece
 from tinkex.engine.lora.thin import expand_add_, shrink
-from tinkex.engine.lora.together import add_products, goes_together, write_slopes
 from tinkex.engine.lora.weights import in_dtype
 
 if TYPE_CHECKING:
@@ -61,16 +60,6 @@ class RowProducts(Protocol):
 
     def add(self, layer: int, names: tuple[Projection, ...], x_TI: Tensor, y_TY: Tensor) -> None:
         """Add every segment's low-rank products to y."""
-        ...
-
-
-class Adapt(Protocol):
-    """Adds the adapters' products to those with base weights."""
-
-    def __call__(
-        self, layer: int, names: tuple[Projection, ...], x_TI: Tensor, y_TY: Tensor
-    ) -> None:
-        """Add to y, given what the projections read."""
         ...
 
 
@@ -124,24 +113,6 @@ def adapted_projections(
     return project
 
 
-def adapted_in_place(segments: Sequence[Segment]) -> Adapt | None:
-    """What adds the adapters' products to those with base weights; None if there are none.
-
-    The weights have the precision of the activations.
-    """
-    adapted = [(s, s.weights) for s in segments if s.weights is not None]
-    if not adapted:
-        return None
-
-    def adapt(layer: int, names: tuple[Projection, ...], x_TI: Tensor, y_TY: Tensor) -> None:
-        for segment, weights in adapted:
-            piece = _piece(segment, weights, layer, names)
-            if piece is not None:
-                _add(piece, x_TI, y_TY)
-
-    return adapt
-
-
 def _piece(
     segment: Segment, weights: LoraWeights, layer: int, names: tuple[Projection, ...]
 ) -> Piece | None:
@@ -164,13 +135,7 @@ def _forward(plan: _Plan, x_TI: Tensor) -> tuple[Tensor, list[Tensor]]:
     if plan.add is not None:
         plan.add(x_TI, y_TY)
         return y_TY, []
-    native = [goes_together(piece) for piece in plan.pieces]
-    together = [piece for piece, goes in zip(plan.pieces, native, strict=True) if goes]
-    found = iter(add_products(together, x_TI.contiguous(), y_TY) if together else ())
-    return y_TY, [
-        next(found) if goes else _add(piece, x_TI, y_TY)
-        for piece, goes in zip(plan.pieces, native, strict=True)
-    ]
+    return y_TY, [_add(piece, x_TI, y_TY) for piece in plan.pieces]
 
 
 def _add(piece: Piece, x_TI: Tensor, y_TY: Tensor) -> Tensor:
@@ -198,13 +163,7 @@ class _Adapted(torch.autograd.Function):
         x_TI, *inner = ctx.saved_tensors
         dy_TY = _joined(slopes)
         dx_TI = plan.linear.slope(dy_TY) if ctx.needs_input_grad[1] else None
-        together = [n for n, piece in enumerate(plan.pieces) if inner and goes_together(piece)]
-        if together:
-            pieces, own = [plan.pieces[n] for n in together], [inner[n] for n in together]
-            write_slopes(pieces, x_TI.contiguous(), own, dy_TY, dx_TI)
         for number, piece in enumerate(plan.pieces):
-            if number in together:
-                continue
             x_SI, dy_SY = x_TI[piece.rows], dy_TY[piece.rows]
             z_SZ = inner[number] if inner else torch.mm(x_SI, piece.factors.a_ZI.T)
             dz_SZ = _inner_slope(piece, dy_SY, z_SZ)

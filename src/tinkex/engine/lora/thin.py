@@ -1,11 +1,10 @@
 """The two products of a LoRA adapter, with the same bits for a row in any company.
 
-On a CPU they run in machine code of our own, if their sizes suit it. Otherwise the library picks
-its kernel by the number of rows that each thread gets, and kernels add up in different orders.
-Whole steps of `STEP` rows mostly take the same one, so rows beyond the last whole step are filled
-up to one. Whether that is so is tried for each size of a factor; where it is not, products are
-computed in slower ways that pass the trial (see `models.packed`). Everywhere else these are plain
-products.
+On a CPU the library picks its kernel by the number of rows that each thread gets, and kernels add
+up in different orders. Whole steps of `STEP` rows mostly take the same kernel, so rows beyond the
+last whole step are filled up to one. Whether that is so is tried for each size of a factor; where
+it is not, products are computed in slower ways that pass the trial (see `models.packed`).
+Everywhere else these are plain products.
 
 Shapes: S rows, Z inner activations, I inputs, O outputs.
 """
@@ -21,12 +20,8 @@ from torch.nn import functional as F
 
 from tinkex.engine.models.packed import BLOCKS, Way, first_that_passes
 from tinkex.engine.models.row_trial import random_rows, rows_agree, trial_rows
-from tinkex.engine.native import Passing, place, suits
-from tinkex.engine.threads import threads_in_turn
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import Tensor
 
     from tinkex.engine.models.packed import PackedProduct
@@ -39,12 +34,6 @@ STEP: Final = 16
 
 def shrink(x_SI: Tensor, a_ZI: Tensor) -> Tensor:
     """z_SZ = x @ A.T"""
-    if suits(a_ZI):
-        x_SI = x_SI.contiguous()
-        z_SZ, products = x_SI.new_empty(x_SI.shape[0], a_ZI.shape[0]), Passing()
-        products.shrink(place(z_SZ), place(x_SI), a_ZI, x_SI.shape[0])
-        products.run()
-        return z_SZ
     if a_ZI.device.type != "cpu":
         return F.linear(x_SI, a_ZI)
     rank = a_ZI.shape[0]
@@ -56,11 +45,7 @@ def shrink(x_SI: Tensor, a_ZI: Tensor) -> Tensor:
 
 def expand_add_(y_SO: Tensor, z_SZ: Tensor, b_OZ: Tensor, scale: float) -> None:
     """y += scale * z @ B.T"""
-    if suits(b_OZ):
-        products = Passing()
-        products.expand_add(place(y_SO), place(z_SZ), b_OZ, y_SO.shape[0], scale)
-        products.run()
-    elif not _is_tried(b_OZ) or _adds_alike(*b_OZ.shape, threads_in_turn()):
+    if not _is_tried(b_OZ) or _adds_alike(*b_OZ.shape, torch.get_num_threads()):
         _add_in_steps_(y_SO, z_SZ, b_OZ, scale)
     else:
         # Scaled first: what is then added number by number rounds the same way everywhere.
@@ -80,7 +65,7 @@ def _add_in_steps_(y_SO: Tensor, z_SZ: Tensor, b_OZ: Tensor, scale: float) -> No
 
 
 @cache
-def _adds_alike(outputs: int, rank: int, _threads: tuple[int, ...]) -> bool:
+def _adds_alike(outputs: int, rank: int, _threads: int) -> bool:
     """Whether `_add_in_steps_` gives a row the same bits in any company on this machine."""
     # Alone, and as columns of a joined product, in which rows lie further apart.
     alike = all(_adds_alike_beside(others, outputs, rank) for others in (0, STEP))
@@ -126,10 +111,6 @@ class _SteppedProduct:
             y_TO[whole:] = F.linear(_filled_up(x_TI[whole:]), factor_OI)[: rows - whole]
         return y_TO
 
-    def bound(self, x_TI: Tensor, y_TO: Tensor) -> Callable[[], object]:
-        """The product of the same tensors at every call."""
-        return lambda: self(x_TI, y_TO)
-
 
 _WAYS: Final = (Way("stepped", _SteppedProduct), BLOCKS)
 
@@ -138,13 +119,13 @@ def _product(factor_OI: Tensor) -> PackedProduct:
     """The product with a factor on a CPU."""
     if not _is_tried(factor_OI):
         return _SteppedProduct(factor_OI)
-    product = _way(*factor_OI.shape, threads_in_turn()).make(factor_OI)
+    product = _way(*factor_OI.shape, torch.get_num_threads()).make(factor_OI)
     assert product is not None
     return product
 
 
 @cache
-def _way(outputs: int, inputs: int, _threads: tuple[int, ...]) -> Way:
+def _way(outputs: int, inputs: int, _threads: int) -> Way:
     # Random numbers stand in for the factor: some are zero before they are trained.
     return first_that_passes(random_rows(outputs, inputs), _WAYS)[0]
 

@@ -75,22 +75,6 @@ class DecoderConfig:
     eos_token_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockForm:
-    """What a family's `hidden` computes, for code that computes the same in another way.
-
-    Such code compares the whole form with those that it implements. A family that does something
-    for which there is no field adds one, so that it is like no other.
-    """
-
-    norms: tuple[str, ...]
-    """What is scaled to a root mean square of one, then by a weight, in this order."""
-    rotation: Literal["halves"]
-    """How positions turn queries and keys: the first half of a head against its second."""
-    activation: Literal["silu"]
-    """What the gate of the MLP passes through before it is multiplied with the other half."""
-
-
 class Attend(Protocol):
     """Causal attention within each sequence; the caller owns packing and caches."""
 

@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from tinkex.engine.models.packed import ROW_STEP, packed_product
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from torch import Tensor
 
@@ -57,11 +57,6 @@ class Linear:
     def _packed_transposed(self) -> PackedProduct:
         return packed_product(self.weight_OI.T)
 
-    @property
-    def row_step(self) -> int:
-        """Packed products of whole steps of rows need not be filled up, from `ROW_STEP` rows on."""
-        return self._packed.row_step
-
     def __call__(self, x_TI: Tensor, *, packed: bool = False) -> Tensor:
         """Return y_TO, differentiable by x."""
         if torch.is_grad_enabled() and x_TI.requires_grad:
@@ -80,21 +75,6 @@ class Linear:
             return F.linear(x_TI, self.weight_OI, self.bias_O)
         y_TO = _filled_up(self._packed, x_TI)
         return y_TO if self.bias_O is None else y_TO.add_(self.bias_O)
-
-    def into(self, x_TI: Tensor, y_TO: Tensor) -> Callable[[], object]:
-        """What writes the packed product of whole steps of rows to `y`, for what is in `x` then.
-
-        For float32 on a CPU, outside autograd.
-        """
-        product, bias_O = self._packed.bound(x_TI, y_TO), self.bias_O
-        if bias_O is None:
-            return product
-
-        def with_bias() -> None:
-            product()
-            y_TO.add_(bias_O)
-
-        return with_bias
 
     def slope(self, dy_TO: Tensor, out: Tensor | None = None) -> Tensor:
         """Return dx_TI, the slope by x, given that by y; in fresh memory or in `out`."""

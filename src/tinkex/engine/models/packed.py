@@ -3,8 +3,6 @@
 There are several ways. The first is taken that the machine has and that passes a trial there: see
 `row_trial`. The last one needs none.
 
-- *native*: machine code of our own, for processors with AVX-512. It reads a copy of the weight as
-  fast as memory gives it, and writes where it is told.
 - *oneDNN*: the library's product with a copy of the weight in the layout that its kernels read.
   Calling it takes longer than multiplying with a small weight.
 - *stepped*: the library's plain product, in whole steps of four rows. It brings the weight into
@@ -24,8 +22,6 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 import torch
 
 from tinkex.engine.models.row_trial import random_rows, rows_agree, same_bits, trial_rows
-from tinkex.engine.native import NativeProduct
-from tinkex.engine.threads import threads_in_turn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -47,10 +43,6 @@ class PackedProduct(Protocol):
 
     def __call__(self, x_TI: Tensor, out: Tensor | None = None) -> Tensor:
         """The product in fresh memory or in `out`."""
-        ...
-
-    def bound(self, x_TI: Tensor, y_TO: Tensor) -> Callable[[], object]:
-        """What writes the product with whatever is in `x` to `y` when it is called."""
         ...
 
 
@@ -81,11 +73,11 @@ class _Case(NamedTuple):
     way: Way
     shape: torch.Size
     contiguous: bool
-    threads: tuple[int, ...]
+    threads: int
 
 
 def _tried(way: Way, weight_OI: Tensor) -> PackedProduct | None:
-    case = _Case(way, weight_OI.shape, weight_OI.is_contiguous(), threads_in_turn())
+    case = _Case(way, weight_OI.shape, weight_OI.is_contiguous(), torch.get_num_threads())
     verdict = _verdicts.get(case)
     product = None if verdict is False else way.make(weight_OI)
     if product is None or verdict:
@@ -142,10 +134,6 @@ class OneDnnProduct:
         y_TO = product(x_TI, self._packed, None, "none", [], "")
         return y_TO if out is None else out.copy_(y_TO)
 
-    def bound(self, x_TI: Tensor, y_TO: Tensor) -> Callable[[], object]:
-        """The product of the same tensors at every call."""
-        return lambda: self(x_TI, y_TO)
-
 
 class SteppedProduct:
     """The library's product."""
@@ -158,10 +146,6 @@ class SteppedProduct:
     def __call__(self, x_TI: Tensor, out: Tensor | None = None) -> Tensor:
         """The product of whole steps of rows."""
         return torch.mm(x_TI, self._weight_IO, out=out)
-
-    def bound(self, x_TI: Tensor, y_TO: Tensor) -> Callable[[], object]:
-        """The product of the same tensors at every call."""
-        return lambda: self(x_TI, y_TO)
 
 
 class BlockProduct:
@@ -188,16 +172,11 @@ class BlockProduct:
             y_TO[first : first + self._rows] = (block_RI @ self._weight_IO)[: len(part_TI)]
         return y_TO
 
-    def bound(self, x_TI: Tensor, y_TO: Tensor) -> Callable[[], object]:
-        """The product of the same tensors at every call."""
-        return lambda: self(x_TI, y_TO)
-
 
 _BLOCK: Final = 16
 _ONE_BY_ONE: Final = Way("1-row", partial(BlockProduct, rows=1))
 BLOCKS: Final = Way(f"{_BLOCK}-row", partial(BlockProduct, rows=_BLOCK))
 _WAYS: Final = (
-    Way("native", NativeProduct.of),
     Way("oneDNN", OneDnnProduct.of),
     Way("stepped", SteppedProduct),
     BLOCKS,

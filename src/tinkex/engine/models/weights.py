@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from tinkex.engine.models.base import Attend, BlockForm, DecoderConfig, Project, RunBlock
+    from tinkex.engine.models.base import Attend, DecoderConfig, Project, RunBlock
 
 ATTENTION: tuple[Projection, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
 
@@ -110,11 +110,6 @@ class StoredDecoder:
     """Whether the family has these biases without the configuration saying so."""
     qk_norm: ClassVar[bool] = False
     """Whether queries and keys are normalised per head."""
-    form: ClassVar[BlockForm | None] = None
-    """What `hidden` computes; None keeps it from being computed in any other way.
-
-    A subclass does not inherit it (see `own_form`), because it may change what is computed.
-    """
 
     def __init__(self, config: DecoderConfig, *, dtype: torch.dtype, device: torch.device) -> None:
         self.config = config
@@ -122,11 +117,6 @@ class StoredDecoder:
         self.unembed_VD = self.stored.unembed_VD
         self.head = Linear(self.unembed_VD)
         self.frequencies_F = rope_frequencies(config).to(device)
-
-    @classmethod
-    def own_form(cls) -> BlockForm | None:
-        """The form that this very class declares."""
-        return cls.__dict__.get("form")
 
     def hidden(
         self,

@@ -16,9 +16,6 @@ import numpy as np
 import torch
 
 from tinkex.engine.attention import Span, new_cache, paged_attention
-from tinkex.engine.attention.invariant import round_up
-from tinkex.engine.models.packed import ROW_STEP
-from tinkex.engine.sampler.cpu_step import cpu_steps
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -83,7 +80,6 @@ class Runner:
         self._device = decoder.unembed_VD.device
         # The only mutable state: keys and values.
         self.cache = new_cache(decoder.config, num_blocks * block_size, decoder.unembed_VD)
-        self._steps = cpu_steps(decoder, adapters, self.cache, block_size=block_size)
 
     def run(self, pieces: Sequence[Piece]) -> Pass:
         """Compute the hidden rows of `pieces` and leave their keys and values in the cache.
@@ -100,8 +96,6 @@ class Runner:
             tokens += piece.sequence.tokens[piece.start : piece.stop]
         segments = _segments([(p.sequence.version, len(p)) for p in ordered])
         laid = [spans[p] for p in ordered]
-        if self._steps is not None and self._steps.suits(laid):
-            return Pass(ordered, starts, self._steps.hidden(tokens, laid, segments))
         positions = np.concatenate([np.arange(p.start, p.stop) for p in ordered])
         attend = paged_attention(self.cache, laid, block_size=self._block_size, strict=self._strict)
         h_TD = self._decoder.hidden(
@@ -116,16 +110,14 @@ class Runner:
         """float32 logits [R, V] of some rows of a pass; the caller keeps R small."""
         count = len(rows)
         if list(rows) == list(range(count)):
-            # Steps on a CPU have filled their rows up, as the product would once more.
-            filled = count if self._steps is None else round_up(count, ROW_STEP)
-            h_RD = h_TD if len(h_TD) == filled else h_TD[:filled]
+            h_RD = h_TD[:count]
         else:
             h_RD = h_TD[torch.tensor(rows, device=self._device)]
         segments = _segments([(version, 1) for version in versions])
         logits_RV = self._adapters.logits(h_RD, segments)
         if logits_RV.dtype != torch.float32:
             logits_RV = logits_RV.float()
-        return logits_RV[:count]
+        return logits_RV
 
 
 def _segments(runs: Sequence[tuple[str, int]]) -> list[Segment]:

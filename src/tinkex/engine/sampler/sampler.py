@@ -28,7 +28,6 @@ from tinkex.engine.sampler.pick import best, draw_plainly, pick
 from tinkex.engine.sampler.request import SampleRun, next_uniforms
 from tinkex.engine.sampler.runner import Runner
 from tinkex.engine.sampler.stops import stop_rule
-from tinkex.engine.threads import SAMPLING_ALONE, multiplications, threads_for
 from tinkex.errors import RequestFailedError
 
 if TYPE_CHECKING:
@@ -91,7 +90,6 @@ class Sampler:
         self._decode = decode
         self._clock = clock or SystemClock()
         self._logit_rows = settings.logit_rows
-        self._multiplications = multiplications(decoder.config)
         pool = BlockPool(settings.cache_tokens // settings.block_size, settings.block_size)
         self._runner, steps = _runner(decoder, adapters, settings, pool)
         # All mutable state, besides the cache that the runner owns.
@@ -176,9 +174,8 @@ class Sampler:
             began = self._clock.now()
             runs = [self._runs[piece.sequence] for piece in pieces]
             tokens = sum(len(piece) for piece in pieces)
-            alone = threads_for(tokens * self._multiplications, SAMPLING_ALONE)
             # What is not finite fails where its token is drawn.
-            with alone, np.errstate(all="ignore"), self._without_gradients():
+            with np.errstate(all="ignore"), self._without_gradients():
                 for finished in self._passes(self._decode_pieces(flight, pieces)):
                     self._use(finished)
             spent_s = self._clock.now() - began

@@ -42,9 +42,6 @@ class _ByRows:
         y_TO = self._bend(self._right(x_TI))
         return y_TO if out is None else out.copy_(y_TO)
 
-    def bound(self, x_TI: Tensor, y_TO: Tensor) -> Callable[[], object]:
-        return lambda: self(x_TI, y_TO)
-
 
 def _next(y: Tensor) -> Tensor:
     return torch.nextafter(y, torch.full_like(y, torch.inf))
@@ -141,7 +138,7 @@ def test_where_every_way_fails_rows_are_multiplied_one_by_one() -> None:
 def test_blocks_give_the_product_of_any_number_of_rows(rows: int, count: int) -> None:
     weight, x = _random(24, 40), _random(count, 40, seed=1)
     product, out = BlockProduct(weight, rows), torch.full((count, 24), torch.nan)
-    product.bound(x, out)()
+    product(x, out)
     torch.testing.assert_close(out.double(), x.double() @ weight.double().T, rtol=1e-5, atol=1e-5)
     assert torch.equal(product(x), out)
 

@@ -16,10 +16,7 @@ from torch.nn import functional as F
 from tinkex.engine.base import AdapterSpec, OptimOp, TrainOp, TrainResult
 from tinkex.engine.lora import wrap
 from tinkex.engine.models.base import DecoderConfig
-from tinkex.engine.models.families import family
-from tinkex.engine.models.llama import Llama
-from tinkex.engine.models.qwen2 import Qwen2
-from tinkex.engine.models.qwen3 import Qwen3
+from tinkex.engine.models.families import Llama, Qwen2, Qwen3, family
 from tinkex.engine.trainer import Trainer
 from tinkex.types import AdamOptimizerConfig, AdamParams, Datum, LoraConfig, ModelInput
 

@@ -62,7 +62,7 @@ conformance: $(READY) $(PEERS)
 
 # Needs a CUDA device: kernels compiled, the engine on the device.
 gpu: $(READY)
-	$(PYTEST) tests/gpu tests/unit/engine/kernels
+	$(PYTEST) tests/gpu tests/unit/engine/backends/cuda
 
 check: $(READY)
 	$(BIN)/ruff check .

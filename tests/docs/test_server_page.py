@@ -11,8 +11,8 @@ import torch
 from tests.docs.blocks import ROOT, page_named
 from tinkex.adapters import folder, tensor_header
 from tinkex.clients import local_loss
-from tinkex.engine import custom_loss, custom_loss_limits, losses, results
-from tinkex.engine.optim import adamw_step, fresh_moments
+from tinkex.engine.training import custom_loss, custom_loss_limits, losses, results
+from tinkex.engine.training.optim import adamw_step, fresh_moments
 from tinkex.server import Settings
 from tinkex.server.api import adapter_body
 from tinkex.server.api.call import MAX_JSON_PARTS, MAX_PROTOBUF_PARTS

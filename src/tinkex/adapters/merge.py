@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Final, Literal
 import msgspec
 import torch
 
-from tinkex.engine.merged import write_merged
-from tinkex.engine.peft import import_folder
+from tinkex.engine.checkpoints.merged import write_merged
+from tinkex.engine.checkpoints.peft import import_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import Tensor
 
-    from tinkex.engine.merged import NamedWeights
+    from tinkex.engine.checkpoints.merged import NamedWeights
     from tinkex.engine.models.loader import BaseModel
     from tinkex.engine.models.tokenizer import ModelTokenizer
 

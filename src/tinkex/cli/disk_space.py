@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from tinkex.cli.failures import CommandError
 from tinkex.cli.output import size
-from tinkex.engine.storage import free_bytes, full_disk
+from tinkex.engine.checkpoints.storage import free_bytes, full_disk
 from tinkex.errors import StorageError
 
 if TYPE_CHECKING:

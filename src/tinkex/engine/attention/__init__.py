@@ -14,12 +14,12 @@ import torch
 
 from tinkex.engine.attention.packed import PackedAttention
 from tinkex.engine.attention.paged import PagedAttention, Span, cache_shape
-from tinkex.engine.kernels import has_kernels
+from tinkex.engine.backends import has_kernels
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tinkex.engine.models.base import Attend, DecoderConfig
+    from tinkex.engine.decoder import Attend, DecoderConfig
 
 __all__ = [
     "PackedAttention",
@@ -42,7 +42,7 @@ def packed_attention(lengths: Sequence[int], *, like: torch.Tensor) -> Attend:
     output depend on its own sequence alone.
     """
     if has_kernels(like):
-        from tinkex.engine.attention.cuda import CudaPackedAttention
+        from tinkex.engine.backends.cuda.attention import CudaPackedAttention
 
         return CudaPackedAttention(lengths, device=like.device)
     return PackedAttention(lengths, like.device)
@@ -79,7 +79,7 @@ def paged_attention(
     that it has in a pack; without kernels it always does.
     """
     if has_kernels(cache):
-        from tinkex.engine.attention.cuda import pages
+        from tinkex.engine.backends.cuda.attention import pages
 
         found = pages(spans, block_size=block_size, strict=strict, device=cache.device)
         return partial(found.attend, cache)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from tinkex.engine.models.base import DecoderConfig
+    from tinkex.engine.decoder import DecoderConfig
 
 _SCORES: Final = 1 << 22
 """About how many scores exist at the same time."""

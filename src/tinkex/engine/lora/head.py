@@ -19,22 +19,22 @@ from typing import TYPE_CHECKING, Final, Protocol
 import torch
 from torch.nn import functional as F
 
-from tinkex.engine.logprobs import exponentials_
+from tinkex.engine.backends.cuda.fixed_rows import BLOCK_ROWS
+from tinkex.engine.backends.torch.logprobs import exponentials_
+from tinkex.engine.backends.torch.thin import expand_add_, shrink
 from tinkex.engine.lora.layers import product_into
 from tinkex.engine.lora.rectangles import rectangles
-from tinkex.engine.lora.thin import expand_add_, shrink
-from tinkex.engine.packing import MIN_ROWS
-from tinkex.engine.rows import BLOCK_ROWS
+from tinkex.engine.training.packing import MIN_ROWS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
+    from tinkex.engine.backends.torch.linear import Linear
     from tinkex.engine.lora.layers import Segment
     from tinkex.engine.lora.rectangles import Rectangle
     from tinkex.engine.lora.weights import LoraWeights
-    from tinkex.engine.models.linear import Linear
 
 LOGITS_BYTES: Final = 64 * 2**20
 """How large a chunk of logits may be."""
@@ -185,7 +185,7 @@ def _softmax_on_cuda(
     slope_M: Tensor | None,
     dtype: torch.dtype,
 ) -> tuple[list[Tensor], Tensor | None]:
-    from tinkex.engine.kernels import cross_entropy
+    from tinkex.engine.backends.cuda import cross_entropy
 
     flat: list[Tensor] = []
     dlogits_CV = None

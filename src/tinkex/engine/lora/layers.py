@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from tinkex.engine.adjacent import side_by_side
+from tinkex.engine.backends.torch.layers import side_by_side
+from tinkex.engine.backends.torch.thin import expand_add_, shrink
 from tinkex.engine.lora.pieces import Piece
-from tinkex.engine.lora.thin import expand_add_, shrink
 from tinkex.engine.lora.weights import in_dtype
 
 if TYPE_CHECKING:
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from tinkex.engine.backends.torch.linear import Linear
+    from tinkex.engine.decoder import Decoder, Project, Projection
     from tinkex.engine.lora.weights import LoraWeights
-    from tinkex.engine.models.base import Decoder, Project, Projection
-    from tinkex.engine.models.linear import Linear
 
 
 @dataclass(frozen=True, slots=True)

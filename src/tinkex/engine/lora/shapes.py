@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final, Literal
 
-from tinkex.engine.models.base import SHARED_INPUT, Projection
+from tinkex.engine.decoder import SHARED_INPUT, Projection
 from tinkex.errors import InputError, NothingToTrain
 
 if TYPE_CHECKING:
-    from tinkex.engine.models.base import DecoderConfig
+    from tinkex.engine.decoder import DecoderConfig
     from tinkex.types import LoraConfig
 
 ALPHA: Final = 32.0

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from torch.nn import functional as F
 
-from tinkex.engine.models.base import plainly
-from tinkex.engine.models.layers import (
+from tinkex.engine.backends.torch.layers import (
     add_norm,
     rms_norm,
     rotated_heads,
@@ -23,14 +22,15 @@ from tinkex.engine.models.layers import (
     split_heads,
     swiglu,
 )
+from tinkex.engine.decoder import plainly
 from tinkex.engine.models.weights import StoredDecoder
 from tinkex.errors import ModelError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tinkex.engine.models.base import Attend, Project, Projection, RunBlock
-    from tinkex.engine.models.layers import Rotation
+    from tinkex.engine.backends.torch.layers import Rotation
+    from tinkex.engine.decoder import Attend, Project, Projection, RunBlock
 
 
 class Llama(StoredDecoder):

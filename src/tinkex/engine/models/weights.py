@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 
-from tinkex.engine.models.base import PROJECTIONS, SHARED_INPUT, Projection, plainly
-from tinkex.engine.models.layers import rope_frequencies
-from tinkex.engine.models.linear import Linear
+from tinkex.engine.backends.torch.layers import rope_frequencies
+from tinkex.engine.backends.torch.linear import Linear
+from tinkex.engine.decoder import PROJECTIONS, SHARED_INPUT, Projection, plainly
 from tinkex.errors import ModelError
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from tinkex.engine.models.base import Attend, DecoderConfig, Project, RunBlock
+    from tinkex.engine.decoder import Attend, DecoderConfig, Project, RunBlock
 
 ATTENTION: tuple[Projection, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
 

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from tinkex.engine.decoder import Decoder, Project
     from tinkex.engine.lora import LoraWeights
-    from tinkex.engine.models.base import Decoder, Project
     from tinkex.engine.sampler.runner import Segment
 
 

@@ -12,7 +12,7 @@ from tinkex.types import EncodedTextChunk
 
 if TYPE_CHECKING:
     from tinkex.engine.base import SampleOp
-    from tinkex.engine.models.base import DecoderConfig
+    from tinkex.engine.decoder import DecoderConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from tinkex.engine.models.base import Decoder, DecoderConfig, Project
+    from tinkex.engine.decoder import Decoder, DecoderConfig, Project
     from tinkex.engine.sampler.batcher import Piece
 
 

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from tinkex.clock import SystemClock
-from tinkex.engine.kernels import has_kernels
-from tinkex.engine.logprobs import normalizers
+from tinkex.engine.backends import has_kernels
+from tinkex.engine.backends.torch.logprobs import normalizers
 from tinkex.engine.sampler.adapters import LoraAdapters
 from tinkex.engine.sampler.batcher import Batcher
 from tinkex.engine.sampler.blocks import BlockPool
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from tinkex.clock import Clock
     from tinkex.engine.base import OnToken, SampleOp
-    from tinkex.engine.models.base import Decoder
+    from tinkex.engine.decoder import Decoder
     from tinkex.engine.sampler.batcher import Piece
     from tinkex.engine.sampler.flights import Flight, Steps
     from tinkex.engine.sampler.request import Best
@@ -365,8 +365,8 @@ def _runner(
             decoder, adapters, num_blocks=pool.num_blocks, block_size=pool.block_size
         ), None
     # Imported here because a CPU need not have Triton.
-    from tinkex.engine.sampler.cuda_adapters import CudaAdapters
-    from tinkex.engine.sampler.decode import DecodeGraphs
+    from tinkex.engine.backends.cuda.adapters import CudaAdapters
+    from tinkex.engine.backends.cuda.decode_graphs import DecodeGraphs
 
     known = isinstance(adapters, LoraAdapters)
     on_device = CudaAdapters(

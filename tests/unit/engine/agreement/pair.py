@@ -11,7 +11,7 @@ from tests.unit.engine.sampler.kit import answer, drive, op
 from tests.unit.engine.training.kit import add, run
 from tinkex.engine.base import TrainOp
 from tinkex.engine.sampler import BASE, LoraAdapters, Sampler, SamplerSettings
-from tinkex.engine.trainer import Trainer
+from tinkex.engine.training.trainer import Trainer
 from tinkex.types import Datum, ModelInput
 
 if TYPE_CHECKING:
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tinkex.engine.base import SampleResult, TrainResult
+    from tinkex.engine.decoder import Decoder
     from tinkex.engine.lora import LoraWeights
-    from tinkex.engine.models.base import Decoder
 
     Floats = NDArray[np.float32]
 

@@ -9,8 +9,8 @@ import torch
 from torch.nn import functional as F
 
 from tinkex.engine.base import SampleOp, Weights
+from tinkex.engine.decoder import base_projections
 from tinkex.engine.lora import logits as head_logits
-from tinkex.engine.models.base import base_projections
 from tinkex.engine.models.tiny import tiny_decoder
 from tinkex.engine.models.tokenizer import byte_tokenizer
 from tinkex.engine.sampler import Sampler, SamplerSettings
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tinkex.engine.base import SampleResult
-    from tinkex.engine.models.base import Decoder, Project
+    from tinkex.engine.decoder import Decoder, Project
     from tinkex.engine.sampler import SampleRun, Segment
 
 EOS = 256

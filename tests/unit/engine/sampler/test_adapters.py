@@ -22,9 +22,9 @@ from tests.unit.engine.sampler.kit import (
     tokens,
 )
 from tinkex.engine.attention import PackedAttention
+from tinkex.engine.decoder import base_projections
 from tinkex.engine.lora import Segment as LoraSegment
 from tinkex.engine.lora import Targets, adapted_projections, initial, sweep
-from tinkex.engine.models.base import base_projections
 from tinkex.engine.sampler import LoraAdapters
 from tinkex.types import LoraConfig
 
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from tinkex.engine.decoder import Project
     from tinkex.engine.lora import LoraWeights
-    from tinkex.engine.models.base import Project
     from tinkex.engine.sampler import Adapters, Segment
 
 TOLERANCE = 1e-5

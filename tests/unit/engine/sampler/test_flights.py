@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.unit.engine.sampler import kit
-from tinkex.engine.logprobs import normalizers
+from tinkex.engine.backends.torch.logprobs import normalizers
 from tinkex.engine.sampler import sampler as module
 from tinkex.engine.sampler.batcher import Piece
 from tinkex.engine.sampler.pick import Draw, pick

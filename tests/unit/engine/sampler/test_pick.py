@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tinkex.engine.logprobs import normalizers
+from tinkex.engine.backends.torch.logprobs import normalizers
 from tinkex.engine.sampler.pick import (
     Draw,
     best,

@@ -27,7 +27,7 @@ from tests.unit.engine.training.kit import (
 )
 from tinkex.engine.attention import PackedAttention
 from tinkex.engine.base import TrainResult
-from tinkex.engine.slices import cut, take_pass
+from tinkex.engine.training.packing import cut, take_pass
 from tinkex.errors import RequestFailedError
 from tinkex.types import Datum, ImageChunk, ModelInput
 

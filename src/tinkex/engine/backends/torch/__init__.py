@@ -1,0 +1,1 @@
+"""The plain reference of every primitive; it runs on any device."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from benchmarks.engine_cpu.workload import LEARNING_RATE, RANK
 from tinkex.config import DEFAULT_MODEL
-from tinkex.engine.base import AdapterSpec, OptimOp, SampleOp, TrainOp, Weights
+from tinkex.engine.protocol import AdapterSpec, OptimOp, SampleOp, TrainOp, Weights
 from tinkex.engine.sampler import Sampler, SamplerSettings
 from tinkex.engine.training.trainer import Trainer
 from tinkex.types import (

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from benchmarks.engine_gpu.shapes import random_tokens
-from tinkex.engine.base import AdapterSpec, OptimOp, SampleOp, TrainOp, Weights
 from tinkex.engine.lora import initial
+from tinkex.engine.protocol import AdapterSpec, OptimOp, SampleOp, TrainOp, Weights
 from tinkex.engine.sampler import LoraAdapters, Sampler, SamplerSettings
 from tinkex.engine.training.trainer import Trainer
 from tinkex.errors import RequestFailedError

@@ -21,7 +21,7 @@ from tinkex.testing import Delays, FakeEngine
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from tinkex.engine.base import Engine
+    from tinkex.engine.protocol import Engine
 
 # One sequence at a time, so that a place which is not given back is missed.
 SETTINGS = LocalSettings(max_sequences=1, cache_bytes=1 << 24)

@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
-from tinkex.engine.base import ModelText
+from tinkex.engine.protocol import ModelText
 from tinkex.server.openai.choice import Choice, Delta, first_stop
 from tinkex.server.openai.texts import Text
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tinkex.adapters.compare import TEXTS, known
-from tinkex.engine.base import SampleOp, Weights
 from tinkex.engine.local import LocalEngine
+from tinkex.engine.protocol import SampleOp, Weights
 from tinkex.engine.settings import LocalSettings
 from tinkex.types import ModelInput, SamplingParams
 

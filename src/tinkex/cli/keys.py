@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import AsyncGenerator
 
-    from tinkex.server.store.base import Store
+    from tinkex.server.store.protocol import Store
     from tinkex.server.store.records import ApiKey
     from tinkex.serving.settings import HostSettings
 

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from tinkex.engine.base import (
+    from tinkex.engine.protocol import (
         AdapterSpec,
         ImportedAdapter,
         Layout,

@@ -2,7 +2,7 @@
 
 from tinkex.server.app import create_app
 from tinkex.server.settings import Settings
-from tinkex.server.store.base import Store
 from tinkex.server.store.memory import MemoryStore
+from tinkex.server.store.protocol import Store
 
 __all__ = ["create_app", "Settings", "Store", "MemoryStore"]

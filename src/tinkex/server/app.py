@@ -57,9 +57,9 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
     from tinkex.clock import Clock
-    from tinkex.engine.base import Engine
+    from tinkex.engine.protocol import Engine
     from tinkex.server.api.call import Handler
-    from tinkex.server.store.base import Store
+    from tinkex.server.store.protocol import Store
 
     Endpoint = Callable[[Request], Awaitable[Response]]
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     from tinkex.clock import Clock
-    from tinkex.engine.base import Engine, ModelSpec
+    from tinkex.engine.protocol import Engine, ModelSpec
 
     class Child(Engine, Protocol):
         """An engine that can die."""

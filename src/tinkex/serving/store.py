@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
     from tinkex.clock import Clock
-    from tinkex.server.store.base import Store
+    from tinkex.server.store.protocol import Store
     from tinkex.serving.settings import HostSettings
 
 DATABASE: Final = "tinkex.db"

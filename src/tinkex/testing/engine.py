@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tinkex.clock import SystemClock
-from tinkex.engine.base import (
+from tinkex.engine.protocol import (
     GAUGES,
     ImportedAdapter,
     ModelSpec,
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from tinkex.clock import Clock
-    from tinkex.engine.base import (
+    from tinkex.engine.protocol import (
         AdapterSpec,
         Layout,
         OnToken,

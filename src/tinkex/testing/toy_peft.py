@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from tinkex.engine.base import Layout
+    from tinkex.engine.protocol import Layout
 
     Floats = npt.NDArray[np.float64]
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tinkex.engine.base import SampleResult
+from tinkex.engine.protocol import SampleResult
 from tinkex.errors import RequestFailedError
 from tinkex.testing.toy_model import ToyModel, uniform
 from tinkex.types import (
@@ -21,7 +21,7 @@ from tinkex.types import (
 
 if TYPE_CHECKING:
     from tinkex.clock import Clock
-    from tinkex.engine.base import Best, ModelSpec, OnToken, SampleOp
+    from tinkex.engine.protocol import Best, ModelSpec, OnToken, SampleOp
     from tinkex.testing.toy_model import Head
     from tinkex.types import SamplingParams, StopReason
 

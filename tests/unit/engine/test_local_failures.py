@@ -21,8 +21,8 @@ from tests.unit.engine.local_kit import (
     trained,
 )
 from tests.unit.engine.training.kit import add, datum, gradient, op, run, step, trainer
-from tinkex.engine.base import OptimResult, SampleResult, TrainResult
 from tinkex.engine.models.loader import load_model
+from tinkex.engine.protocol import OptimResult, SampleResult, TrainResult
 from tinkex.errors import RequestFailedError
 from tinkex.types import Datum, ModelInput
 

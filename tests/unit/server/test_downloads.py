@@ -22,7 +22,7 @@ from .conftest import Api
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from tinkex.engine.base import Layout
+    from tinkex.engine.protocol import Layout
 
 pytestmark = pytest.mark.anyio
 

@@ -14,7 +14,7 @@ from tinkex.server.store.records import Operation, Sampler
 from tinkex.testing import FakeClock
 
 if TYPE_CHECKING:
-    from tinkex.server.store.base import Store
+    from tinkex.server.store.protocol import Store
 
 pytestmark = pytest.mark.anyio
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tinkex.engine.base import AdapterSpec, Engine, OptimOp, SampleOp, TrainOp, Weights
+from tinkex.engine.protocol import AdapterSpec, Engine, OptimOp, SampleOp, TrainOp, Weights
 from tinkex.errors import RequestFailedError
 from tinkex.testing import Delays, FakeClock, FakeEngine
 from tinkex.testing.toy_losses import LOSSES

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tinkex.adapters.config import AdapterConfig
-    from tinkex.engine.base import Layout
     from tinkex.engine.decoder import DecoderConfig
     from tinkex.engine.lora import LoraWeights, Target
+    from tinkex.engine.protocol import Layout
 
 _HEADS: Final[Mapping[Layout, str]] = {"peft": "lm_head", "tinker": "model.unembed_tokens"}
 

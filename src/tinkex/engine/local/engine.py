@@ -14,7 +14,6 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from tinkex.engine.base import GAUGES, ImportedAdapter, SavedAdapter, TrainResult
 from tinkex.engine.checkpoints import adapter_file
 from tinkex.engine.checkpoints.parking import Parking
 from tinkex.engine.checkpoints.peft import export_peft, import_folder
@@ -27,6 +26,7 @@ from tinkex.engine.local.served import Served, device_of, saved_name, snapshot_n
 from tinkex.engine.local.tasks import Task
 from tinkex.engine.local.thread import EngineThread
 from tinkex.engine.models.deferred import DeferredModel
+from tinkex.engine.protocol import GAUGES, ImportedAdapter, SavedAdapter, TrainResult
 from tinkex.engine.sampler import BASE
 from tinkex.engine.settings import LocalSettings
 from tinkex.errors import ClosedError, InputError, RequestFailedError
@@ -36,7 +36,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tinkex.clock import Clock
-    from tinkex.engine.base import (
+    from tinkex.engine.decoder import DecoderConfig
+    from tinkex.engine.local.tasks import Steps
+    from tinkex.engine.models.loader import BaseModel
+    from tinkex.engine.protocol import (
         AdapterSpec,
         Layout,
         ModelSpec,
@@ -47,9 +50,6 @@ if TYPE_CHECKING:
         SampleResult,
         TrainOp,
     )
-    from tinkex.engine.decoder import DecoderConfig
-    from tinkex.engine.local.tasks import Steps
-    from tinkex.engine.models.loader import BaseModel
 
 
 class LocalEngine:

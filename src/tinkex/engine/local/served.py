@@ -6,13 +6,13 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from tinkex.engine.backends import has_kernels
-from tinkex.engine.base import ModelSpec, ModelText, SampleResult
 from tinkex.engine.checkpoints import adapter_file
 from tinkex.engine.failures import failure, user_error
 from tinkex.engine.local.budgets import sizes
 from tinkex.engine.local.versions import Versions
 from tinkex.engine.lora import wrap
 from tinkex.engine.models.deferred import DeferredModel
+from tinkex.engine.protocol import ModelSpec, ModelText, SampleResult
 from tinkex.engine.sampler import (
     BASE,
     LoraAdapters,
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
     import torch
 
-    from tinkex.engine.base import OnToken, SampleOp, Weights
     from tinkex.engine.checkpoints.parking import Parking
     from tinkex.engine.decoder import DecoderConfig
     from tinkex.engine.local.budgets import Budgets
     from tinkex.engine.local.relay import TokenRelay
     from tinkex.engine.models.loader import BaseModel
     from tinkex.engine.models.tokenizer import ModelTokenizer
+    from tinkex.engine.protocol import OnToken, SampleOp, Weights
     from tinkex.engine.sampler.request import SampleRun
     from tinkex.engine.settings import LocalSettings
     from tinkex.errors import RequestFailedError

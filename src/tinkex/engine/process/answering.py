@@ -16,8 +16,8 @@ from tinkex.errors import InputError, RequestFailedError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tinkex.engine.base import Best, Engine, OnToken
     from tinkex.engine.process.messages import Message
+    from tinkex.engine.protocol import Best, Engine, OnToken
 
 METHODS: Final = frozenset(
     {

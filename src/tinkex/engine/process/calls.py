@@ -15,8 +15,8 @@ from tinkex.errors import InputError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tinkex.engine.base import Best, OnToken
     from tinkex.engine.process.messages import Message
+    from tinkex.engine.protocol import Best, OnToken
     from tinkex.errors import TinkerError
 
 _log = logging.getLogger(__name__)

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from tinkex.clock import Clock
-    from tinkex.engine.base import (
+    from tinkex.engine.process.lifecycle import State
+    from tinkex.engine.process.spec import EngineSpec
+    from tinkex.engine.protocol import (
         ModelSpec,
         OnToken,
     )
-    from tinkex.engine.process.lifecycle import State
-    from tinkex.engine.process.spec import EngineSpec
     from tinkex.errors import EngineDiedError
 
 

@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from tinkex.clock import Clock
-    from tinkex.engine.base import ModelSpec
     from tinkex.engine.process.channel import Channel
     from tinkex.engine.process.messages import Message
     from tinkex.engine.process.program import Program
     from tinkex.engine.process.spec import EngineSpec, ProcessSettings
+    from tinkex.engine.protocol import ModelSpec
     from tinkex.errors import TinkerError
 
 State = Literal["starting", "ready", "dead", "closed"]

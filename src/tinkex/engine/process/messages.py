@@ -26,8 +26,8 @@ from tinkex.types import TensorData
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tinkex.engine.base import Best, ModelSpec
     from tinkex.engine.process.spec import EngineSpec
+    from tinkex.engine.protocol import Best, ModelSpec
     from tinkex.errors import TinkerError
 
 HEADER: Final = struct.Struct("<Q")
@@ -131,7 +131,7 @@ Message = Start | Call | Cancel | Stop | Phase | Ready | Answer | Tokens | Beat 
 _CLASSES_OF: Final = (
     "tinkex.types",
     "tinkex.errors",
-    "tinkex.engine.base",
+    "tinkex.engine.protocol",
     "tinkex.engine.settings",
     "tinkex.engine.process.messages",
     "tinkex.engine.process.spec",

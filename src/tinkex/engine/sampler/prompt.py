@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from tinkex.engine.base import SampleOp
+    from tinkex.engine.protocol import SampleOp
 
 
 class PromptScores:

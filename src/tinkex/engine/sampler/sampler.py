@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tinkex.clock import Clock
-    from tinkex.engine.base import OnToken, SampleOp
     from tinkex.engine.decoder import Decoder
+    from tinkex.engine.protocol import OnToken, SampleOp
     from tinkex.engine.sampler.batcher import Piece
     from tinkex.engine.sampler.flights import Flight, Steps
     from tinkex.engine.sampler.request import Best

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from tinkex.engine.base import TrainOp
     from tinkex.engine.decoder import DecoderConfig
+    from tinkex.engine.protocol import TrainOp
     from tinkex.types import Datum, TensorData
 
     Floats = npt.NDArray[np.float32]

@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from tinkex.clock import SystemClock
-from tinkex.engine.base import OptimResult, TrainResult
 from tinkex.engine.checkpoints import adapter_file
 from tinkex.engine.checkpoints.parking import Packed, Parking
 from tinkex.engine.failures import failure, user_error
 from tinkex.engine.lora import LOGITS_BYTES, check_lora, initial, seed_of, wrap
+from tinkex.engine.protocol import OptimResult, TrainResult
 from tinkex.engine.training.batch import Batch
 from tinkex.engine.training.examples import check_op
 from tinkex.engine.training.memory import PassMemory, check_adapter
@@ -46,9 +46,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tinkex.clock import Clock
-    from tinkex.engine.base import AdapterSpec, OptimOp, SavedAdapter, TrainOp
     from tinkex.engine.decoder import Decoder
     from tinkex.engine.lora import LoraWeights
+    from tinkex.engine.protocol import AdapterSpec, OptimOp, SavedAdapter, TrainOp
     from tinkex.types import LoraConfig, OptimizerConfig
 
 MAX_PASS_TOKENS: Final = 8192

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
 
     from tinkex.clock import Clock
-    from tinkex.engine.base import Engine, ModelSpec
+    from tinkex.engine.protocol import Engine, ModelSpec
     from tinkex.errors import APIStatusError
     from tinkex.server.api.exports import Exports
     from tinkex.server.api.identity import Identity
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from tinkex.server.scheduler.outcomes import Waiters
     from tinkex.server.scheduler.worker import Worker
     from tinkex.server.settings import Settings
-    from tinkex.server.store.base import Store
+    from tinkex.server.store.protocol import Store
     from tinkex.server.store.records import Model, Session
 
     Handler = Callable[["Call"], Awaitable[Response]]

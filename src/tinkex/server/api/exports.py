@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from typing import IO
 
-    from tinkex.engine.base import Engine, Layout
+    from tinkex.engine.protocol import Engine, Layout
     from tinkex.server.api.ranges import Source
 
     Files = dict[str, IO[bytes]]

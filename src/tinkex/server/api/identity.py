@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from tinkex.clock import Clock
     from tinkex.server.settings import Settings
-    from tinkex.server.store.base import Store
+    from tinkex.server.store.protocol import Store
     from tinkex.server.store.records import ApiKey
 
 LOCAL: Final = "local"

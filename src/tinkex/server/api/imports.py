@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
     from tinkex.adapters.folder import Adapter
-    from tinkex.engine.base import ImportedAdapter
+    from tinkex.engine.protocol import ImportedAdapter
     from tinkex.server.api.call import Call, Handler
 
 _AT_ONCE: Final = 2

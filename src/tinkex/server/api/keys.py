@@ -15,7 +15,7 @@ from tinkex.errors import InputError
 from tinkex.server.store.records import ApiKey, AuditEntry
 
 if TYPE_CHECKING:
-    from tinkex.server.store.base import Store
+    from tinkex.server.store.protocol import Store
 
 PREFIX: Final = "tml-"
 

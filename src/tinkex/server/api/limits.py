@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tinkex.errors import APIStatusError
     from tinkex.server.scheduler.worker import Worker
     from tinkex.server.settings import Settings
-    from tinkex.server.store.base import Store
+    from tinkex.server.store.protocol import Store
     from tinkex.server.store.records import Model, Operation
 
 QueueState = Literal["active", "paused_capacity", "paused_rate_limit"]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from tinkex.engine.base import GAUGES
+from tinkex.engine.protocol import GAUGES
 from tinkex.spans import otel_tracer
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from starlette.responses import Response
 
-    from tinkex.engine.base import Best, SampleResult
+    from tinkex.engine.protocol import Best, SampleResult
     from tinkex.server.api.call import Call
     from tinkex.server.openai.events import EventStream
     from tinkex.server.openai.models import Chosen

@@ -16,7 +16,7 @@ from tinkex.server.openai.pieces import Detokenizer
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tinkex.engine.base import Best
+    from tinkex.engine.protocol import Best
     from tinkex.server.openai.texts import Text
 
 FinishReason = Literal["stop", "length"]

@@ -15,7 +15,7 @@ from tinkex.server.openai.shapes import usage_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tinkex.engine.base import Best, SampleResult
+    from tinkex.engine.protocol import Best, SampleResult
     from tinkex.server.api.call import Call
     from tinkex.server.openai.answer import Answer
     from tinkex.server.openai.events import EventStream

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import anyio
 
-from tinkex.engine.base import SampleOp
+from tinkex.engine.protocol import SampleOp
 from tinkex.errors import InputError, RequestFailedError
 from tinkex.server.openai.errors import problem
 from tinkex.server.scheduler.jobs import sampled
@@ -22,7 +22,7 @@ from tinkex.types import ModelInput, SamplingParams, Usage
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from tinkex.engine.base import Best, OnToken, SampleResult
+    from tinkex.engine.protocol import Best, OnToken, SampleResult
     from tinkex.errors import ErrorCategory
     from tinkex.server.api.call import Call
     from tinkex.server.openai.models import Chosen

@@ -10,7 +10,7 @@ from tinkex._version import __version__
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from tinkex.engine.base import Best, SampleResult
+    from tinkex.engine.protocol import Best, SampleResult
     from tinkex.server.openai.choice import Delta, Token
     from tinkex.server.openai.pieces import Pieces
 

@@ -20,7 +20,7 @@ from tinkex.server.openai.pieces import Detokenizer, Pieces
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from tinkex.engine.base import ModelSpec, ModelText
+    from tinkex.engine.protocol import ModelSpec, ModelText
 
 T = TypeVar("T")
 

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from tinkex.clock import Clock
     from tinkex.server.scheduler.engine_access import EngineAccess, Epoch
     from tinkex.server.scheduler.samplers import Samplers
-    from tinkex.server.store.base import Store
     from tinkex.server.store.changes import Changes
+    from tinkex.server.store.protocol import Store
     from tinkex.server.store.records import CheckpointKind, LoadOrder, Model, Operation
     from tinkex.types import (
         SaveWeightsExternalRequest,

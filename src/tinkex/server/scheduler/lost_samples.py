@@ -15,7 +15,7 @@ import anyio
 
 if TYPE_CHECKING:
     from tinkex.clock import Clock
-    from tinkex.server.store.base import Store
+    from tinkex.server.store.protocol import Store
     from tinkex.server.store.records import Operation, Sampler
 
 BLOCK = 256

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tinkex.server.observability.meters import Meters
     from tinkex.server.scheduler.jobs import Done
     from tinkex.server.scheduler.lost_samples import LostSamples
-    from tinkex.server.store.base import Store
+    from tinkex.server.store.protocol import Store
     from tinkex.server.store.records import Operation, OpKind
 
 CANCELLED = Outcome(error="The operation was cancelled.", category="user")

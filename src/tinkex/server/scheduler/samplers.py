@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from tinkex.clock import Clock
     from tinkex.server.scheduler.engine_access import EngineAccess, Epoch
-    from tinkex.server.store.base import Store
+    from tinkex.server.store.protocol import Store
     from tinkex.server.store.records import Sampler
 
 SESSION_OVER = "their session has ended"

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, cast
 
 import anyio
 
-from tinkex.engine.base import Weights
+from tinkex.engine.protocol import Weights
 from tinkex.errors import EngineDiedError
 from tinkex.server.scheduler.checkpoints import failure
 from tinkex.server.scheduler.engine_access import EngineRestartedError
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from tinkex.server.scheduler.jobs import Done, Jobs
     from tinkex.server.scheduler.outcomes import Load, Outcomes
     from tinkex.server.scheduler.samplers import Samplers
-    from tinkex.server.store.base import Store
+    from tinkex.server.store.protocol import Store
     from tinkex.server.store.records import Operation
 
 _log = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tinkex.server.scheduler.samplers import Samplers
     from tinkex.server.scheduler.worker import Worker
     from tinkex.server.settings import Settings
-    from tinkex.server.store.base import Store
+    from tinkex.server.store.protocol import Store
 
 
 # How often records that ended long ago are deleted, how many at once, and the pause between two

@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from anyio.abc import TaskGroup
 
     from tinkex.clock import Clock
-    from tinkex.engine.base import Engine
+    from tinkex.engine.protocol import Engine
     from tinkex.server.observability.meters import Meters
     from tinkex.server.scheduler.outcomes import Waiters
     from tinkex.server.settings import Settings
-    from tinkex.server.store.base import Store
+    from tinkex.server.store.protocol import Store
     from tinkex.server.store.records import Operation, OpKind, Session
     from tinkex.types import SessionStatus
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 if TYPE_CHECKING:
-    from tinkex.server.store.base import Store
+    from tinkex.server.store.protocol import Store
     from tinkex.server.store.records import Model, Session, StoredCheckpoint
     from tinkex.types import SessionStatus
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from tests.unit.engine.training.kit import CONFIG, add, datum, gradient, op, run, step, trainer
-from tinkex.engine.base import TrainResult
 from tinkex.engine.checkpoints.parking import Packed, Parking
 from tinkex.engine.checkpoints.scratch import ScratchFolder
 from tinkex.engine.lora import parameter_count
+from tinkex.engine.protocol import TrainResult
 from tinkex.errors import RequestFailedError
 from tinkex.types import LoraConfig
 

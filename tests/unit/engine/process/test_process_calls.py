@@ -14,11 +14,11 @@ import anyio
 import pytest
 
 from tests.contracts.engine_suite import base, optim_op, sample_op, spec, train_op
-from tinkex.engine.base import Engine
 from tinkex.engine.process.answering import METHODS, Answering
 from tinkex.engine.process.calls import Calls
 from tinkex.engine.process.channel import open_channel
 from tinkex.engine.process.messages import HEADER, Answer, Beat, Call, Cancel, Tokens
+from tinkex.engine.protocol import Engine
 from tinkex.errors import ClosedError, InputError, RequestFailedError
 from tinkex.testing import Delays, FakeClock, FakeEngine
 

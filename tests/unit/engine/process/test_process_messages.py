@@ -11,17 +11,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from tinkex.engine.base import (
-    AdapterSpec,
-    CustomLoss,
-    ModelSpec,
-    OptimOp,
-    SampleOp,
-    SampleResult,
-    TrainOp,
-    TrainResult,
-    Weights,
-)
 from tinkex.engine.process import EngineSpec, ModelSource
 from tinkex.engine.process.messages import (
     HEADER,
@@ -38,6 +27,17 @@ from tinkex.engine.process.messages import (
     Tokens,
     decode,
     encode,
+)
+from tinkex.engine.protocol import (
+    AdapterSpec,
+    CustomLoss,
+    ModelSpec,
+    OptimOp,
+    SampleOp,
+    SampleResult,
+    TrainOp,
+    TrainResult,
+    Weights,
 )
 from tinkex.errors import InputError, ModelError, RequestFailedError
 from tinkex.types import (

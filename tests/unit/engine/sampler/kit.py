@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional as F
 
-from tinkex.engine.base import SampleOp, Weights
 from tinkex.engine.decoder import base_projections
 from tinkex.engine.lora import logits as head_logits
 from tinkex.engine.models.tiny import tiny_decoder
 from tinkex.engine.models.tokenizer import byte_tokenizer
+from tinkex.engine.protocol import SampleOp, Weights
 from tinkex.engine.sampler import Sampler, SamplerSettings
 from tinkex.types import ModelInput, SamplingParams
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from tinkex.engine.base import SampleResult
     from tinkex.engine.decoder import Decoder, Project
+    from tinkex.engine.protocol import SampleResult
     from tinkex.engine.sampler import SampleRun, Segment
 
 EOS = 256

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from tinkex.engine.base import AdapterSpec, OptimOp, TrainOp, TrainResult
 from tinkex.engine.decoder import DecoderConfig
 from tinkex.engine.lora import wrap
 from tinkex.engine.models.families import Llama, Qwen2, Qwen3, family
+from tinkex.engine.protocol import AdapterSpec, OptimOp, TrainOp, TrainResult
 from tinkex.engine.training.trainer import Trainer
 from tinkex.types import AdamOptimizerConfig, AdamParams, Datum, LoraConfig, ModelInput
 

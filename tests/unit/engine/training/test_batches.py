@@ -26,7 +26,7 @@ from tests.unit.engine.training.kit import (
     trainer,
 )
 from tinkex.engine.attention import PackedAttention
-from tinkex.engine.base import TrainResult
+from tinkex.engine.protocol import TrainResult
 from tinkex.engine.training.packing import cut, take_pass
 from tinkex.errors import RequestFailedError
 from tinkex.types import Datum, ImageChunk, ModelInput

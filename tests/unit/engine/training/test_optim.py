@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.unit.engine.training.kit import add, datum, gradient, op, run, step, trainer
-from tinkex.engine.base import AdapterSpec, OptimOp
+from tinkex.engine.protocol import AdapterSpec, OptimOp
 from tinkex.engine.training.optim import adamw_step, fresh_moments
 from tinkex.errors import RequestFailedError
 from tinkex.types import AdamParams, DimuonOptimizerConfig, DimuonParams, LoraConfig

@@ -9,10 +9,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from tinkex.config import DEFAULT_MODEL
-from tinkex.engine.base import ModelText
 from tinkex.engine.models.gguf_file import GgufFile
 from tinkex.engine.models.hub import packaged_file
 from tinkex.engine.models.tokenizer import gguf_tokenizer
+from tinkex.engine.protocol import ModelText
 from tinkex.server.openai.choice import Choice
 from tinkex.server.openai.texts import Text
 from tinkex.testing import FakeClock

@@ -19,7 +19,7 @@ from .conftest import V1, chat, completion
 
 if TYPE_CHECKING:
     from tests.unit.server.conftest import Start
-    from tinkex.engine.base import OnToken, SampleOp, SampleResult
+    from tinkex.engine.protocol import OnToken, SampleOp, SampleResult
 
 pytestmark = pytest.mark.anyio
 

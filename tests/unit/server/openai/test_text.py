@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from tinkex.engine.base import ModelText
+from tinkex.engine.protocol import ModelText
 from tinkex.errors import TokenizerError
 from tinkex.server.openai.choice import Choice, Delta
 from tinkex.server.openai.texts import Text

@@ -15,7 +15,7 @@ from tinkex.clock import SystemClock
 from tinkex.engine.local import LocalEngine
 from tinkex.engine.models.loader import load_model
 from tinkex.engine.process import EngineSpec, LocalSettings, ModelSource, ProcessEngine
-from tinkex.serving.engine import RestartingEngine
+from tinkex.engine.process.supervisor import RestartingEngine
 from tinkex.testing import Delays, FakeEngine
 
 if TYPE_CHECKING:

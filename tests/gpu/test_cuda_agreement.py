@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.gpu import kit
-from tinkex.engine.settings import LocalSettings
+from tinkex.engine.local_settings import LocalSettings
 
 if TYPE_CHECKING:
     from tinkex.engine.models.weights import StoredDecoder

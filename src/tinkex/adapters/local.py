@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from tinkex.adapters.compare import TEXTS, known
 from tinkex.engine.local import LocalEngine
+from tinkex.engine.local_settings import LocalSettings
 from tinkex.engine.protocol import SampleOp, Weights
-from tinkex.engine.settings import LocalSettings
 from tinkex.types import ModelInput, SamplingParams
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from tinkex.server.store.protocol import Store
     from tinkex.server.store.records import ApiKey
-    from tinkex.serving.settings import HostSettings
+    from tinkex.serving.host_settings import HostSettings
 
 
 def create(args: argparse.Namespace) -> None:
@@ -100,7 +100,7 @@ async def _store(args: argparse.Namespace, *, new: bool = False) -> AsyncGenerat
 
 
 def _settings(args: argparse.Namespace) -> HostSettings:
-    from tinkex.serving.settings import load_settings
+    from tinkex.serving.host_settings import load_settings
 
     given = {"data_dir": args.data_dir, "database": args.database}
     return load_settings({k: v for k, v in given.items() if v is not None}, server_environment())

@@ -15,7 +15,7 @@ from tinkex.errors import InputError, MissingPackageError
 if TYPE_CHECKING:
     import argparse
 
-    from tinkex.serving.settings import HostSettings
+    from tinkex.serving.host_settings import HostSettings
 
 _FLAGS = (
     "host",
@@ -59,7 +59,7 @@ def serve(args: argparse.Namespace) -> None:
 
 
 def _say_ready(args: argparse.Namespace, settings: HostSettings, url: str) -> None:
-    from tinkex.serving.settings import base_models
+    from tinkex.serving.host_settings import base_models
 
     names = [name for name, _ in base_models(settings)]
     if args.format == "json":
@@ -69,7 +69,7 @@ def _say_ready(args: argparse.Namespace, settings: HostSettings, url: str) -> No
 
 
 def _settings(args: argparse.Namespace) -> HostSettings:
-    from tinkex.serving.settings import load_settings
+    from tinkex.serving.host_settings import load_settings
 
     given: dict[str, Any] = {
         name: value for name in _FLAGS if (value := getattr(args, name)) is not None

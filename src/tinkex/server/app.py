@@ -48,7 +48,7 @@ from tinkex.server.observability.seen import Polls, seen_by
 from tinkex.server.scheduler.outcomes import Waiters
 from tinkex.server.scheduler.upkeep import Upkeep
 from tinkex.server.scheduler.worker import Worker
-from tinkex.server.settings import Settings
+from tinkex.server.server_settings import ServerSettings
 from tinkex.wire.routes import HEALTHZ, PREFIX, ROUTES, SESSION_HEARTBEAT
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ HANDLERS: dict[str, Handler] = {
 def create_app(
     store: Store,
     engine: Engine,
-    settings: Settings | None = None,
+    settings: ServerSettings | None = None,
     clock: Clock | None = None,
     *,
     new_id: Callable[[], str] | None = None,
@@ -92,7 +92,7 @@ def create_app(
     parts = _connect(
         store,
         engine,
-        settings or Settings(),
+        settings or ServerSettings(),
         clock or SystemClock(),
         new_id or _random_id,
         meters or Meters(),
@@ -156,7 +156,7 @@ async def running(parts: Parts) -> AsyncGenerator[None]:
 def _connect(
     store: Store,
     engine: Engine,
-    settings: Settings,
+    settings: ServerSettings,
     clock: Clock,
     new_id: Callable[[], str],
     meters: Meters,

@@ -1,4 +1,4 @@
-"""A server that belongs to another process: `tinkex.embedded` starts it and it ends with that.
+"""A server that belongs to another process, which started it (`embedded`); it ends with that one.
 
 The first line of its standard input says what to serve; the end of that input is the end of its
 owner, however that came, and its own. It reports by lines on standard output, each a JSON object
@@ -25,11 +25,11 @@ from tinkex.config import server_environment
 from tinkex.engine.process.child import LOG_NAME as ENGINE_LOG
 from tinkex.server.observability.logs import install
 from tinkex.serving.data_dir import url_of
+from tinkex.serving.host_settings import HostSettings, load_settings
 from tinkex.serving.process import Host, run_host
-from tinkex.serving.settings import HostSettings, load_settings
 
 if TYPE_CHECKING:
-    from tinkex.server.settings import Settings
+    from tinkex.server.server_settings import ServerSettings
 
 _HARD_LIMIT_S: Final = 5.0
 # The server of a program that was killed is gone by then.
@@ -113,7 +113,7 @@ def _settings(order: Order) -> HostSettings:
     return load_settings(flags, {"log_level": "warning", **env})
 
 
-def _server_settings(order: Order, settings: HostSettings) -> Settings:
+def _server_settings(order: Order, settings: HostSettings) -> ServerSettings:
     return replace(
         settings.server,
         key_mode="fixed",

@@ -18,13 +18,13 @@ import anyio
 
 from tinkex.clock import SystemClock
 from tinkex.engine.process import EngineSpec, LocalSettings, ModelSource, ProcessEngine
+from tinkex.engine.process.supervisor import RestartingEngine
 from tinkex.errors import ClosedError
 from tinkex.server.observability.meters import Meters
 from tinkex.server.observability.readiness import Readiness
 from tinkex.serving.data_dir import claimed_folder
-from tinkex.serving.engine import RestartingEngine
+from tinkex.serving.host_settings import base_models
 from tinkex.serving.resources import raise_file_limit, settle
-from tinkex.serving.settings import base_models
 
 if TYPE_CHECKING:
     import socket
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
     from anyio.abc import TaskGroup
 
-    from tinkex.server.settings import Settings
-    from tinkex.serving.settings import HostSettings
+    from tinkex.server.server_settings import ServerSettings
+    from tinkex.serving.host_settings import HostSettings
     from tinkex.serving.web import Web
 
 _INTERRUPTED = 130
@@ -62,7 +62,7 @@ class Host:
     def __init__(
         self,
         settings: HostSettings,
-        server: Settings,
+        server: ServerSettings,
         listener: socket.socket,
         *,
         on_ready: Callable[[], None],

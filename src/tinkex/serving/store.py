@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from tinkex.clock import Clock
     from tinkex.server.store.protocol import Store
-    from tinkex.serving.settings import HostSettings
+    from tinkex.serving.host_settings import HostSettings
 
 DATABASE: Final = "tinkex.db"
 

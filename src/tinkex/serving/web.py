@@ -12,10 +12,10 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from tinkex.clock import time_limit
+from tinkex.engine.process.supervisor import first_line
 from tinkex.errors import ClosedError, TinkerError
 from tinkex.server.app import create_app
 from tinkex.serving.data_dir import kept_secret
-from tinkex.serving.engine import first_line
 from tinkex.serving.store import check_keys, opened_store
 
 if TYPE_CHECKING:
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
     from tinkex.clock import Clock
+    from tinkex.engine.process.supervisor import RestartingEngine
     from tinkex.server.observability.meters import Meters
     from tinkex.server.observability.readiness import Readiness
-    from tinkex.server.settings import Settings
-    from tinkex.serving.engine import RestartingEngine
-    from tinkex.serving.settings import HostSettings
+    from tinkex.server.server_settings import ServerSettings
+    from tinkex.serving.host_settings import HostSettings
 
 # How long requests that are being answered may take once the server ends.
 _ANSWERS_S = 1
@@ -43,7 +43,7 @@ _IDLE_S = 75
 @asynccontextmanager
 async def open_web(
     settings: HostSettings,
-    server: Settings,
+    server: ServerSettings,
     engine: RestartingEngine,
     clock: Clock,
     meters: Meters,

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 from tinkex.clock import SystemClock
 from tinkex.errors import ClosedError, InputError
 from tinkex.server.app import create_app, running
-from tinkex.server.settings import Settings
+from tinkex.server.server_settings import ServerSettings
 from tinkex.server.store.memory import MemoryStore
 from tinkex.testing.clock import FakeClock
 from tinkex.testing.engine import FakeEngine
@@ -64,7 +64,7 @@ class FakeServer:
         self,
         *,
         clock: Clock | None = None,
-        settings: Settings | None = None,
+        settings: ServerSettings | None = None,
         engine: FakeEngine | None = None,
         delays: Delays | None = None,
         record: bool = True,
@@ -72,7 +72,7 @@ class FakeServer:
         after: FakeServer | None = None,
     ) -> None:
         self.clock: Clock = clock or SystemClock()
-        self.settings = settings or Settings()
+        self.settings = settings or ServerSettings()
         self.engine = engine or FakeEngine(self.clock, delays=delays)
         self.store = after.store if after is not None else store or MemoryStore(self.clock)
         self.faults = Faults()

@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from tinkex.engine.decoder import DecoderConfig
     from tinkex.engine.local.budgets import Budgets
     from tinkex.engine.local.relay import TokenRelay
+    from tinkex.engine.local_settings import LocalSettings
     from tinkex.engine.models.loader import BaseModel
     from tinkex.engine.models.tokenizer import ModelTokenizer
     from tinkex.engine.protocol import OnToken, SampleOp, Weights
     from tinkex.engine.sampler.request import SampleRun
-    from tinkex.engine.settings import LocalSettings
     from tinkex.errors import RequestFailedError
 
     Tell = Callable[["SampleResult | RequestFailedError"], None]

@@ -132,7 +132,7 @@ _CLASSES_OF: Final = (
     "tinkex.types",
     "tinkex.errors",
     "tinkex.engine.protocol",
-    "tinkex.engine.settings",
+    "tinkex.engine.local_settings",
     "tinkex.engine.process.messages",
     "tinkex.engine.process.spec",
 )

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from tinkex.server.observability.seen import Polls
     from tinkex.server.scheduler.outcomes import Waiters
     from tinkex.server.scheduler.worker import Worker
-    from tinkex.server.settings import Settings
+    from tinkex.server.server_settings import ServerSettings
     from tinkex.server.store.protocol import Store
     from tinkex.server.store.records import Model, Session
 
@@ -56,7 +56,7 @@ class Parts:
 
     store: Store
     engine: Engine
-    settings: Settings
+    settings: ServerSettings
     clock: Clock
     worker: Worker
     waiters: Waiters
@@ -86,7 +86,7 @@ class Call:
         return self.parts.store
 
     @property
-    def settings(self) -> Settings:
+    def settings(self) -> ServerSettings:
         """The server's settings."""
         return self.parts.settings
 
@@ -215,7 +215,7 @@ MAX_PROTOBUF_PARTS = 1 << 16
 MAX_JSON_PARTS = 1 << 18
 
 
-async def read_body(request: Request, settings: Settings, uploads: Uploads) -> bytes:
+async def read_body(request: Request, settings: ServerSettings, uploads: Uploads) -> bytes:
     """The body, decompressed; raises 408, 413, 415, or an InputError for a bad frame."""
     most, most_decoded = _limits(request, settings)
     encoding = request.headers.get("content-encoding", "").strip().lower()
@@ -231,7 +231,7 @@ async def read_body(request: Request, settings: Settings, uploads: Uploads) -> b
     return body
 
 
-def _limits(request: Request, settings: Settings) -> tuple[int, int]:
+def _limits(request: Request, settings: ServerSettings) -> tuple[int, int]:
     if seen_by(request.scope).route in _LARGE_ROUTES:
         return settings.max_body_bytes, settings.max_decoded_bytes
     small = min(settings.max_small_body_bytes, settings.max_body_bytes)

@@ -1,7 +1,7 @@
 """Who is calling: keys, tokens made from keys, and signed download links.
 
 Everything belongs to an owner. Which keys there are, and whose they are, depends on the mode of
-the server (`Settings.key_mode`). Keys themselves are never kept.
+the server (`ServerSettings.key_mode`). Keys themselves are never kept.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from tinkex.clock import Clock
-    from tinkex.server.settings import Settings
+    from tinkex.server.server_settings import ServerSettings
     from tinkex.server.store.protocol import Store
     from tinkex.server.store.records import ApiKey
 
@@ -62,7 +62,7 @@ class _Caller:
 class Identity:
     """Checks credentials and makes them."""
 
-    def __init__(self, settings: Settings, clock: Clock, store: Store) -> None:
+    def __init__(self, settings: ServerSettings, clock: Clock, store: Store) -> None:
         self._settings = settings
         self._clock = clock
         self._store = store

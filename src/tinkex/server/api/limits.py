@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tinkex.clock import Clock
     from tinkex.errors import APIStatusError
     from tinkex.server.scheduler.worker import Worker
-    from tinkex.server.settings import Settings
+    from tinkex.server.server_settings import ServerSettings
     from tinkex.server.store.protocol import Store
     from tinkex.server.store.records import Model, Operation
 
@@ -30,7 +30,9 @@ _SILENT_MODEL_S = 3600.0
 class Limits:
     """The tenants' limits; what they have is counted by the worker and the store."""
 
-    def __init__(self, settings: Settings, clock: Clock, store: Store, worker: Worker) -> None:
+    def __init__(
+        self, settings: ServerSettings, clock: Clock, store: Store, worker: Worker
+    ) -> None:
         self._settings = settings
         self._clock = clock
         self._store = store

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tinkex.server.scheduler.model_run import ModelRun
     from tinkex.server.scheduler.outcomes import Outcomes
     from tinkex.server.scheduler.plan import Batch, Work
-    from tinkex.server.settings import Settings
+    from tinkex.server.server_settings import ServerSettings
     from tinkex.server.store.records import Operation
 
 # The next batch waits so long for the snapshots of models that would be in it.
@@ -44,7 +44,7 @@ class Loop:
         access: EngineAccess,
         jobs: Jobs,
         outcomes: Outcomes,
-        settings: Settings,
+        settings: ServerSettings,
         arriving: Callable[[], Mapping[str, float]],
     ) -> None:
         self._runs = runs

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from tinkex.server.scheduler.jobs import Jobs
     from tinkex.server.scheduler.outcomes import Outcomes
     from tinkex.server.scheduler.samplers import Samplers
-    from tinkex.server.settings import Settings
+    from tinkex.server.server_settings import ServerSettings
     from tinkex.server.store.changes import Changes
     from tinkex.server.store.protocol import Store
     from tinkex.server.store.records import LoadOrder, Model, Operation
@@ -86,7 +86,7 @@ class RunParts:
     checkpoints: Checkpoints
     samplers: Samplers
     outcomes: Outcomes
-    settings: Settings
+    settings: ServerSettings
     changed: Callable[[], None]
     start: Callable[..., None]
 

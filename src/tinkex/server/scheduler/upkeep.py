@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tinkex.server.scheduler.model_run import ModelRun
     from tinkex.server.scheduler.samplers import Samplers
     from tinkex.server.scheduler.worker import Worker
-    from tinkex.server.settings import Settings
+    from tinkex.server.server_settings import ServerSettings
     from tinkex.server.store.protocol import Store
 
 
@@ -106,7 +106,9 @@ class SessionEnds:
 class Upkeep:
     """Ends sessions, expires checkpoints and deletes old records; `run()` never returns."""
 
-    def __init__(self, store: Store, worker: Worker, clock: Clock, settings: Settings) -> None:
+    def __init__(
+        self, store: Store, worker: Worker, clock: Clock, settings: ServerSettings
+    ) -> None:
         self._store = store
         self._worker = worker
         self._clock = clock

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from tinkex.engine.protocol import Engine
     from tinkex.server.observability.meters import Meters
     from tinkex.server.scheduler.outcomes import Waiters
-    from tinkex.server.settings import Settings
+    from tinkex.server.server_settings import ServerSettings
     from tinkex.server.store.protocol import Store
     from tinkex.server.store.records import Operation, OpKind, Session
     from tinkex.types import SessionStatus
@@ -63,7 +63,7 @@ class Worker:
         clock: Clock,
         waiters: Waiters,
         meters: Meters,
-        settings: Settings,
+        settings: ServerSettings,
         *,
         encode: Callable[[OpKind, object], bytes],
         decode: Callable[[Operation], object],

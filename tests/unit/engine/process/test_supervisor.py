@@ -10,8 +10,8 @@ import anyio
 import pytest
 
 from tests.contracts.engine_suite import base, sample_op
+from tinkex.engine.process.supervisor import RestartingEngine, first_line
 from tinkex.errors import ClosedError, EngineDiedError, ModelError
-from tinkex.serving.engine import RestartingEngine, first_line
 from tinkex.testing import FakeClock, FakeEngine
 from tinkex.testing.engine import TINY
 

@@ -20,7 +20,7 @@ import msgspec
 from tinkex.config import DATA_DIR, DEFAULT_MODEL
 from tinkex.engine.process.spec import DtypeName
 from tinkex.errors import InputError
-from tinkex.server.settings import Settings
+from tinkex.server.server_settings import ServerSettings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -64,7 +64,7 @@ class HostSettings:
     log_format: LogFormat = "text"
     shutdown_s: float = 10.0
     """How long what runs may take to finish once the server is told to end."""
-    server: Settings = field(default_factory=Settings)
+    server: ServerSettings = field(default_factory=ServerSettings)
 
     @property
     def on_loopback(self) -> bool:
@@ -107,7 +107,7 @@ _KINDS: Final[dict[str, Any]] = {
 
 def server_kinds() -> dict[str, Any]:
     """The server's own settings that an operator may set, with their types."""
-    kinds = {f.name: _KINDS[str(f.type)] for f in fields(Settings) if str(f.type) in _KINDS}
+    kinds = {f.name: _KINDS[str(f.type)] for f in fields(ServerSettings) if str(f.type) in _KINDS}
     del kinds["grace_s"]  # said by shutdown_s
     return kinds
 
@@ -136,7 +136,7 @@ def load_settings(
         own["base_models"] = tuple(own["base_models"])
     rest = {name: value for name, value in given.items() if name not in _OWN}
     settings = HostSettings(**own)
-    settings = replace(settings, server=Settings(**rest, grace_s=settings.shutdown_s))
+    settings = replace(settings, server=ServerSettings(**rest, grace_s=settings.shutdown_s))
     _check(settings)
     return settings
 

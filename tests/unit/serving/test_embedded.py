@@ -10,7 +10,7 @@ import pytest
 
 from tinkex import Config, MissingPackageError
 from tinkex.announcement import Announcement, announce, announced, withdraw
-from tinkex.embedded import reach
+from tinkex.serving.embedded import reach
 
 if TYPE_CHECKING:
     from pathlib import Path

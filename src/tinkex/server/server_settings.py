@@ -32,7 +32,7 @@ def _older_flags() -> dict[str, bool]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class ServerSettings:
     """Limits, waits and what clients are told about themselves."""
 
     # What clients are told. `older_client_flags` makes 0.19 to 0.24 send protobuf.

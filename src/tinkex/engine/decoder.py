@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from tinkex.engine.backends.table import Backend
     from tinkex.engine.backends.torch.linear import Linear
 
 Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -114,6 +115,8 @@ class Decoder(Protocol):
     """A base model. Its weights never require a gradient."""
 
     config: DecoderConfig
+    backend: Backend
+    """The primitives that it computes with."""
     unembed_VD: Tensor
     """The output head: the embedding itself when the two are tied."""
     head: Linear

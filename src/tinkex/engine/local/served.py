@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from tinkex.engine.backends import has_kernels
 from tinkex.engine.checkpoints import adapter_file
 from tinkex.engine.failures import failure, user_error
 from tinkex.engine.local.budgets import sizes
@@ -72,7 +71,7 @@ class Served:
         )
         # Mutable state besides the trainer's: versions, whom to tell about which sample, and
         # tokens so far.
-        copied_as = weight.dtype if has_kernels(weight) else None
+        copied_as = weight.dtype if decoder.backend.copies_adapters else None
         self.versions = Versions(parking, config.name, copied_as)
         self._waiting: dict[SampleRun, Tell] = {}
         self.counts: Counter[str] = Counter()

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from tinkex.engine.backends.torch.layers import side_by_side
-from tinkex.engine.backends.torch.thin import expand_add_, shrink
 from tinkex.engine.lora.pieces import Piece
 from tinkex.engine.lora.weights import in_dtype
 
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from tinkex.engine.backends.table import Backend
     from tinkex.engine.backends.torch.linear import Linear
     from tinkex.engine.decoder import Decoder, Project, Projection
     from tinkex.engine.lora.weights import LoraWeights
@@ -68,6 +68,7 @@ class _Plan:
     """Everything `_Adapted` needs besides the tensors it differentiates."""
 
     linear: Linear
+    backend: Backend
     pieces: tuple[Piece, ...]
     base: Callable[[Tensor], Tensor]
     add: Callable[[Tensor, Tensor], None] | None
@@ -99,10 +100,13 @@ def adapted_projections(
         found = (_piece(segment, weights, layer, names) for segment, weights in cast)
         pieces = tuple(piece for piece in found if piece is not None)
         if products is None:
-            plan = _Plan(linear, pieces, partial(linear.multiply, packed=packed), None)
+            plan = _Plan(
+                linear, decoder.backend, pieces, partial(linear.multiply, packed=packed), None
+            )
         else:
             plan = _Plan(
                 linear,
+                decoder.backend,
                 pieces,
                 partial(products.base, linear),
                 partial(products.add, layer, names),
@@ -135,15 +139,15 @@ def _forward(plan: _Plan, x_TI: Tensor) -> tuple[Tensor, list[Tensor]]:
     if plan.add is not None:
         plan.add(x_TI, y_TY)
         return y_TY, []
-    return y_TY, [_add(piece, x_TI, y_TY) for piece in plan.pieces]
+    return y_TY, [_add(plan.backend, piece, x_TI, y_TY) for piece in plan.pieces]
 
 
-def _add(piece: Piece, x_TI: Tensor, y_TY: Tensor) -> Tensor:
+def _add(backend: Backend, piece: Piece, x_TI: Tensor, y_TY: Tensor) -> Tensor:
     """Add a piece's products to its rows; return its inner activations."""
-    z_SZ = shrink(x_TI[piece.rows], piece.factors.a_ZI)
+    z_SZ = backend.shrink(x_TI[piece.rows], piece.factors.a_ZI)
     parts = piece.parts(y_TY[piece.rows], z_SZ)
     for (y_SO, z_SR), b_OR in zip(parts, piece.factors.bs_OR, strict=True):
-        expand_add_(y_SO, z_SR, b_OR, piece.scale)
+        backend.expand_add_(y_SO, z_SR, b_OR, piece.scale)
     return z_SZ
 
 

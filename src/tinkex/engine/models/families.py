@@ -14,14 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from torch.nn import functional as F
 
-from tinkex.engine.backends.torch.layers import (
-    add_norm,
-    rms_norm,
-    rotated_heads,
-    rotation,
-    split_heads,
-    swiglu,
-)
+from tinkex.engine.backends.torch.layers import rotation, split_heads
 from tinkex.engine.decoder import plainly
 from tinkex.engine.models.weights import StoredDecoder
 from tinkex.errors import ModelError
@@ -52,22 +45,22 @@ class Llama(StoredDecoder):
         h_TD = F.embedding(tokens_T, self.stored.embed_VD)
         for layer in range(self.config.num_layers):
             h_TD = run_block(partial(self._block, layer, rotate, attend, project), h_TD)
-        return rms_norm(h_TD, self.stored.final_norm_D, self.config.rms_eps)
+        return self.backend.norm(h_TD, self.stored.final_norm_D, self.config.rms_eps)
 
     def _block(
         self, layer: int, rotate: Rotation, attend: Attend, project: Project, h_TD: Tensor
     ) -> Tensor:
-        weights = self.stored.layers[layer]
+        compute, weights = self.backend, self.stored.layers[layer]
         head_dim, eps = self.config.head_dim, self.config.rms_eps
-        x_TD = rms_norm(h_TD, weights.input_norm_D, eps)
+        x_TD = compute.norm(h_TD, weights.input_norm_D, eps)
         q_TX, k_TY, v_TY = project(layer, ("q_proj", "k_proj", "v_proj"), x_TD)
-        q_THd, k_TGd = rotated_heads(q_TX, k_TY, rotate, weights.head_norms_2d, eps)
+        q_THd, k_TGd = compute.rotate(q_TX, k_TY, rotate, weights.head_norms_2d, eps)
         o_TX = attend(layer, q_THd, k_TGd, split_heads(v_TY, head_dim))
         (o_TD,) = project(layer, ("o_proj",), o_TX)
 
-        h_TD, x_TD = add_norm(h_TD, o_TD, weights.post_attention_norm_D, eps)
+        h_TD, x_TD = compute.add_norm(h_TD, o_TD, weights.post_attention_norm_D, eps)
         gate_TM, up_TM = project(layer, ("gate_proj", "up_proj"), x_TD)
-        return h_TD + project(layer, ("down_proj",), swiglu(gate_TM, up_TM))[0]
+        return h_TD + project(layer, ("down_proj",), compute.gate(gate_TM, up_TM))[0]
 
 
 class Qwen2(Llama):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 
+from tinkex.engine.backends.choose import backend_for
 from tinkex.engine.backends.torch.layers import rope_frequencies
 from tinkex.engine.backends.torch.linear import Linear
 from tinkex.engine.decoder import PROJECTIONS, SHARED_INPUT, Projection, plainly
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from tinkex.engine.backends.table import MakeLinear
     from tinkex.engine.decoder import Attend, DecoderConfig, Project, RunBlock
 
 ATTENTION: tuple[Projection, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -113,9 +115,12 @@ class StoredDecoder:
 
     def __init__(self, config: DecoderConfig, *, dtype: torch.dtype, device: torch.device) -> None:
         self.config = config
-        self.stored = allocate(config, self.biased, dtype=dtype, device=device)
+        self.backend = backend_for(config, dtype=dtype, device=device)
+        self.stored = allocate(
+            config, self.biased, dtype=dtype, device=device, linear=self.backend.linear
+        )
         self.unembed_VD = self.stored.unembed_VD
-        self.head = Linear(self.unembed_VD)
+        self.head = self.backend.linear(self.unembed_VD)
         self.frequencies_F = rope_frequencies(config).to(device)
 
     def hidden(
@@ -170,6 +175,7 @@ def allocate(
     *,
     dtype: torch.dtype,
     device: torch.device,
+    linear: MakeLinear = Linear,
 ) -> DecoderWeights:
     """Room for a decoder's weights, not yet filled."""
 
@@ -190,7 +196,7 @@ def allocate(
             if config.attention_bias and group[0] in biased:
                 bias_O = empty(sum(rows))
                 made.biases.update(zip(group, bias_O.split_with_sizes(rows), strict=True))
-            made.linears[group] = Linear(joined_OI, bias_O, rows)
+            made.linears[group] = linear(joined_OI, bias_O, rows)
         return made
 
     embed_VD = empty(config.vocab_size, config.hidden_size)

@@ -56,5 +56,5 @@ class LoraAdapters:
             weights = self.find(segment.version)
             if weights is not None:
                 rows = slice(segment.start, segment.stop)
-                adapt_(logits_RV[rows], h_RD[rows], weights)
+                adapt_(logits_RV[rows], h_RD[rows], weights, self._decoder.backend)
         return logits_RV

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from tinkex.engine.backends.torch.pick import Draw, seed_of, uniforms
 from tinkex.engine.protocol import SampleResult
-from tinkex.engine.sampler.pick import Draw, seed_of, uniforms
 from tinkex.engine.sampler.prompt import PromptScores
 from tinkex.engine.sampler.sequence import TokenSequence
 from tinkex.types import SampledSequence, SampleResponse, TopkLogprobs

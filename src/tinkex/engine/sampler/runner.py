@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 
-from tinkex.engine.attention import Span, new_cache, paged_attention
+from tinkex.engine.attention.paged import Span
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -79,7 +79,9 @@ class Runner:
         self._strict = strict
         self._device = decoder.unembed_VD.device
         # The only mutable state: keys and values.
-        self.cache = new_cache(decoder.config, num_blocks * block_size, decoder.unembed_VD)
+        self.cache = decoder.backend.new_cache(
+            decoder.config, num_blocks * block_size, decoder.unembed_VD
+        )
 
     def run(self, pieces: Sequence[Piece]) -> Pass:
         """Compute the hidden rows of `pieces` and leave their keys and values in the cache.
@@ -97,7 +99,9 @@ class Runner:
         segments = _segments([(p.sequence.version, len(p)) for p in ordered])
         laid = [spans[p] for p in ordered]
         positions = np.concatenate([np.arange(p.start, p.stop) for p in ordered])
-        attend = paged_attention(self.cache, laid, block_size=self._block_size, strict=self._strict)
+        attend = self._decoder.backend.paged_attention(
+            self.cache, laid, block_size=self._block_size, strict=self._strict
+        )
         h_TD = self._decoder.hidden(
             torch.tensor(tokens, device=self._device),
             torch.from_numpy(positions).to(self._device),  # pyright: ignore[reportUnknownMemberType] -- torch's own stub

@@ -17,14 +17,12 @@ import numpy as np
 import torch
 
 from tinkex.clock import SystemClock
-from tinkex.engine.backends import has_kernels
-from tinkex.engine.backends.torch.logprobs import normalizers
+from tinkex.engine.backends.torch.pick import best, draw_plainly
 from tinkex.engine.sampler.adapters import LoraAdapters
 from tinkex.engine.sampler.batcher import Batcher
 from tinkex.engine.sampler.blocks import BlockPool
 from tinkex.engine.sampler.checks import check
 from tinkex.engine.sampler.flights import Flights
-from tinkex.engine.sampler.pick import best, draw_plainly, pick
 from tinkex.engine.sampler.request import SampleRun, next_uniforms
 from tinkex.engine.sampler.runner import Runner
 from tinkex.engine.sampler.stops import stop_rule
@@ -87,6 +85,7 @@ class Sampler:
         fits: Callable[[set[str]], bool] | None = None,
     ) -> None:
         self._config = decoder.config
+        self._backend = decoder.backend
         self._decode = decode
         self._clock = clock or SystemClock()
         self._logit_rows = settings.logit_rows
@@ -270,7 +269,7 @@ class Sampler:
             rows = run.scores.wanted(piece.start, piece.stop)
             for chunk in _chunks([start + row - piece.start for row in rows], self._logit_rows):
                 logits_RV = self._runner.logits(finished.h_TD, chunk, [run.version] * len(chunk))
-                lse_R = normalizers(logits_RV)
+                lse_R = self._backend.normalizers(logits_RV)
                 if not bool(lse_R.isfinite().all()):
                     self._fail_not_finite(run)
                     break
@@ -298,8 +297,10 @@ class Sampler:
         if logits_BV.device.type == "cpu" and all(run.usual for run in runs):
             tokens, logprobs = draw_plainly(logits_BV, numbers)
         else:
-            tokens_B = pick(logits_BV, [r.draw(u) for r, u in zip(runs, numbers, strict=True)])
-            lse_B = normalizers(logits_BV)
+            tokens_B = self._backend.sample(
+                logits_BV, [r.draw(u) for r, u in zip(runs, numbers, strict=True)]
+            )
+            lse_B = self._backend.normalizers(logits_BV)
             tokens = _list(tokens_B)
             logprobs = _list(logits_BV.gather(1, tokens_B[:, None])[:, 0] - lse_B)
             bests = _bests(logits_BV, lse_B, [run.op.topk_sample_logprobs for run in runs])
@@ -360,16 +361,13 @@ def _runner(
 ) -> tuple[Runner, Steps[Any] | None]:
     """The plain runner and, on a device that has kernels for it, captured decoding."""
     adapters = adapters or LoraAdapters(decoder, _no_adapter)
-    if not has_kernels(decoder.unembed_VD):
+    backend = decoder.backend
+    if backend.sampling_adapters is None or backend.decode_steps is None:
         return Runner(
             decoder, adapters, num_blocks=pool.num_blocks, block_size=pool.block_size
         ), None
-    # Imported here because a CPU need not have Triton.
-    from tinkex.engine.backends.cuda.adapters import CudaAdapters
-    from tinkex.engine.backends.cuda.decode_graphs import DecodeGraphs
-
     known = isinstance(adapters, LoraAdapters)
-    on_device = CudaAdapters(
+    on_device = backend.sampling_adapters(
         decoder,
         adapters.peek if known else _no_adapter,
         slots=settings.max_sequences,
@@ -379,11 +377,12 @@ def _runner(
     runner = Runner(
         decoder,
         on_device,
-        num_blocks=pool.num_blocks + 1,  # one that no sequence uses: see DecodeGraphs
+        num_blocks=pool.num_blocks
+        + 1,  # a block that no sequence uses: rows that fill up a step write there
         block_size=pool.block_size,
         strict=settings.strict,
     )
-    graphs = DecodeGraphs(
+    graphs = backend.decode_steps(
         decoder,
         runner.cache,
         on_device,

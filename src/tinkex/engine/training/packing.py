@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,9 +12,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import Tensor
-
-MIN_ROWS: Final = 16
-"""Fewer rows than this take other matrix kernels, whose results differ in the last bits."""
 
 
 def positions(lengths: Sequence[int], device: torch.device) -> Tensor:

@@ -16,12 +16,10 @@ import numpy as np
 import torch
 from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType] -- torch's own stub
 
-from tinkex.engine.attention import packed_attention
-from tinkex.engine.backends import has_kernels
-from tinkex.engine.backends.cuda.fixed_rows import FixedRows
+from tinkex.engine.backends.torch.linear import MIN_ROWS
 from tinkex.engine.decoder import plainly
 from tinkex.engine.lora import Segment, Targets, adapted_projections, sweep, wrap
-from tinkex.engine.training.packing import MIN_ROWS, positions
+from tinkex.engine.training.packing import positions
 from tinkex.errors import InputError, RequestFailedError
 
 if TYPE_CHECKING:
@@ -78,9 +76,8 @@ class Room:
     decoder: Decoder
     device: torch.device
     logits_bytes: int
-    strict: bool = False
-    """Whether log-probabilities are to have the bits that the sampler gets."""
-    rows: FixedRows = field(default_factory=FixedRows)
+    strict_products: Callable[[Decoder, Sequence[Segment]], CudaProducts] | None = None
+    """What makes such products of a pass, where plain ones have other bits."""
 
 
 def run_pass(
@@ -148,15 +145,13 @@ def _hidden(
         # A sequence that nobody reads keeps small batches on the usual matrix kernels.
         sequences.append(np.zeros(MIN_ROWS - stop, np.int64))
     lengths = list(map(len, sequences))
-    products = None
-    if room.strict and has_kernels(room.decoder.unembed_VD):
-        from tinkex.engine.backends.cuda.strict_products import CudaProducts
-
-        products = CudaProducts(room.decoder, segments, room.rows)
+    products = (
+        None if room.strict_products is None else room.strict_products(room.decoder, segments)
+    )
     h_TD = room.decoder.hidden(
         torch.from_numpy(np.concatenate(sequences)).to(room.device),  # pyright: ignore[reportUnknownMemberType] -- torch's own stub
         positions(lengths, room.device),
-        packed_attention(lengths, like=room.decoder.unembed_VD),
+        room.decoder.backend.packed_attention(lengths, room.device),
         adapted_projections(room.decoder, segments, anchor=anchor, packed=True, products=products),
         _again if recompute else plainly,
     )
@@ -189,8 +184,11 @@ def _sweep(
     targets: Targets,
     slope_M: Tensor | None,
 ) -> Swept:
-    head, limit = room.decoder.head, room.logits_bytes
-    return sweep(*(h_TD, head, segments, targets, slope_M), logits_bytes=limit, products=products)
+    return sweep(
+        *(h_TD, room.decoder, segments, targets, slope_M),
+        logits_bytes=room.logits_bytes,
+        products=products,
+    )
 
 
 def _slope_dtype(room: Room) -> torch.dtype:

@@ -98,7 +98,10 @@ class Trainer:
             raise InputError(
                 f"is {dtype}, but the model was loaded as {decoder.unembed_VD.dtype}", "dtype"
             )
-        self._room = Room(decoder, torch.device(device), logits_bytes, strict)
+        products = decoder.backend.strict_products if strict else None
+        self._room = Room(
+            decoder, torch.device(device), logits_bytes, None if products is None else products()
+        )
         self._config = decoder.config
         self._device = torch.device(device)
         self._max_pass_tokens = max_pass_tokens
@@ -318,7 +321,9 @@ class Trainer:
         weights, gradient_P = adapter.weights, adapter.gradient_P
         if gradient_P is None:
             gradient_P = torch.zeros_like(weights.flat_P)
-        flat_P, moments, metrics = adamw_step(weights.flat_P, gradient_P, adapter.moments, params)
+        flat_P, moments, metrics = adamw_step(
+            weights.flat_P, gradient_P, adapter.moments, params, self._room.decoder.backend
+        )
         if not all(math.isfinite(value) for value in metrics.values()):
             raise user_error("the step would make weights that are not finite")
         self._adapters[op.model_id] = Adapter(

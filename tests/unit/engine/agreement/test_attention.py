@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tinkex.engine.attention import PackedAttention, PagedAttention, Span
 from tinkex.engine.attention.invariant import mix, scores
+from tinkex.engine.attention.packed import PackedAttention
+from tinkex.engine.attention.paged import PagedAttention, Span
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -21,7 +21,7 @@ from tests.unit.engine.sampler.kit import (
     tiny,
     tokens,
 )
-from tinkex.engine.attention import PackedAttention
+from tinkex.engine.attention.packed import PackedAttention
 from tinkex.engine.decoder import base_projections
 from tinkex.engine.lora import Segment as LoraSegment
 from tinkex.engine.lora import Targets, adapted_projections, initial, sweep
@@ -183,7 +183,7 @@ def test_sampled_logprobs_are_those_of_the_trainers_own_layers(version: str) -> 
             adapted_projections(tiny(), segments),
         )
         targets = Targets(torch.tensor([*ids[1:], 0]), [1] * len(ids))
-        swept = sweep(h_TD, tiny().head, segments, targets)
+        swept = sweep(h_TD, tiny(), segments, targets)
     trained = swept.logprobs_M[10:-1].numpy()
     assert np.abs(trained - found.logprobs_np).max() < TOLERANCE
 

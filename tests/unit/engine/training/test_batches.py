@@ -25,7 +25,7 @@ from tests.unit.engine.training.kit import (
     tokens,
     trainer,
 )
-from tinkex.engine.attention import PackedAttention
+from tinkex.engine.attention.packed import PackedAttention
 from tinkex.engine.protocol import TrainResult
 from tinkex.engine.training.packing import cut, take_pass
 from tinkex.errors import RequestFailedError

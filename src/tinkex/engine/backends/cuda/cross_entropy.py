@@ -16,12 +16,19 @@ Shapes: C rows, V vocabulary, K targets of a row, P parts of a row.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from tinkex.engine.backends.cuda.launcher import quick
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tinkex.engine.backends.torch.rectangles import Rectangle
 
 PART = 16384
 """Columns summed by one program; it decides the bits of the result."""
@@ -110,6 +117,36 @@ def dlogits(
         num_warps=4,
     )
     return dlogits_CV
+
+
+def cross_entropy(
+    logits_CV: Tensor,
+    parts: Sequence[Rectangle],
+    ids_M: Tensor,
+    gradient_M: Tensor | None,
+    dtype: torch.dtype,
+) -> tuple[list[Tensor], Tensor | None]:
+    """Log-probabilities of the chosen tokens and, given the gradient by them, that by logits."""
+    flat: list[Tensor] = []
+    dlogits_CV = None
+    if gradient_M is not None:
+        dlogits_CV = torch.empty(logits_CV.shape, dtype=dtype, device=logits_CV.device)
+    for part in parts:
+        logits_BV = logits_CV[part.start : part.stop]
+        ids_BK = part.filled(ids_M)
+        chosen_BK, lse_B = logprobs(logits_BV, ids_BK)
+        flat.append(part.flat(chosen_BK))
+        if gradient_M is not None and dlogits_CV is not None:
+            gradient_BK = part.filled(gradient_M)
+            out_BV = dlogits_CV[part.start : part.stop]
+            dlogits(logits_BV, lse_B, ids_BK, gradient_BK, out=out_BV)
+    return flat, dlogits_CV
+
+
+def normalizers(logits_CV: Tensor) -> Tensor:
+    """What to subtract from each row's logits to get log-probabilities."""
+    any_token_C1 = torch.zeros_like(logits_CV[:, :1], dtype=torch.int64)
+    return logprobs(logits_CV, any_token_C1)[1]
 
 
 @quick

@@ -60,18 +60,13 @@ def pick(
     return tokens_B, logprobs_B, _run(logits_BV, draw, block, num_warps)
 
 
-def normalizers(logits_BV: Tensor, *, block: int = _BLOCK, num_warps: int = 8) -> Tensor:
-    """The log-sum-exp [B] alone, with the bits that `pick` returns for the same row."""
-    return _run(logits_BV, (None, None, None, None), block, num_warps)
-
-
 def _run(
     logits_BV: Tensor,
-    draw: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],
+    draw: tuple[Tensor, Tensor, Tensor, Tensor],
     block: int,
     num_warps: int,
 ) -> Tensor:
-    """Both launches; returns the log-sum-exp and fills the last two of `draw`, if there."""
+    """Both launches; returns the log-sum-exp and fills the last two of `draw`."""
     if logits_BV.dtype != torch.float32 or logits_BV.stride(1) != 1:
         raise InputError("must be float32 with the numbers of a row side by side", "logits_BV")
     temperatures_B = draw[0]

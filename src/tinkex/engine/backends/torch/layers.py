@@ -19,8 +19,6 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import torch
 from torch.nn import functional as F
 
-from tinkex.engine.backends import has_kernels
-
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Sequence
 
@@ -31,10 +29,6 @@ if TYPE_CHECKING:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Scale the last dimension of `x` to a root mean square of one, then by `weight`."""
-    if has_kernels(x):
-        from tinkex.engine.backends.cuda.norms import rms_norm as kernel
-
-        return kernel(x, weight, eps)
     if _differentiates(x):
         return cast("Tensor", _RmsNorm.apply(x, weight, eps))  # pyright: ignore[reportUnknownMemberType] -- torch's own stub
     return _rms_norm(x, weight, eps)[0]
@@ -80,10 +74,6 @@ def split_heads(x_TY: Tensor, head_dim: int) -> Tensor:
 
 def add_norm(h_TD: Tensor, delta_TD: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """`h + delta`, and its norm."""
-    if has_kernels(h_TD):
-        from tinkex.engine.backends.cuda.norms import add_rms_norm
-
-        return add_rms_norm(h_TD, delta_TD, weight, eps)
     h_TD = h_TD + delta_TD
     return h_TD, rms_norm(h_TD, weight, eps)
 
@@ -91,32 +81,24 @@ def add_norm(h_TD: Tensor, delta_TD: Tensor, weight: Tensor, eps: float) -> tupl
 def rotated_heads(
     q_TX: Tensor,
     k_TY: Tensor,
-    rotate: Rotation,
+    rotation: Rotation,
     norms_2d: Tensor | None = None,
     eps: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Queries and keys as heads, rotated; given weights for both, normalised before."""
-    head_dim = 2 * rotate.cos_T1F.shape[-1]
+    head_dim = 2 * rotation.cos_T1F.shape[-1]
     q_THd, k_TGd = split_heads(q_TX, head_dim), split_heads(k_TY, head_dim)
-    if has_kernels(q_TX):
-        from tinkex.engine.backends.cuda.rope import rotate_pair
-
-        return rotate_pair(q_THd, k_TGd, rotate.cos_T1F, rotate.sin_T1F, norms_2d, eps)
     if norms_2d is not None:
         q_THd = rms_norm(q_THd, norms_2d[0], eps)
         k_TGd = rms_norm(k_TGd, norms_2d[1], eps)
     elif not _differentiates(q_TX) and (joined_TNd := side_by_side((q_THd, k_TGd))) is not None:
-        both = rotate(joined_TNd).split_with_sizes((q_THd.shape[1], k_TGd.shape[1]), dim=1)
+        both = rotation(joined_TNd).split_with_sizes((q_THd.shape[1], k_TGd.shape[1]), dim=1)
         return both[0], both[1]
-    return rotate(q_THd), rotate(k_TGd)
+    return rotation(q_THd), rotation(k_TGd)
 
 
 def swiglu(gate_TM: Tensor, up_TM: Tensor) -> Tensor:
     """The gated activation between the MLP's projections."""
-    if has_kernels(gate_TM):
-        from tinkex.engine.backends.cuda.swiglu import swiglu as kernel
-
-        return kernel(gate_TM, up_TM)
     if _differentiates(gate_TM):
         return cast("Tensor", _Swiglu.apply(gate_TM, up_TM))  # pyright: ignore[reportUnknownMemberType] -- torch's own stub
     return _swiglu(gate_TM, up_TM)

@@ -3,7 +3,7 @@
 On a CPU in float32 there are two ways to multiply:
 
 - *plain*: the library's product, bit for bit what `transformers` computes. Rows have the same
-  bits for any number of them from `packing.MIN_ROWS` on.
+  bits for any number of them from `MIN_ROWS` on.
 - *packed*: faster, most of all for the few rows of decoding, and rows have the same bits whatever
   their number: see `packed`. It adds in another order, so it differs from plain by rounding.
 
@@ -20,7 +20,7 @@ Shapes: T rows, I inputs, O outputs of all the projections that the weight joins
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 from torch.nn import functional as F
@@ -33,6 +33,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tinkex.engine.backends.torch.packed import PackedProduct
+
+
+MIN_ROWS: Final = 16
+"""Fewer rows than this take other matrix kernels, whose results differ in the last bits."""
 
 
 class Linear:

@@ -14,13 +14,15 @@ from tests.unit.engine.training.kit import CONFIG, decoder
 from tinkex.engine.attention.paged import PagedAttention, Span
 from tinkex.engine.backends.cuda.adapters import CudaAdapters
 from tinkex.engine.backends.cuda.attention import pages
+from tinkex.engine.backends.cuda.cross_entropy import cross_entropy
 from tinkex.engine.backends.cuda.fixed_rows import FixedRows
 from tinkex.engine.backends.cuda.strict_products import CudaProducts
+from tinkex.engine.backends.torch import TORCH
 from tinkex.engine.backends.torch.layers import side_by_side
+from tinkex.engine.backends.torch.rectangles import rectangles
 from tinkex.engine.decoder import SHARED_INPUT
 from tinkex.engine.lora import LoraWeights, Segment, adapted_projections, initial, logits, wrap
-from tinkex.engine.lora.head import _softmax, _softmax_on_cuda, adapt_
-from tinkex.engine.lora.rectangles import rectangles
+from tinkex.engine.lora.head import adapt_
 from tinkex.engine.models.weights import projection_shape
 from tinkex.engine.sampler.runner import Segment as VersionSegment
 from tinkex.types import LoraConfig
@@ -111,7 +113,7 @@ def test_strict_training_multiplies_as_the_plain_layers_do(device: str) -> None:
 def plain_logits(h: Tensor, weights: dict[str, LoraWeights | None], parts: list) -> Tensor:
     found = logits(h, decoder().head)
     for version, start, stop in parts:
-        adapt_(found[start:stop], h[start:stop], weights[version])
+        adapt_(found[start:stop], h[start:stop], weights[version], TORCH)
     return found
 
 
@@ -135,13 +137,13 @@ def test_targets_of_any_width_have_the_logprobs_and_slopes_of_the_plain_softmax(
     ids_M = torch.randint(0, 300, (sum(counts),), generator=torch.Generator().manual_seed(2))
     slope_M = noise(3, sum(counts))
     parts = list(rectangles([(0, 2), (2, 5), (5, 7)], counts, 0))
-    wanted = _softmax(logits_CV.clone(), parts, ids_M, slope_M, torch.float32)
+    wanted = TORCH.cross_entropy(logits_CV.clone(), parts, ids_M, slope_M, torch.float32)
     moved_M = [vector.to(device) for vector in (ids_M, slope_M)]
-    found = _softmax_on_cuda(logits_CV.to(device), parts, *moved_M, torch.float32)
+    found = cross_entropy(logits_CV.to(device), parts, *moved_M, torch.float32)
     close(torch.cat(found[0]), torch.cat(wanted[0]))
     assert found[1] is not None
     assert wanted[1] is not None
     close(found[1][:7], wanted[1][:7])
-    scored = _softmax_on_cuda(logits_CV.to(device), parts, moved_M[0], None, torch.float32)
+    scored = cross_entropy(logits_CV.to(device), parts, moved_M[0], None, torch.float32)
     assert scored[1] is None
     assert torch.equal(torch.cat(scored[0]), torch.cat(found[0]))

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from tinkex.engine.backends.torch.logprobs import exponentials_, row_sums
+from tinkex.engine.backends.torch.cross_entropy import exponentials_, row_sums
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -15,7 +15,7 @@ from typing import Final
 import triton
 import triton.language as tl
 
-from tinkex.engine.backends.cuda.launcher import quick
+from tinkex.engine.backends.cuda.launcher import fast_launch
 
 _LN_2: Final = tl.constexpr(0.6931471805599453)
 
@@ -86,7 +86,7 @@ def _fold(
     return new_max, row_sum, acc
 
 
-@quick
+@fast_launch
 @triton.jit(do_not_specialize=["num_tokens", "table_stride"])
 def attention_program(
     q_ptr,
@@ -197,7 +197,7 @@ def attention_program(
         tl.store(sum_ptr + place, row_sum, mask=valid)
 
 
-@quick
+@fast_launch
 @triton.jit(do_not_specialize=["part_stride"])
 def join_program(
     acc_ptr,

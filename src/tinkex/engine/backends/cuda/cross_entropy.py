@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tinkex.engine.backends.cuda.launcher import quick
+from tinkex.engine.backends.cuda.launcher import fast_launch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -149,7 +149,7 @@ def normalizers(logits_CV: Tensor) -> Tensor:
     return logprobs(logits_CV, any_token_C1)[1]
 
 
-@quick
+@fast_launch
 @triton.jit
 def _sum_part(
     logits,
@@ -182,7 +182,7 @@ def _sum_part(
     tl.store(total + place, tl.sum(amount * tl.exp(top - most), 0))
 
 
-@quick
+@fast_launch
 @triton.jit(do_not_specialize=["targets"])
 def _join_parts(
     logits,
@@ -212,7 +212,7 @@ def _join_parts(
     tl.store(logprobs + place, chosen.to(tl.float32) - row_lse, mask=live)
 
 
-@quick
+@fast_launch
 @triton.jit(do_not_specialize=["targets"])
 def _slope_by_logits(
     logits,

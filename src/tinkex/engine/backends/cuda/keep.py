@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from tinkex.engine.backends.cuda.launcher import quick
+from tinkex.engine.backends.cuda.launcher import fast_launch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,7 +47,7 @@ def keep(
     )
 
 
-@quick
+@fast_launch
 @triton.jit
 def _keep(
     k_ptr,

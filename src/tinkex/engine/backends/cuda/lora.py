@@ -33,7 +33,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tinkex.engine.backends.cuda.launcher import quick
+from tinkex.engine.backends.cuda.launcher import fast_launch
 from tinkex.errors import InputError
 
 if TYPE_CHECKING:
@@ -211,7 +211,7 @@ def _shrink_part(
     return acc
 
 
-@quick
+@fast_launch
 @triton.jit(do_not_specialize=["num_tokens"])
 def _shrink_kernel(
     x_ptr,
@@ -311,7 +311,7 @@ def _expand_part(
     return tl.dot(z.to(b.dtype), tl.trans(b), acc, input_precision="ieee")
 
 
-@quick
+@fast_launch
 @triton.jit(do_not_specialize=["num_tokens"])
 def _expand_kernel(
     y_ptr,

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tinkex.engine.backends.cuda.launcher import quick
+from tinkex.engine.backends.cuda.launcher import fast_launch
 
 TILE = 2048
 """Elements a program should hold: narrow rows share a program until they reach it."""
@@ -176,7 +176,7 @@ def _slopes(
     return dx
 
 
-@quick
+@fast_launch
 @triton.jit(do_not_specialize=["rows"])
 def _norm(
     x,
@@ -205,7 +205,7 @@ def _norm(
     tl.store(scale + row_R, scale_R, mask=row_R < rows)
 
 
-@quick
+@fast_launch
 @triton.jit(do_not_specialize=["rows"])
 def _add_norm(
     h,
@@ -245,7 +245,7 @@ def _add_norm(
     tl.store(scale + row_R, scale_R, mask=row_R < rows)
 
 
-@quick
+@fast_launch
 @triton.jit(do_not_specialize=["rows"])
 def _norm_backward(
     x,

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tinkex.engine.backends.cuda.launcher import quick
+from tinkex.engine.backends.cuda.launcher import fast_launch
 from tinkex.engine.backends.cuda.norms import row_strides, row_tile
 from tinkex.engine.backends.torch.layers import side_by_side
 
@@ -185,7 +185,7 @@ def _launch(x_TNd: Tensor) -> tuple[tuple[int], dict[str, int]]:
     return (-(-tokens * heads // rows),), shape
 
 
-@quick
+@fast_launch
 @triton.jit(do_not_specialize=["rows"])
 def _rotate(
     x,
@@ -223,7 +223,7 @@ def _rotate(
     tl.store(out + HALF, (b_RF * cos_RF + a_RF * sin_RF).to(kind), mask=live_RF)
 
 
-@quick
+@fast_launch
 @triton.jit(do_not_specialize=["rows"])
 def _norm_rotate(
     x,
@@ -270,7 +270,7 @@ def _norm_rotate(
     tl.store(scale + row_R, scale_R, mask=row_R < rows)
 
 
-@quick
+@fast_launch
 @triton.jit(do_not_specialize=["rows"])
 def _norm_rotate_backward(
     x,

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tinkex.engine.backends.cuda.launcher import quick
+from tinkex.engine.backends.cuda.launcher import fast_launch
 
 COLUMNS = 1024
 """Columns of one program: four warps, 16 bytes of bf16 for each thread."""
@@ -87,7 +87,7 @@ def _sigmoid(x):
     return tl.where(x >= 0, 1.0, small) / (1.0 + small)
 
 
-@quick
+@fast_launch
 @triton.jit
 def _swiglu(gate, up, y, gate_stride, up_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
@@ -99,7 +99,7 @@ def _swiglu(gate, up, y, gate_stride, up_stride, WIDTH: tl.constexpr, BLOCK: tl.
     tl.store(y + row * WIDTH + col, value.to(y.dtype.element_ty), mask=live)
 
 
-@quick
+@fast_launch
 @triton.jit
 def _swiglu_backward(
     gate,

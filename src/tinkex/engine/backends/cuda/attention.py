@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 class CudaPackedAttention:
     """Causal attention within each sequence of a pack; an `Attend` without a cache."""
 
-    def __init__(self, lengths: Sequence[int], *, device: torch.device) -> None:
+    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
         ends = np.cumsum([0, *lengths], dtype=np.int32)
         self._cu = _tensor(ends, device)
         self._longest = max(lengths)

@@ -14,7 +14,7 @@ I inputs and O outputs of one projection.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Final, Literal, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
 Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
-PROJECTIONS: tuple[Projection, ...] = get_args(Projection)
+ATTENTION: Final[tuple[Projection, ...]] = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP: Final[tuple[Projection, ...]] = ("gate_proj", "up_proj", "down_proj")
+PROJECTIONS: Final = (*ATTENTION, *MLP)
 SHARED_INPUT: tuple[tuple[Projection, ...], ...] = (
     ("q_proj", "k_proj", "v_proj"),
     ("o_proj",),
@@ -74,6 +76,23 @@ class DecoderConfig:
     attention_bias: bool
     qk_norm: bool
     eos_token_ids: tuple[int, ...]
+
+
+def projection_shape(config: DecoderConfig, name: Projection) -> tuple[int, int]:
+    """Outputs and inputs of a projection."""
+    heads = config.num_heads * config.head_dim
+    kv_heads = config.num_kv_heads * config.head_dim
+    hidden, middle = config.hidden_size, config.intermediate_size
+    shapes: dict[Projection, tuple[int, int]] = {
+        "q_proj": (heads, hidden),
+        "k_proj": (kv_heads, hidden),
+        "v_proj": (kv_heads, hidden),
+        "o_proj": (hidden, heads),
+        "gate_proj": (middle, hidden),
+        "up_proj": (middle, hidden),
+        "down_proj": (hidden, middle),
+    }
+    return shapes[name]
 
 
 class Attend(Protocol):

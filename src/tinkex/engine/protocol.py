@@ -9,7 +9,7 @@ must do is in tests/contracts/engine_suite.py.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Final, Literal, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
         TensorData,
     )
 
-
+MAX_RANK: Final = 256
+"""The largest rank of an adapter, for every engine."""
 Layout = Literal["peft", "tinker"]
 """How exported files name the unembedding: `lm_head`, which PEFT loads, or `model.unembed_tokens`,
 as the archives of hosted Tinker do. Everything else is the same."""

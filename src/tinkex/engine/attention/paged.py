@@ -45,7 +45,7 @@ _LENGTH_STEP: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class TokenSpan:
     """Tokens `start` to `stop` of one sequence, whose keys and values lie in `blocks`."""
 
     start: int
@@ -100,7 +100,7 @@ class PagedAttention:
     """`Attend` for one pass: writes the new keys and values, then attends group by group."""
 
     def __init__(
-        self, cache: Tensor, spans: Sequence[Span], *, block_size: int, strict: bool = True
+        self, cache: Tensor, spans: Sequence[TokenSpan], *, block_size: int, strict: bool = True
     ) -> None:
         del strict  # a token always has the bits that it has in a pack
         self._keys_GSd, self._values_GSd = (side.unbind(0) for side in cache.unbind(0))
@@ -138,7 +138,7 @@ class _Group:
     """
 
     def __init__(
-        self, cache: Tensor, length: int, placed: list[tuple[int, Span]], block_size: int
+        self, cache: Tensor, length: int, placed: list[tuple[int, TokenSpan]], block_size: int
     ) -> None:
         heads, slots, dim = cache.shape[2:]
         self._shape = len(placed), length, heads, -1, dim
@@ -235,7 +235,7 @@ def _weights(part: _Part, k_nSd: Tensor) -> Tensor:
 
 
 def _rows_of_tokens(
-    spans: Sequence[Span], order: list[int], lengths: list[int]
+    spans: Sequence[TokenSpan], order: list[int], lengths: list[int]
 ) -> NDArray[np.int64]:
     """Where each token lies when the spans, filled up to `lengths`, come in `order`."""
     first = np.empty(len(spans), np.int64)
@@ -245,7 +245,7 @@ def _rows_of_tokens(
     )
 
 
-def block_table(spans: Sequence[Span], block_size: int) -> NDArray[np.int64]:
+def block_table(spans: Sequence[TokenSpan], block_size: int) -> NDArray[np.int64]:
     """Each span's blocks, in whole steps of keys whatever the size of a block."""
     tables = [list(span.blocks) for span in spans]
     width = round_up(max(map(len, tables)), KEY_STEP // gcd(KEY_STEP, block_size))
@@ -254,7 +254,7 @@ def block_table(spans: Sequence[Span], block_size: int) -> NDArray[np.int64]:
     return np.array([t + t[:1] * (width - len(t)) for t in tables], np.int64)
 
 
-def clear_fresh_blocks(cache: Tensor, spans: Sequence[Span], block_size: int) -> None:
+def clear_fresh_blocks(cache: Tensor, spans: Sequence[TokenSpan], block_size: int) -> None:
     """Wipe blocks that this pass begins and does not fill: see `block_table` for why."""
     fresh = [
         span.blocks[span.stop // block_size]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from tinkex.engine.attention.paged import Span
+from tinkex.engine.attention.paged import TokenSpan
 from tinkex.engine.backends.torch import TORCH
 from tinkex.engine.backends.torch.layers import rope_frequencies, rotation, split_heads
 from tinkex.engine.backends.torch.rectangles import rectangles
@@ -150,7 +150,7 @@ class _Trials:
     def _paged_attention(self, backend: Backend) -> Sequence[Tensor]:
         blocks = -(-max(_LENGTHS) // _BLOCK_SIZE)
         spans = [
-            Span(0, length, range(number * blocks, (number + 1) * blocks))
+            TokenSpan(0, length, range(number * blocks, (number + 1) * blocks))
             for number, length in enumerate(_LENGTHS)
         ]
         # One layer is enough, and a deep model's cache would take memory.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from tinkex.engine.attention.paged import Span
+    from tinkex.engine.attention.paged import TokenSpan
     from tinkex.engine.backends.torch.layers import Rotation
     from tinkex.engine.backends.torch.linear import Linear
     from tinkex.engine.backends.torch.rectangles import Rectangle
@@ -56,7 +56,7 @@ class PagedAttend(Protocol):
     """Attention of packed spans over a paged cache that `new_cache` made."""
 
     def __call__(
-        self, cache: Tensor, spans: Sequence[Span], *, block_size: int, strict: bool
+        self, cache: Tensor, spans: Sequence[TokenSpan], *, block_size: int, strict: bool
     ) -> Attend:
         """Writes the spans' own keys and values first.
 

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from tinkex.engine.backends.torch.adamw import Moments
 from tinkex.engine.checkpoints.storage import write_atomically
 from tinkex.engine.checkpoints.tensor_files import damaged, read_header, read_tensors, write_tensors
 from tinkex.engine.lora import check_lora, parameter_count, wrap
 from tinkex.engine.protocol import SavedAdapter
-from tinkex.engine.training.optim import Moments
 from tinkex.errors import InputError, RequestFailedError
 from tinkex.types import LoraConfig
 from tinkex.types.optimizers import optimizer_config

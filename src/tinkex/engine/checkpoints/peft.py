@@ -19,8 +19,9 @@ from safetensors.torch import save as save_bytes
 from tinkex.adapters.config import CONFIG_FILE, WEIGHTS_FILE, read_config
 from tinkex.adapters.folder import read_adapter
 from tinkex.adapters.names import UNEMBED, Place, place_of
-from tinkex.engine.lora import ALPHA, MAX_RANK, check_lora, initial, wrap
-from tinkex.engine.lora.shapes import ATTENTION, MLP
+from tinkex.engine.decoder import ATTENTION, MLP
+from tinkex.engine.lora import ALPHA, check_lora, initial, wrap
+from tinkex.engine.protocol import MAX_RANK
 from tinkex.errors import InputError
 from tinkex.types import LoraConfig
 

@@ -4,7 +4,6 @@ from tinkex.engine.lora.head import LOGITS_BYTES, Swept, Targets, adapt_, logits
 from tinkex.engine.lora.layers import Segment, adapted_projections
 from tinkex.engine.lora.shapes import (
     ALPHA,
-    MAX_RANK,
     Matrix,
     Target,
     check_lora,
@@ -17,7 +16,6 @@ __all__ = [
     "ALPHA",
     "LOGITS_BYTES",
     "LoraWeights",
-    "MAX_RANK",
     "Matrix",
     "Pair",
     "Segment",

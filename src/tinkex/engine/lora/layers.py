@@ -21,18 +21,17 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from tinkex.engine.backends.torch.layers import side_by_side
-from tinkex.engine.lora.pieces import Piece
 from tinkex.engine.lora.weights import in_dtype
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
 
     from tinkex.engine.backends.table import Backend
     from tinkex.engine.backends.torch.linear import Linear
     from tinkex.engine.decoder import Decoder, Project, Projection
-    from tinkex.engine.lora.weights import LoraWeights
+    from tinkex.engine.lora.weights import Group, LoraWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +68,7 @@ class _Plan:
 
     linear: Linear
     backend: Backend
-    pieces: tuple[Piece, ...]
+    pieces: tuple[AdaptedRows, ...]
     base: Callable[[Tensor], Tensor]
     add: Callable[[Tensor, Tensor], None] | None
 
@@ -119,12 +118,12 @@ def adapted_projections(
 
 def _piece(
     segment: Segment, weights: LoraWeights, layer: int, names: tuple[Projection, ...]
-) -> Piece | None:
+) -> AdaptedRows | None:
     factors = weights.group(layer, names)
     if factors is None:
         return None
     gradient = None if segment.gradient is None else segment.gradient.group(layer, names)
-    return Piece(slice(segment.start, segment.stop), weights.scale, factors, gradient)
+    return AdaptedRows(slice(segment.start, segment.stop), weights.scale, factors, gradient)
 
 
 def _apply(plan: _Plan, x_TI: Tensor, anchor: Tensor | None) -> tuple[Tensor, ...]:
@@ -142,7 +141,7 @@ def _forward(plan: _Plan, x_TI: Tensor) -> tuple[Tensor, list[Tensor]]:
     return y_TY, [_add(plan.backend, piece, x_TI, y_TY) for piece in plan.pieces]
 
 
-def _add(backend: Backend, piece: Piece, x_TI: Tensor, y_TY: Tensor) -> Tensor:
+def _add(backend: Backend, piece: AdaptedRows, x_TI: Tensor, y_TY: Tensor) -> Tensor:
     """Add a piece's products to its rows; return its inner activations."""
     z_SZ = backend.shrink(x_TI[piece.rows], piece.factors.a_ZI)
     parts = piece.parts(y_TY[piece.rows], z_SZ)
@@ -182,7 +181,7 @@ class _Adapted(torch.autograd.Function):
         return None, dx_TI, None
 
 
-def _inner_slope(piece: Piece, dy_SY: Tensor, z_SZ: Tensor) -> Tensor:
+def _inner_slope(piece: AdaptedRows, dy_SY: Tensor, z_SZ: Tensor) -> Tensor:
     """The slope by the inner activations, with the scale in it."""
     dz_SZ = torch.empty_like(z_SZ)
     parts = piece.parts(dy_SY, dz_SZ)
@@ -216,3 +215,27 @@ def _joined(slopes: tuple[Tensor, ...]) -> Tensor:
     if joined_TY is None or not joined_TY.is_contiguous():
         return torch.cat(slopes, dim=1)
     return joined_TY
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedRows:
+    """The low-rank products of one segment that share an input.
+
+    `factors` are in the activations' precision, `gradient` in that of the masters.
+    """
+
+    rows: slice
+    scale: float
+    factors: Group
+    gradient: Group | None
+
+    def parts(self, y_SY: Tensor, z_SZ: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """The outputs of each projection, and the inner activations that belong to them."""
+        bs_OR = self.factors.bs_OR
+        if len(bs_OR) == 1:
+            return iter(((y_SY, z_SZ),))
+        widths, rank = [b_OR.shape[0] for b_OR in bs_OR], bs_OR[0].shape[1]
+        ranks = [rank] * len(widths)
+        return zip(
+            y_SY.split_with_sizes(widths, dim=1), z_SZ.split_with_sizes(ranks, dim=1), strict=True
+        )

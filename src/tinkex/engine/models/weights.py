@@ -16,7 +16,14 @@ import torch
 from tinkex.engine.backends.choose import backend_for
 from tinkex.engine.backends.torch.layers import rope_frequencies
 from tinkex.engine.backends.torch.linear import Linear
-from tinkex.engine.decoder import PROJECTIONS, SHARED_INPUT, Projection, plainly
+from tinkex.engine.decoder import (
+    ATTENTION,
+    PROJECTIONS,
+    SHARED_INPUT,
+    Projection,
+    plainly,
+    projection_shape,
+)
 from tinkex.errors import ModelError
 
 if TYPE_CHECKING:
@@ -26,8 +33,6 @@ if TYPE_CHECKING:
 
     from tinkex.engine.backends.table import MakeLinear
     from tinkex.engine.decoder import Attend, DecoderConfig, Project, RunBlock
-
-ATTENTION: tuple[Projection, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 class TensorSource(Protocol):
@@ -150,23 +155,6 @@ class StoredDecoder:
     def linear(self, layer: int, names: tuple[Projection, ...]) -> Linear:
         """The product with the joined weights of projections that share an input."""
         return self.stored.layers[layer].linears[names]
-
-
-def projection_shape(config: DecoderConfig, name: Projection) -> tuple[int, int]:
-    """Outputs and inputs of a projection."""
-    heads = config.num_heads * config.head_dim
-    kv_heads = config.num_kv_heads * config.head_dim
-    hidden, middle = config.hidden_size, config.intermediate_size
-    shapes: dict[Projection, tuple[int, int]] = {
-        "q_proj": (heads, hidden),
-        "k_proj": (kv_heads, hidden),
-        "v_proj": (kv_heads, hidden),
-        "o_proj": (hidden, heads),
-        "gate_proj": (middle, hidden),
-        "up_proj": (middle, hidden),
-        "down_proj": (hidden, middle),
-    }
-    return shapes[name]
 
 
 def allocate(

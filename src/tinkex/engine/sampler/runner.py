@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 
-from tinkex.engine.attention.paged import Span
+from tinkex.engine.attention.paged import TokenSpan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class VersionRows:
     """Rows `start` to `stop` of a packed pass use one version of the weights."""
 
     version: str
@@ -38,11 +38,11 @@ class Segment:
 class Adapters(Protocol):
     """The versions of the weights that sequences name. Segments tile the rows in order."""
 
-    def project(self, segments: Sequence[Segment]) -> Project:
+    def project(self, segments: Sequence[VersionRows]) -> Project:
         """The linear layers for tokens that lie in these segments."""
         ...
 
-    def logits(self, h_RD: Tensor, segments: Sequence[Segment]) -> Tensor:
+    def logits(self, h_RD: Tensor, segments: Sequence[VersionRows]) -> Tensor:
         """The logits [R, V] of rows in these segments, each with its own unembedding."""
         ...
 
@@ -90,7 +90,7 @@ class Runner:
         """
         # Rows of one version lie together: each further run of them costs products of its own.
         # Within a version, spans that are attended together do.
-        spans = {p: Span(p.start, p.stop, p.sequence.blocks) for p in pieces}
+        spans = {p: TokenSpan(p.start, p.stop, p.sequence.blocks) for p in pieces}
         ordered = sorted(pieces, key=lambda p: (p.sequence.version, *spans[p].shape))
         starts = [0, *accumulate(len(piece) for piece in ordered)][:-1]
         tokens: list[int] = []
@@ -124,14 +124,14 @@ class Runner:
         return logits_RV
 
 
-def _segments(runs: Sequence[tuple[str, int]]) -> list[Segment]:
+def _segments(runs: Sequence[tuple[str, int]]) -> list[VersionRows]:
     """Neighbouring rows of one version, joined."""
     if len(runs) == 1:
-        return [Segment(runs[0][0], 0, runs[0][1])]
-    segments: list[Segment] = []
+        return [VersionRows(runs[0][0], 0, runs[0][1])]
+    segments: list[VersionRows] = []
     start = 0
     for version, run in groupby(runs, key=lambda pair: pair[0]):
         stop = start + sum(count for _, count in run)
-        segments.append(Segment(version, start, stop))
+        segments.append(VersionRows(version, start, stop))
         start = stop
     return segments

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tinkex.clock import Clock
     from tinkex.engine.training.memory import PassMemory
     from tinkex.engine.training.packing import Slice
-    from tinkex.engine.training.passes import Room, Work
+    from tinkex.engine.training.passes import Room, TrainingWork
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class _Load:
     backward: bool = False
     model_ids: set[str] = field(default_factory=set[str])
 
-    def plus(self, piece: Slice, work: Work, cost: _Cost) -> _Load:
+    def plus(self, piece: Slice, work: TrainingWork, cost: _Cost) -> _Load:
         return _Load(
             self.tokens + piece.tokens,
             self.fixed + cost.fixed + TARGET_BYTES * work.job.targets(piece.first, piece.last),
@@ -70,7 +70,7 @@ class Batch:
         self,
         room: Room,
         memory: PassMemory,
-        works: Sequence[Work],
+        works: Sequence[TrainingWork],
         *,
         max_pass_tokens: int,
         fits_adapters: Callable[[set[str]], bool],
@@ -95,7 +95,7 @@ class Batch:
         """Whether every operation has ended."""
         return not self._open
 
-    def step(self, most_tokens: int) -> list[Work]:
+    def step(self, most_tokens: int) -> list[TrainingWork]:
         """Run one pass of about `most_tokens`; the operations that ended with it, in order."""
         load = _Load()
 
@@ -119,13 +119,13 @@ class Batch:
         self._open = [number for number in self._open if number in running]
         return [self._works[number] for number in ended]
 
-    def _most(self, work: Work, wanted: int) -> int:
+    def _most(self, work: TrainingWork, wanted: int) -> int:
         job = work.job
         return self._memory.slice_tokens(
             work.lora, wanted, backward=job.op.backward, targets=job.targets()
         )
 
-    def _cost(self, work: Work) -> _Cost:
+    def _cost(self, work: TrainingWork) -> _Cost:
         memory, lora = self._memory, work.lora
         return _Cost(
             memory.operation_bytes(lora, backward=work.job.op.backward),

@@ -51,7 +51,7 @@ class _Step:
     """One checked node."""
 
     name: str
-    run: Callable[[Values, limits.Work], Any]
+    run: Callable[[Values, limits.EvaluationCost], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class CompiledLoss:
     steps: tuple[_Step, ...]
     loss: str
     metrics: Mapping[str, str]
-    work: limits.Work = field(default_factory=limits.Work, compare=False)
+    work: limits.EvaluationCost = field(default_factory=limits.EvaluationCost, compare=False)
 
     def read(self, datum: Datum, shape: tuple[int, ...], path: str) -> Values:
         """The declared inputs of one datum, as arrays; `shape` is that of its targets."""
@@ -133,7 +133,7 @@ def _check_inputs(inputs: Sequence[CustomLossInput]) -> None:
 
 def _compile(
     node: CustomLossNode, names: set[str], declared: set[str], path: str
-) -> Callable[[Values, limits.Work], Any]:
+) -> Callable[[Values, limits.EvaluationCost], Any]:
     if node.op == "placeholder":
         return _placeholder(node, declared, path)
     arguments = [decode_argument(value, names, f"{path}.args") for value in node.args]
@@ -142,7 +142,7 @@ def _compile(
         raise InputError("results cannot be written into a tensor", f'{path}.kwargs["out"]')
     function = _callee(node, path)
 
-    def run(results: Values, work: limits.Work) -> Any:
+    def run(results: Values, work: limits.EvaluationCost) -> Any:
         try:
             args = [argument(results) for argument in arguments]
             kwargs = {key: option(results) for key, option in options.items()}
@@ -160,7 +160,7 @@ def _compile(
 
 def _placeholder(
     node: CustomLossNode, declared: set[str], path: str
-) -> Callable[[Values, limits.Work], Any]:
+) -> Callable[[Values, limits.EvaluationCost], Any]:
     target = node.target
     if target not in declared:
         raise InputError(f"{target[:80]!r} is not a declared input", f"{path}.target")

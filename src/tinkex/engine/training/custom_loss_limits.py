@@ -25,7 +25,7 @@ MAX_VALUES: Final = 20_000
 _SLOW: Final = {"sort": 16, "topk": 16, "median": 16, "cummax": 4, "cummin": 4, "lgamma": 16}
 
 
-class Work:
+class EvaluationCost:
     """What the evaluations of one operation have cost so far."""
 
     def __init__(self) -> None:

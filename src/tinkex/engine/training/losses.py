@@ -1,7 +1,7 @@
 """The protocol's losses: pure functions of log-probabilities, in a table by name.
 
 p is the log-probability of a target under the trained model, q the one it was sampled with,
-A the advantage and r = exp(p - q). Every loss is a plain sum of `Value.elements`; nothing is
+A the advantage and r = exp(p - q). Every loss is a plain sum of `LossValue.elements`; nothing is
 normalised. All targets of an operation lie in one column, datum by datum.
 
 The columns are small (one number per target) and live on the CPU in float64, so a loss adds
@@ -55,7 +55,7 @@ class Columns:
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
+class LossValue:
     """A loss: its terms, and further metrics, named with how they fold (`:sum`, `:max`, ...)."""
 
     elements: Tensor
@@ -66,7 +66,7 @@ class Value:
 class Loss:
     """One entry of the table."""
 
-    function: Callable[[Tensor, Columns, Config], Value]
+    function: Callable[[Tensor, Columns, Config], LossValue]
     inputs: tuple[str, ...]
     optional: tuple[str, ...] = ()
     config: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -75,42 +75,42 @@ class Loss:
     """The derivative by p where that does not depend on p."""
 
 
-def cross_entropy(p: Tensor, columns: Columns, config: Config) -> Value:
+def cross_entropy(p: Tensor, columns: Columns, config: Config) -> LossValue:
     """-sum(w p)"""
     del config
     weights = columns["weights"]
-    return Value(-(weights * p), {"weights:sum": float(weights.sum())})
+    return LossValue(-(weights * p), {"weights:sum": float(weights.sum())})
 
 
-def importance_sampling(p: Tensor, columns: Columns, config: Config) -> Value:
+def importance_sampling(p: Tensor, columns: Columns, config: Config) -> LossValue:
     """-sum(r A)"""
     del config
     ratio = torch.exp(p - columns["logprobs"])
-    return Value(-(ratio * columns["advantages"]), _ratio_metrics(ratio, p, columns))
+    return LossValue(-(ratio * columns["advantages"]), _ratio_metrics(ratio, p, columns))
 
 
-def ppo(p: Tensor, columns: Columns, config: Config) -> Value:
+def ppo(p: Tensor, columns: Columns, config: Config) -> LossValue:
     """-sum(min(r A, clip(r) A))"""
     return _clipped(torch.exp(p - columns["logprobs"]), p, columns, config)
 
 
-def cispo(p: Tensor, columns: Columns, config: Config) -> Value:
+def cispo(p: Tensor, columns: Columns, config: Config) -> LossValue:
     """-sum(stopgrad(clip(r)) A p)"""
     ratio = torch.exp(p - columns["logprobs"]).detach()
     bounded = _clip(ratio, columns, config)
     metrics = _ratio_metrics(ratio, p, columns)
     metrics["clipped_tokens:sum"] = _count((bounded != ratio) & (columns["advantages"] != 0))
-    return Value(-(bounded * columns["advantages"] * p), metrics)
+    return LossValue(-(bounded * columns["advantages"] * p), metrics)
 
 
-def dro(p: Tensor, columns: Columns, config: Config) -> Value:
+def dro(p: Tensor, columns: Columns, config: Config) -> LossValue:
     """-sum(p A - beta/2 (p - q)^2)"""
     gap = p - columns["logprobs"]
     gain = p * columns["advantages"] - 0.5 * config["beta"] * gap.square()
-    return Value(-gain, _ratio_metrics(gap.exp(), p, columns))
+    return LossValue(-gain, _ratio_metrics(gap.exp(), p, columns))
 
 
-def gspo(p: Tensor, columns: Columns, config: Config) -> Value:
+def gspo(p: Tensor, columns: Columns, config: Config) -> LossValue:
     """The ppo form with one ratio per datum, and the gradient of each token's own p.
 
     The ratio is exp(mean of p - q) over the tokens whose `sequence_ratio_mask` is not zero,
@@ -127,13 +127,13 @@ def gspo(p: Tensor, columns: Columns, config: Config) -> Value:
     return _clipped(ratio * torch.exp(p - p.detach()), p, columns, config)
 
 
-def _clipped(ratio: Tensor, p: Tensor, columns: Columns, config: Config) -> Value:
+def _clipped(ratio: Tensor, p: Tensor, columns: Columns, config: Config) -> LossValue:
     advantages = columns["advantages"]
     free, bounded = ratio * advantages, _clip(ratio, columns, config) * advantages
     metrics = _ratio_metrics(ratio, p, columns)
     metrics["clipped_tokens:sum"] = _count(bounded < free)
     # Where both are equal the token is free: its gradient must not be shared between the two.
-    return Value(-torch.where(free <= bounded, free, bounded), metrics)
+    return LossValue(-torch.where(free <= bounded, free, bounded), metrics)
 
 
 def _clip(ratio: Tensor, columns: Columns, config: Config) -> Tensor:

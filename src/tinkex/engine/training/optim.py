@@ -6,12 +6,11 @@ Shapes: P all parameters of an adapter.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from tinkex.engine.backends.torch.adamw import norm_of
+from tinkex.engine.backends.torch.adamw import Moments, norm_of
 from tinkex.errors import InputError
 from tinkex.types import AdamParams
 
@@ -20,20 +19,6 @@ if TYPE_CHECKING:
 
     from tinkex.engine.backends.table import Backend
     from tinkex.types import OptimizerConfig, OptimParams
-
-
-@dataclass(frozen=True, slots=True)
-class Moments:
-    """AdamW's state, and how many steps it has seen."""
-
-    first_P: Tensor
-    second_P: Tensor
-    step: int = 0
-
-
-def fresh_moments(flat_P: Tensor) -> Moments:
-    """The state before the first step."""
-    return Moments(torch.zeros_like(flat_P), torch.zeros_like(flat_P))
 
 
 def check_optimizer(config: OptimizerConfig) -> None:

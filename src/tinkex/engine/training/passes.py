@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class Work:
+class TrainingWork:
     """One operation on its way through the passes; the passes fill in what they find."""
 
     place: int
@@ -55,7 +55,7 @@ class Work:
 class Part:
     """One slice while its pass runs."""
 
-    work: Work
+    work: TrainingWork
     first: int
     last: int
     tokens: int
@@ -81,7 +81,7 @@ class Room:
 
 
 def run_pass(
-    room: Room, works: Sequence[Work], slices: Sequence[Slice], *, recompute: bool = False
+    room: Room, works: Sequence[TrainingWork], slices: Sequence[Slice], *, recompute: bool = False
 ) -> None:
     """Run some slices; log-probabilities and gradients are added to their operations.
 
@@ -94,7 +94,7 @@ def run_pass(
         _record(part.work, found, None if part.gradient is None else part.gradient.flat_P)
 
 
-def _part(work: Work, piece: Slice) -> Part:
+def _part(work: TrainingWork, piece: Slice) -> Part:
     targets = sum(example.targets.size for example in work.job.examples[piece.first : piece.last])
     weights = work.weights()
     gradient = None
@@ -286,7 +286,7 @@ def _fill_gradients(h_TD: Tensor, swept: Swept, anchor: Tensor) -> None:
         torch.autograd.grad(h_TD, anchor, swept.dh_TD, allow_unused=True)
 
 
-def _record(work: Work, logprobs: Tensor, gradient_P: Tensor | None) -> None:
+def _record(work: TrainingWork, logprobs: Tensor, gradient_P: Tensor | None) -> None:
     if work.error is not None:
         return
     if gradient_P is not None:

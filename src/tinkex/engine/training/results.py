@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tinkex.engine.training.examples import Job
-    from tinkex.engine.training.passes import Work
+    from tinkex.engine.training.passes import TrainingWork
 
 OUTPUT_TYPE = "ArrayRecord"
 
 
-def train_output(work: Work) -> ForwardBackwardOutput:
+def train_output(work: TrainingWork) -> ForwardBackwardOutput:
     """Per datum `logprobs` (and `elementwise_loss`) in the shape of its targets; plain sums."""
     job = work.job
     logprobs_M = torch.cat(work.logprobs)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from tinkex.clock import SystemClock
+from tinkex.engine.backends.torch.adamw import Moments, fresh_moments
 from tinkex.engine.checkpoints import adapter_file
 from tinkex.engine.checkpoints.parking import Packed, Parking
 from tinkex.engine.failures import failure, user_error
@@ -29,13 +30,11 @@ from tinkex.engine.training.batch import Batch
 from tinkex.engine.training.examples import check_op
 from tinkex.engine.training.memory import PassMemory, check_adapter
 from tinkex.engine.training.optim import (
-    Moments,
     adamw_step,
     check_optimizer,
     check_params,
-    fresh_moments,
 )
-from tinkex.engine.training.passes import Room, Work
+from tinkex.engine.training.passes import Room, TrainingWork
 from tinkex.engine.training.results import train_output
 from tinkex.errors import InputError, RequestFailedError
 
@@ -172,7 +171,7 @@ class Trainer:
         done or untouched.
         """
         answers: list[TrainResult | RequestFailedError | None] = [None] * len(batch)
-        works: list[Work] = []
+        works: list[TrainingWork] = []
         for place, op in enumerate(batch):
             try:
                 works.append(self._work(place, op))
@@ -259,7 +258,7 @@ class Trainer:
             gradient_P=gradient_P,
         )
 
-    def _work(self, place: int, op: TrainOp) -> Work:
+    def _work(self, place: int, op: TrainOp) -> TrainingWork:
         lora = self._loras.get(op.model_id)
         if lora is None:
             raise user_error(_not_loaded(op.model_id), op.op_id)
@@ -267,7 +266,7 @@ class Trainer:
             job = check_op(op, self._config, partial(self._most_targets, lora, op.backward))
         except InputError as error:
             raise user_error(str(error), op.op_id) from error
-        return Work(place, job, lora, lambda: self._adapters[op.model_id].weights)
+        return TrainingWork(place, job, lora, lambda: self._adapters[op.model_id].weights)
 
     def _most_targets(self, lora: LoraConfig, backward: bool, lengths: Sequence[int]) -> int | None:
         """How many targets have room beside the longest sequence; one too long is refused."""
@@ -286,7 +285,7 @@ class Trainer:
         room = self._parking.device_bytes
         return room is None or sum(map(self._adapters.size_of, model_ids)) <= room
 
-    def _finish(self, work: Work) -> TrainResult | RequestFailedError:
+    def _finish(self, work: TrainingWork) -> TrainResult | RequestFailedError:
         op_id = work.job.op.op_id
         if work.error is not None:
             return work.error
@@ -298,7 +297,7 @@ class Trainer:
         tokens = sum(work.job.lengths)
         return TrainResult(output=output, tokens=tokens, device_s=work.device_s)
 
-    def _accumulate(self, work: Work) -> None:
+    def _accumulate(self, work: TrainingWork) -> None:
         if work.gradient_P is None:
             return
         adapter = self._adapters[work.job.op.model_id]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from tinkex.engine.decoder import Decoder, Project
     from tinkex.engine.protocol import SampleResult
-    from tinkex.engine.sampler import SampleRun, Segment
+    from tinkex.engine.sampler import SampleRun, VersionRows
 
 EOS = 256
 
@@ -40,10 +40,10 @@ class BaseOnly:
         self._project = base_projections(decoder, packed=True)
         self._head = decoder.head
 
-    def project(self, segments: Sequence[Segment]) -> Project:
+    def project(self, segments: Sequence[VersionRows]) -> Project:
         return self._project
 
-    def logits(self, h_RD: Tensor, segments: Sequence[Segment]) -> Tensor:
+    def logits(self, h_RD: Tensor, segments: Sequence[VersionRows]) -> Tensor:
         return head_logits(h_RD, self._head)
 
 

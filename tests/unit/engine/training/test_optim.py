@@ -7,8 +7,9 @@ import torch
 
 from tests.unit.engine.training.kit import add, datum, gradient, op, run, step, trainer
 from tinkex.engine.backends.torch import TORCH
+from tinkex.engine.backends.torch.adamw import fresh_moments
 from tinkex.engine.protocol import AdapterSpec, OptimOp
-from tinkex.engine.training.optim import adamw_step, fresh_moments
+from tinkex.engine.training.optim import adamw_step
 from tinkex.errors import RequestFailedError
 from tinkex.types import AdamParams, DimuonOptimizerConfig, DimuonParams, LoraConfig
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from tinkex.engine.attention.paged import Span
+    from tinkex.engine.attention.paged import TokenSpan
     from tinkex.engine.backends.torch.layers import Rotation
     from tinkex.engine.decoder import Attend, DecoderConfig
 
@@ -48,7 +48,7 @@ def _rotate(
 
 
 def _paged_attention(
-    cache: Tensor, spans: Sequence[Span], *, block_size: int, strict: bool
+    cache: Tensor, spans: Sequence[TokenSpan], *, block_size: int, strict: bool
 ) -> Attend:
     found = pages(spans, block_size=block_size, strict=strict, device=cache.device)
     return partial(found.attend, cache)

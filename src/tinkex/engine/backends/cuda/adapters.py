@@ -12,7 +12,7 @@ import torch
 
 from tinkex.engine.backends.cuda.fixed_rows import FixedRows
 from tinkex.engine.backends.cuda.lora import RowTiles
-from tinkex.engine.backends.cuda.slots import NO_SLOT, LoraSlots, Tiles, tile_table
+from tinkex.engine.backends.cuda.slots import NO_SLOT, LoraSlots, SlotTiles, tile_table
 from tinkex.engine.lora import logits as plain_logits
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from tinkex.engine.decoder import Decoder, Project, Projection
     from tinkex.engine.lora import LoraWeights
-    from tinkex.engine.sampler.runner import Segment
+    from tinkex.engine.sampler.runner import VersionRows
 
 
 class CudaAdapters:
@@ -49,11 +49,11 @@ class CudaAdapters:
             decoder.config, slots, device=weight.device, dtype=weight.dtype, copies=copies
         )
 
-    def project(self, segments: Sequence[Segment]) -> Project:
+    def project(self, segments: Sequence[VersionRows]) -> Project:
         """The base layers with each segment's adapter on top."""
         return self.tiled(self._tiles(segments))
 
-    def logits(self, h_RD: Tensor, segments: Sequence[Segment]) -> Tensor:
+    def logits(self, h_RD: Tensor, segments: Sequence[VersionRows]) -> Tensor:
         """The head, with the unembedding's low-rank product where an adapter has one."""
         return self.tiled_logits(h_RD, self._tiles(segments))
 
@@ -61,7 +61,7 @@ class CudaAdapters:
         """Rows by slot, the bound of their ranks, and whether one changes the unembedding."""
         return self._place([(version, len(list(run))) for version, run in groupby(versions)])
 
-    def tiled(self, tiles: Tiles) -> Project:
+    def tiled(self, tiles: SlotTiles) -> Project:
         """The linear layers for rows that lie in these tiles."""
         decoder, slots, fixed = self._decoder, self._slots, self._fixed
 
@@ -76,7 +76,7 @@ class CudaAdapters:
 
         return project
 
-    def tiled_logits(self, h_RD: Tensor, tiles: Tiles) -> Tensor:
+    def tiled_logits(self, h_RD: Tensor, tiles: SlotTiles) -> Tensor:
         """The fp32 logits of rows that lie in these tiles."""
         if self._fixed is None:
             logits_RV = plain_logits(h_RD, self._decoder.head)
@@ -85,11 +85,11 @@ class CudaAdapters:
         self._slots.add_unembed(h_RD, logits_RV, tiles)
         return logits_RV
 
-    def _tiles(self, segments: Sequence[Segment]) -> Tiles:
+    def _tiles(self, segments: Sequence[VersionRows]) -> SlotTiles:
         runs, rank, unembed = self._place([(s.version, s.stop - s.start) for s in segments])
         table = torch.from_numpy(tile_table(runs))  # pyright: ignore[reportUnknownMemberType] -- torch's own stub
         rows = RowTiles(*table.to(self._decoder.unembed_VD.device))
-        return Tiles(rows, rank, unembed)
+        return SlotTiles(rows, rank, unembed)
 
     def _place(self, runs: list[tuple[str, int]]) -> tuple[list[tuple[int, int]], int, bool]:
         placed = self._slots.place((version for version, _ in runs), self._find)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from tinkex.engine.attention.paged import Span
+    from tinkex.engine.attention.paged import TokenSpan
 
 
 class CudaPackedAttention:
@@ -100,7 +100,9 @@ class Pages:
         return o_THd.flatten(1)
 
 
-def pages(spans: Sequence[Span], *, block_size: int, strict: bool, device: torch.device) -> Pages:
+def pages(
+    spans: Sequence[TokenSpan], *, block_size: int, strict: bool, device: torch.device
+) -> Pages:
     """The pages of a pass over these spans."""
     tables = np.zeros((len(spans), max(len(span.blocks) for span in spans)), np.int32)
     for row, span in zip(tables, spans, strict=True):

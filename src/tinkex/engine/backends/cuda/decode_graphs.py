@@ -23,7 +23,7 @@ from tinkex.engine.backends.cuda.cross_entropy import logprobs
 from tinkex.engine.backends.cuda.fixed_rows import BLOCK_ROWS
 from tinkex.engine.backends.cuda.lora import RowTiles
 from tinkex.engine.backends.cuda.pick import pick
-from tinkex.engine.backends.cuda.slots import TILE_ROWS, Tiles, tile_table
+from tinkex.engine.backends.cuda.slots import TILE_ROWS, SlotTiles, tile_table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -182,18 +182,18 @@ class DecodeGraphs:
             captured.logits_BV, captured.tokens_B, drawn_2B[:, : len(rows)], host.arrived
         )
 
-    def _lay_tiles(self, versions: Sequence[str], size: int) -> Tiles:
+    def _lay_tiles(self, versions: Sequence[str], size: int) -> SlotTiles:
         runs, rank, unembed = self._adapters.runs(versions)
         if not rank:
-            return Tiles(RowTiles(*self._tiles[:, :0]), 0, False)
+            return SlotTiles(RowTiles(*self._tiles[:, :0]), 0, False)
         found = tile_table(runs)
         count = next(count for count in _tile_counts(size) if count >= found.shape[1])
         table = np.zeros((3, count), np.int32)  # a tile without rows does nothing
         table[:, : found.shape[1]] = found
         self._tiles[:, :count] = torch.from_numpy(table)  # pyright: ignore[reportUnknownMemberType] -- torch's own stub
-        return Tiles(RowTiles(*self._tiles[:, :count]), rank, unembed)
+        return SlotTiles(RowTiles(*self._tiles[:, :count]), rank, unembed)
 
-    def _capture(self, size: int, tiles: Tiles) -> _Captured:
+    def _capture(self, size: int, tiles: SlotTiles) -> _Captured:
         """Run the step twice, so that every kernel is compiled and chosen, then capture it."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -207,7 +207,7 @@ class DecodeGraphs:
         return _Captured(graph, *found)
 
     @torch.no_grad()
-    def _step(self, size: int, tiles: Tiles) -> tuple[Tensor, Tensor, Tensor]:
+    def _step(self, size: int, tiles: SlotTiles) -> tuple[Tensor, Tensor, Tensor]:
         """Logits, tokens, and tokens with their log-probabilities."""
         ints, floats = self._ints[:, :size], self._floats[:, :size]
         pages = Pages(

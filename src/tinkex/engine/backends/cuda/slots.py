@@ -40,7 +40,7 @@ _SMALLEST_RANK: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Tiles:
+class SlotTiles:
     """Rows by slot, on the device.
 
     `rank` bounds the ranks of all slots named; 0 means that there is nothing to add.
@@ -169,14 +169,19 @@ class LoraSlots:
         return any(self._used[version].unembeds for version in versions)
 
     def add(
-        self, layer: int, names: tuple[Projection, ...], x_TI: Tensor, y_TO: Tensor, tiles: Tiles
+        self,
+        layer: int,
+        names: tuple[Projection, ...],
+        x_TI: Tensor,
+        y_TO: Tensor,
+        tiles: SlotTiles,
     ) -> None:
         """Add the low-rank products of projections that share an input to their joined output."""
         if tiles.rank:
             a_SP, b_SP = self._addresses[names][layer]
             self._add(x_TI, y_TO, a_SP, b_SP, tiles, self._widths[names])
 
-    def add_unembed(self, x_TI: Tensor, logits_TV: Tensor, tiles: Tiles) -> None:
+    def add_unembed(self, x_TI: Tensor, logits_TV: Tensor, tiles: SlotTiles) -> None:
         """Add the low-rank product of the unembedding to the logits."""
         if tiles.rank and tiles.unembed:
             a_SP, b_SP = self._unembed.unbind()
@@ -188,7 +193,7 @@ class LoraSlots:
         y_TO: Tensor,
         a_SP: Tensor,
         b_SP: Tensor,
-        tiles: Tiles,
+        tiles: SlotTiles,
         widths: tuple[int, ...],
     ) -> None:
         z = shrink(x_TI, a_SP, self._ranks, tiles.rows, max_rank=tiles.rank, block_rows=TILE_ROWS)

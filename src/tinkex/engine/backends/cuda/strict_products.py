@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tinkex.engine.backends.cuda.lora import RowTiles
-from tinkex.engine.backends.cuda.slots import NO_SLOT, LoraSlots, Tiles, tile_table
+from tinkex.engine.backends.cuda.slots import NO_SLOT, LoraSlots, SlotTiles, tile_table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -62,11 +62,11 @@ class CudaProducts:
             self._slots.add_unembed(h_CD, logits_CV, self._tiles_between(start, stop))
         return logits_CV
 
-    def _tiles_between(self, start: int, stop: int) -> Tiles:
+    def _tiles_between(self, start: int, stop: int) -> SlotTiles:
         runs = [
             (self._places.get(str(number), NO_SLOT), rows)
             for number, segment in enumerate(self._segments)
             if (rows := min(segment.stop, stop) - max(segment.start, start)) > 0
         ]
         table = torch.from_numpy(tile_table(runs))  # pyright: ignore[reportUnknownMemberType] -- torch's own stub
-        return Tiles(RowTiles(*table.to(self._unembed_VD.device)), self._rank, self._unembeds)
+        return SlotTiles(RowTiles(*table.to(self._unembed_VD.device)), self._rank, self._unembeds)

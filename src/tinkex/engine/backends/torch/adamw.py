@@ -6,6 +6,7 @@ Shapes: P all parameters of an adapter.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, cast
 
 import torch
@@ -19,6 +20,20 @@ if TYPE_CHECKING:
 
 _BLOCK: Final = 2**17
 """On a CPU so many parameters are updated at a time: what belongs to them stays in the cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """AdamW's state, and how many steps it has seen."""
+
+    first_P: Tensor
+    second_P: Tensor
+    step: int = 0
+
+
+def fresh_moments(flat_P: Tensor) -> Moments:
+    """The state before the first step."""
+    return Moments(torch.zeros_like(flat_P), torch.zeros_like(flat_P))
 
 
 def adamw(

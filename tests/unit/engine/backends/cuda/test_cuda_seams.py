@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.unit.engine.training.kit import CONFIG, decoder
-from tinkex.engine.attention.paged import PagedAttention, Span
+from tinkex.engine.attention.paged import PagedAttention, TokenSpan
 from tinkex.engine.backends.cuda.adapters import CudaAdapters
 from tinkex.engine.backends.cuda.attention import pages
 from tinkex.engine.backends.cuda.cross_entropy import cross_entropy
@@ -20,17 +20,16 @@ from tinkex.engine.backends.cuda.strict_products import CudaProducts
 from tinkex.engine.backends.torch import TORCH
 from tinkex.engine.backends.torch.layers import side_by_side
 from tinkex.engine.backends.torch.rectangles import rectangles
-from tinkex.engine.decoder import SHARED_INPUT
+from tinkex.engine.decoder import SHARED_INPUT, projection_shape
 from tinkex.engine.lora import LoraWeights, Segment, adapted_projections, initial, logits, wrap
 from tinkex.engine.lora.head import adapt_
-from tinkex.engine.models.weights import projection_shape
-from tinkex.engine.sampler.runner import Segment as VersionSegment
+from tinkex.engine.sampler.runner import VersionRows
 from tinkex.types import LoraConfig
 
 if TYPE_CHECKING:
     from tinkex.engine.models.weights import StoredDecoder
 
-SPANS = [Span(0, 9, [4, 1, 7]), Span(6, 7, [0, 5]), Span(3, 11, [2, 6, 3])]
+SPANS = [TokenSpan(0, 9, [4, 1, 7]), TokenSpan(6, 7, [0, 5]), TokenSpan(3, 11, [2, 6, 3])]
 BLOCK = 4
 
 
@@ -80,7 +79,7 @@ def test_the_samplers_layers_add_what_each_segments_adapter_adds(device: str) ->
     parts = [("a", 0, 5), ("base", 5, 9), ("b", 9, 28), ("a", 28, 30)]
     plain = adapted_projections(decoder(), [Segment(a, b, weights[v]) for v, a, b in parts])
     fast = CudaAdapters(made, {v: moved(w, device) for v, w in weights.items()}.get, slots=4)
-    versions = [VersionSegment(v, a, b) for v, a, b in parts]
+    versions = [VersionRows(v, a, b) for v, a, b in parts]
     for number, names in enumerate(SHARED_INPUT):
         x = noise(number, 30, projection_shape(CONFIG, names[0])[1])
         found = fast.project(versions)(1, names, x.to(device))

@@ -112,11 +112,6 @@ class Config:
             return ()
         return () if chosen is None else chosen.secrets()
 
-    @property
-    def has_credential(self) -> bool:
-        """Whether any source of a credential is configured; none is tried."""
-        return bool(self.api_key or self.credential_cmd or self.stored_key)
-
     @classmethod
     def load(
         cls,

@@ -25,6 +25,7 @@ from tinkex.wire import routes
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from tinkex.clients.service import ServiceClient
     from tinkex.transport.api import Api
     from tinkex.wire.bodies import TokenizerResponse
 
@@ -272,6 +273,29 @@ class FastTokenizer:
 
 
 # -- from the server --------------------------------------------------------------------------
+
+
+async def tokenizer_for_async(
+    service: ServiceClient, model: str, *, elsewhere: bool = False
+) -> Tokenizer:
+    """The tokenizer of a base model, with its chat template; starts no session and no run.
+
+    From the server where it has it (ours do), else from a folder or the hub by the model's name.
+    A model that a server of ours on this machine does not serve is refused, unless `elsewhere`
+    says that the tokenizer alone is wanted.
+    """
+
+    async def load() -> Tokenizer:
+        return await tokenizer_of(await service.holder.connected(), model, elsewhere=elsewhere)
+
+    return await service.operations.run(load)
+
+
+def tokenizer_for(service: ServiceClient, model: str, *, elsewhere: bool = False) -> Tokenizer:
+    """The tokenizer of a base model; `tokenizer_for_async` for blocking code."""
+    return service.operations.block(
+        lambda: tokenizer_for_async(service, model, elsewhere=elsewhere)
+    )
 
 
 async def tokenizer_of(

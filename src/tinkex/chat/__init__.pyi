@@ -4,10 +4,10 @@ from tinkex.chat.examples import (
     ChatExample as ChatExample,
     CompletionExample as CompletionExample,
     PreferenceExample as PreferenceExample,
+    Rendered as Rendered,
 )
-from tinkex.chat.rendered import Rendered as Rendered
 from tinkex.chat.renderer import Renderer as Renderer
-from tinkex.chat.tokenizers import (
+from tinkex.tokenizers import (
     tokenizer_for as tokenizer_for,
     tokenizer_for_async as tokenizer_for_async,
 )

@@ -10,9 +10,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from tinkex.chat.boundary import EARLIER_TURN, PROMPT, check_beginning
-from tinkex.chat.examples import ChatExample, CompletionExample
+from tinkex.chat.examples import ChatExample, CompletionExample, Rendered
 from tinkex.chat.messages import is_trained, readable_messages
-from tinkex.chat.rendered import Rendered
 from tinkex.chat.turns import Turns, Written
 from tinkex.clock import StillDate, SystemClock
 from tinkex.errors import ChatTemplateError, InputError, MissingPackageError
@@ -28,8 +27,6 @@ if TYPE_CHECKING:
 
 TrainOn = Literal["all", "last"]
 _NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
-
-__all__ = ["Rendered", "Renderer", "TrainOn"]
 
 
 class Renderer:

@@ -14,8 +14,6 @@ from tinkex.errors import InputError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-__all__ = ["ChatExample", "CompletionExample", "Example", "Kind", "PreferenceExample"]
-
 Kind = Literal["sft", "preference"]
 Example = ChatExample | CompletionExample | PreferenceExample
 Messages = tuple[dict[str, Any], ...]

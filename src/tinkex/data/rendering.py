@@ -9,9 +9,8 @@ from tinkex.errors import ChatTemplateError, DataError, DataProblem, InputError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from tinkex.chat.rendered import Rendered
+    from tinkex.chat.examples import ChatExample, CompletionExample, PreferenceExample, Rendered
     from tinkex.chat.renderer import Renderer
-    from tinkex.data.examples import ChatExample, CompletionExample, PreferenceExample
 
 E = TypeVar("E", bound="ChatExample | CompletionExample | PreferenceExample")
 R = TypeVar("R")

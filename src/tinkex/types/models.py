@@ -5,7 +5,6 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, field
 from msgspec.structs import force_setattr
 
-from tinkex.errors import InputError
 from tinkex.types.base import Int, Request, Response
 from tinkex.types.optimizers import AdamOptimizerConfig, OptimizerConfigField, optimizer_config
 
@@ -18,15 +17,6 @@ class LoraConfig(Request):
     train_unembed: bool = True
     train_mlp: bool = True
     train_attn: bool = True
-
-
-def check_lora_config(config: LoraConfig) -> None:
-    """Refuse an adapter that would train nothing."""
-    if not (config.train_unembed or config.train_mlp or config.train_attn):
-        raise InputError(
-            "nothing to train: set at least one of train_unembed, train_mlp, train_attn",
-            "LoraConfig",
-        )
 
 
 class CreateModelRequest(Request):

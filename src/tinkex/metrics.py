@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tinkex.spans import Span
-    from tinkex.types.usage import Usage
+    from tinkex.types.base import Usage
 
     Listener = Callable[["Measurement"], None]
 

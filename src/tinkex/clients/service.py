@@ -39,7 +39,7 @@ if TYPE_CHECKING:
         OptimizerConfig,
         WeightsInfoResponse,
     )
-    from tinkex.types.usage import Usage
+    from tinkex.types.base import Usage
 
 # What a server answers to a route that it does not have.
 _NO_SUCH_ROUTE = (404, 405, 501)

@@ -34,7 +34,7 @@ from tinkex.types import (
     CreateSessionRequest,
     SessionHeartbeatRequest,
 )
-from tinkex.types.usage import Usage
+from tinkex.types.base import Usage
 from tinkex.wire import bodies, json_codec, routes
 
 if TYPE_CHECKING:

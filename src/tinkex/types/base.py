@@ -307,3 +307,27 @@ class Result(Response, eq=False):
 
     def __hash__(self) -> int:
         return hash((type(self), self._identity()))
+
+
+class Usage(Response):
+    """Tokens and time of one operation; `+` adds two of them up."""
+
+    prompt_tokens: Count = 0
+    cached_tokens: Count = 0
+    generated_tokens: Count = 0
+    trained_tokens: Count = 0
+    queue_s: float | None = None
+    device_s: float | None = None
+
+    def __add__(self, other: object) -> "Usage":
+        if not isinstance(other, Usage):
+            return NotImplemented
+        queue_s, device_s = other.queue_s, other.device_s  # None where a time is not known
+        return Usage(
+            prompt_tokens=self.prompt_tokens + other.prompt_tokens,
+            cached_tokens=self.cached_tokens + other.cached_tokens,
+            generated_tokens=self.generated_tokens + other.generated_tokens,
+            trained_tokens=self.trained_tokens + other.trained_tokens,
+            queue_s=self.queue_s if queue_s is None else queue_s + (self.queue_s or 0.0),
+            device_s=self.device_s if device_s is None else device_s + (self.device_s or 0.0),
+        )

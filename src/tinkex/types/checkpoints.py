@@ -7,9 +7,8 @@ from urllib.parse import quote
 from msgspec.structs import force_setattr
 
 from tinkex.errors import InputError, InputTypeError
-from tinkex.types.base import Int, Request, Response, Result
+from tinkex.types.base import Int, Request, Response, Result, Usage
 from tinkex.types.optimizers import OptimizerConfigField, optimizer_config
-from tinkex.types.usage import Usage
 
 CheckpointType = Literal["training", "sampler", "external"]
 """What a checkpoint is for."""

@@ -121,22 +121,19 @@ class TensorData:
         self._fill(array, shape, crow, col, holders)
         return self
 
-    def _private(self) -> TensorData:
-        """The same values in memory that nobody else can write to."""
-        shape = self._shape
+    def _copy(self) -> TensorData:
+        """The same values in memory that no other code can write to."""
         if self._holders != _ANYBODY:
             object.__setattr__(self, "_holders", _TENSORS)
-            return TensorData._make(self._numpy, shape, holders=_TENSORS)
+            return TensorData._make(self._numpy, self._shape, holders=_TENSORS)
         array = private_array(self._numpy)
-        # An array can be given another shape or type in place.
-        intact = array.dtype.kind == self.dtype[0] and (shape is None or array.shape == shape)
-        if intact and self._crow is None:
-            return TensorData._make(array, shape)
+        if self._is_intact():
+            return TensorData._make(array, self._shape)
         crow, col = (
             None if indices is None else private_array(indices)
             for indices in (self._crow, self._col)
         )
-        return TensorData(array, self.dtype, shape, crow, col)  # pyright: ignore[reportArgumentType] -- arrays are sequences, too
+        return TensorData(array, self.dtype, self._shape, crow, col)  # pyright: ignore[reportArgumentType] -- arrays are sequences, too
 
     def _is_intact(self) -> bool:
         """Whether it is dense and its array was not given another shape or type in place."""

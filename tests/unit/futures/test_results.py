@@ -6,7 +6,7 @@ import pytest
 
 from tinkex.futures.results import combine
 from tinkex.types import ForwardBackwardOutput, TensorData
-from tinkex.types.usage import Usage
+from tinkex.types.base import Usage
 
 
 def output(values: list[float], usage: Usage | None = None, **metrics: float):

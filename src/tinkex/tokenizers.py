@@ -62,7 +62,7 @@ class Tokenizer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class TokenizerSource:
     """What to load: a folder, or a repository at a revision.
 
     `stamp` is when a folder was last written, so that a new version is not taken for an old one.
@@ -84,7 +84,7 @@ def load_tokenizer(model_name: str, tokenizer_id: str | None = None) -> Tokenize
     return _load(plan(model_name, tokenizer_id))
 
 
-def plan(model_name: str, tokenizer_id: str | None = None) -> Source:
+def plan(model_name: str, tokenizer_id: str | None = None) -> TokenizerSource:
     """What to load: an existing local folder, else the server's choice, else by the name."""
     if not model_name:
         raise InputError("must not be empty", "model_name")
@@ -100,7 +100,7 @@ def plan(model_name: str, tokenizer_id: str | None = None) -> Source:
             "`tinkex serve`, or use the embedded server"
         )
     name = _ALIASES.get(name, name)
-    return Source(name, _PINNED.get(name))
+    return TokenizerSource(name, _PINNED.get(name))
 
 
 def _by_model_name(name: str) -> str:
@@ -112,18 +112,18 @@ def _by_model_name(name: str) -> str:
     return name
 
 
-def _folder(name: str) -> Source | None:
+def _folder(name: str) -> TokenizerSource | None:
     """`name` as a local folder that holds a tokenizer."""
     folder = Path(name)
     try:
         stamps = [path.stat().st_mtime_ns for file in _FILES if (path := folder / file).is_file()]
     except (OSError, ValueError):  # too long a name, a null byte: no folder
         return None
-    return Source(str(folder.resolve()), local=True, stamp=max(stamps)) if stamps else None
+    return TokenizerSource(str(folder.resolve()), local=True, stamp=max(stamps)) if stamps else None
 
 
 @functools.lru_cache(maxsize=32)
-def _load(source: Source) -> Tokenizer:
+def _load(source: TokenizerSource) -> Tokenizer:
     if not source.local and source.name.startswith(_VENDOR_PREFIXES):
         found = _from_vendor(source.name)
         if found is not None:
@@ -166,7 +166,7 @@ def _from_vendor(name: str) -> Tokenizer | None:
     return found
 
 
-def _from_transformers(transformers: Any, source: Source) -> Tokenizer:
+def _from_transformers(transformers: Any, source: TokenizerSource) -> Tokenizer:
     options: dict[str, Any] = {}
     if source.revision is not None:
         options = {"revision": source.revision, "trust_remote_code": True}
@@ -174,7 +174,7 @@ def _from_transformers(transformers: Any, source: Source) -> Tokenizer:
     return loaded
 
 
-def _from_tokenizers(tokenizers: Any, source: Source) -> Tokenizer:
+def _from_tokenizers(tokenizers: Any, source: TokenizerSource) -> Tokenizer:
     folder = Path(source.name) if source.local else _downloaded(source)
     file = folder / "tokenizer.json"
     if not file.is_file():
@@ -185,7 +185,7 @@ def _from_tokenizers(tokenizers: Any, source: Source) -> Tokenizer:
     return FastTokenizer(source.name, tokenizers.Tokenizer.from_file(str(file)), _settings(folder))
 
 
-def _downloaded(source: Source) -> Path:
+def _downloaded(source: TokenizerSource) -> Path:
     # The hub's client is a dependency of `tokenizers`.
     hub: Any = importlib.import_module("huggingface_hub")
     return Path(

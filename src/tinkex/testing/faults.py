@@ -31,7 +31,7 @@ RetryAfterForm = Literal["retry-after-ms", "retry-after", "date", "none"]
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class FaultRule:
     """When an effect strikes: matching calls `first` to `first + times - 1`, or all after."""
 
     effect: Effect
@@ -55,7 +55,7 @@ class Faults:
 
     def __init__(self) -> None:
         # Mutable state: rules with how many calls each has matched, and what has happened.
-        self._rules: list[Rule] = []
+        self._rules: list[FaultRule] = []
         self._matched: list[int] = []
         self.fired: list[Fired] = []
 
@@ -73,7 +73,7 @@ class Faults:
         `times=None` strikes every later call.
         """
         name = getattr(effect, "__qualname__", repr(effect)).split(".")[0]
-        self._rules.append(Rule(effect, name, route, nth, times, when))
+        self._rules.append(FaultRule(effect, name, route, nth, times, when))
         self._matched.append(0)
 
     def clear(self) -> None:
@@ -83,7 +83,7 @@ class Faults:
 
     def choose(self, request: SeenRequest) -> Effect | None:
         """The effect for a request; counts the request for every rule it matches."""
-        chosen: Rule | None = None
+        chosen: FaultRule | None = None
         for index, rule in enumerate(self._rules):
             if rule.route not in (None, request.route):
                 continue

@@ -400,7 +400,7 @@ def status_error(response: ResponseInfo, body: object) -> APIStatusError:
 
 
 def code_of(error: BaseException) -> str:
-    """The code of an error's class in this tree; `other` for somebody else's error."""
+    """The code of an error's class in this tree; `other` for any other error."""
     for kind in type(error).__mro__:
         if kind.__module__ == __name__ and issubclass(kind, TinkerError):
             return kind.code

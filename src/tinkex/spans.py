@@ -184,13 +184,13 @@ class Listeners(Generic[T]):
 
 
 class _OtelSpan:
-    """The OpenTelemetry span of a span of ours, current while that is."""
+    """The OpenTelemetry counterpart of a span, current while the span is."""
 
-    def __init__(self, tracer: Any, ours: Span) -> None:
+    def __init__(self, tracer: Any, source: Span) -> None:
         # Never the text of an error, which may quote a prompt; its type is enough.
         self._scope = tracer.start_as_current_span(
-            ours.name,
-            attributes=_attributes(ours.ids),
+            source.name,
+            attributes=_attributes(source.ids),
             record_exception=False,
             set_status_on_exception=False,
         )

@@ -3,9 +3,9 @@
 `plan` decides by name alone what to load; loading runs in a thread, because it reads files and
 may download. `transformers` is used where it is installed, else the small `tokenizers` library.
 
-A server of ours has the tokenizers of its base models. One on this machine is asked first, since
-it knows exactly what it computes with. Elsewhere the hub comes first, as official clients do it,
-and the server is asked when the hub has failed.
+A tinkex server has the tokenizers of its base models. A server on this machine is asked first,
+since it knows which tokenizer it uses. For other servers the hub comes first, as in official
+clients, and the server is asked when the hub has failed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _UNGATED_LLAMA_3 = "thinkingmachineslabinc/meta-llama-3-instruct-tokenizer"
 _VENDOR_PREFIXES = ("TML/", "thinkingmachines/")
-# These repositories carry their own code, so what runs is fixed to a commit somebody has read.
+# These repositories carry their own code, so each is pinned to a commit that was reviewed.
 _PINNED = {
     "moonshotai/Kimi-K2-Thinking": "612681931a8c906ddb349f8ad0f582cb552189cd",
     "moonshotai/Kimi-K2.5": "4d01dfe0332d63057c186e0b262165819efb6611",
@@ -94,7 +94,7 @@ def plan(model_name: str, tokenizer_id: str | None = None) -> TokenizerSource:
             return folder
     name = tokenizer_id or _by_model_name(model_name.split(":")[0])
     if name.startswith("tinkex/"):
-        # Asking the hub for a name of ours would take a minute and fail.
+        # These names are on no hub; asking for one would take a minute and fail.
         raise TokenizerError(
             f"{name} is on no hub: only a tinkex server that serves it has its tokenizer; run "
             "`tinkex serve`, or use the embedded server"
@@ -137,7 +137,7 @@ def _load(source: TokenizerSource) -> Tokenizer:
         except TokenizerError:
             raise
         except Exception as error:
-            # Both libraries raise whatever comes to their minds, bare Exception included.
+            # Both libraries raise errors of any type, bare Exception included.
             where = "the folder" if source.local else "the hub or its local cache"
             raise TokenizerError(
                 f"the tokenizer {source.name!r} could not be read from {where}: {error}"
@@ -280,9 +280,9 @@ async def tokenizer_for_async(
 ) -> Tokenizer:
     """The tokenizer of a base model, with its chat template; starts no session and no run.
 
-    From the server where it has it (ours do), else from a folder or the hub by the model's name.
-    A model that a server of ours on this machine does not serve is refused, unless `elsewhere`
-    says that the tokenizer alone is wanted.
+    From the server where it has it (tinkex servers do), else from a folder or the hub by the
+    model's name. A model that a tinkex server on this machine does not serve is refused, unless
+    `elsewhere` says that only the tokenizer is wanted.
     """
 
     async def load() -> Tokenizer:
@@ -303,8 +303,8 @@ async def tokenizer_of(
 ) -> Tokenizer:
     """The tokenizer of a model that `api`'s server serves.
 
-    With `elsewhere` also of a model that it does not serve. Of a model that nobody has, the error
-    is the server's, which says what it serves.
+    With `elsewhere` also of a model that it does not serve. For a model that is found nowhere, the
+    error is the server's, which lists what it serves.
     """
     here = urls.parse(api.config.base_url).host in _HERE
     refused: BadRequestError | None = None
@@ -335,7 +335,7 @@ async def _served(api: Api, model_name: str) -> Tokenizer | None:
     except BadRequestError:
         raise
     except APIStatusError:
-        return None  # a server that has none, or is none of ours
+        return None  # a server without this route
     return await asyncio.to_thread(_made, model_name, answer)
 
 

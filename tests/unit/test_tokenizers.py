@@ -19,9 +19,9 @@ from tinkex.testing import API_KEY, FakeServer
 from tinkex.testing.faults import reply
 from tinkex.tokenizers import (
     FastTokenizer,
-    TokenizerSource,
     Tokenizer,
     TokenizerError,
+    TokenizerSource,
     load_tokenizer,
     load_tokenizer_async,
     plan,

@@ -1,6 +1,6 @@
 """Training examples: as conversations, completions and preferences, and as tokens.
 
-`line` is the line of the file an example was read from, for messages; 0 for one made by hand.
+`line` is the line of the file an example was read from, for messages; 0 for one that was not read.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class ChatExample:
 
 @dataclass(frozen=True, slots=True)
 class CompletionExample:
-    """Raw text and how it goes on; no chat template is applied."""
+    """Raw text and its continuation; no chat template is applied."""
 
     prompt: str
     completion: str
@@ -37,7 +37,7 @@ class CompletionExample:
 
 @dataclass(frozen=True, slots=True)
 class PreferenceExample:
-    """Two ways to go on, of which the first is better.
+    """Two answers to one prompt, of which the first is better.
 
     With messages as the prompt both answers are messages, with text all three are raw text.
     """

@@ -1,7 +1,7 @@
 """Messages as templates expect them: a known role, and the content as one string.
 
-The server's chat endpoint and the training data go through the same door, so that what a model
-is trained on looks the way it is asked later.
+The server's chat endpoint and training data use the same functions, so that a model is trained on
+the form in which it is prompted later.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ def _lookup(fullname: str, name: str) -> Any:
             found = getattr(importlib.import_module(module), attribute)
         else:
             continue
-        # A private name is an implementation detail of ours, not the official one.
+        # A private name is an implementation detail of tinkex, not the official one.
         if found is not _MISSING and not name.startswith("_"):
             return found
     raise AttributeError(f"module {fullname!r} (provided by tinkex) has no attribute {name!r}")

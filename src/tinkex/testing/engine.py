@@ -300,13 +300,13 @@ class FakeEngine:
             p = head.logprobs[spread, targets]
             inputs = {k: v.to_numpy() for k, v in datum.loss_fn_inputs.items()}
             try:
-                loss, slope = loss_fn(p, inputs, op.loss_fn_config)
+                loss, derivative = loss_fn(p, inputs, op.loss_fn_config)
             except InputError as error:
                 raise _user(f"data[{index}].{error}") from error
             total += loss
             tokens += len(rows)
             outputs.append({"logprobs": TensorData.from_numpy(p.astype(np.float32))})
-            gradient += _gradient(head, rows, targets, slope)
+            gradient += _gradient(head, rows, targets, derivative)
         if op.backward:
             before = 0.0 if state.gradient is None else state.gradient
             self._adapters[op.model_id] = replace(state, gradient=before + gradient)
@@ -381,10 +381,11 @@ def _user(message: str) -> RequestFailedError:
     return RequestFailedError(message, None, "user")
 
 
-def _gradient(head: Head, rows: Any, targets: Any, slope: Any) -> Floats:
+def _gradient(head: Head, rows: Any, targets: Any, derivative: Any) -> Floats:
     """The derivative of a loss by the bias: each target up, what its row expects down."""
-    gradient = np.bincount(targets.ravel(), weights=slope.ravel(), minlength=head.logprobs.shape[1])
-    per_position = slope if slope.ndim == 1 else slope.sum(axis=1)
+    vocab_size = head.logprobs.shape[1]
+    gradient = np.bincount(targets.ravel(), weights=derivative.ravel(), minlength=vocab_size)
+    per_position = derivative if derivative.ndim == 1 else derivative.sum(axis=1)
     per_row = np.bincount(rows, weights=per_position, minlength=len(head.logprobs))
     expected = np.dot(per_row.astype(np.float64), np.exp(head.logprobs))
     return gradient.astype(np.float64) - expected

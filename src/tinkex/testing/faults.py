@@ -1,4 +1,4 @@
-"""Trouble on demand: scripted faults between the network and the server's app.
+"""Scripted faults between the network and the server's app.
 
     server.faults.on("asample", rate_limit("retry-after-ms", 0.05), times=3)
     server.faults.on("retrieve_future", drop(), nth=0)
@@ -147,7 +147,7 @@ def rate_limit(form: RetryAfterForm = "none", seconds: float = 1.0, status: int 
 
 
 def try_again(queue_state: str = "active", reason: str | None = None, status: int = 200) -> Effect:
-    """An honest "pending" from retrieve_future; `status=408` says the same as a time-out."""
+    """A "pending" reply of retrieve_future; `status=408` sends the same as a time-out."""
 
     async def try_again(exchange: Exchange) -> None:
         answer = {"type": "try_again", "queue_state": queue_state}
@@ -275,7 +275,7 @@ def restart() -> Effect:
 
 
 def finish_session() -> Effect:
-    """End the caller's session behind its back, then handle the request."""
+    """End the caller's session, then handle the request."""
 
     async def finish_session(exchange: Exchange) -> None:
         await exchange.server.finish_session(exchange.request.json.get("session_id"))

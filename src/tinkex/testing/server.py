@@ -1,4 +1,4 @@
-"""A believable server for tests: the real app over a fake engine, with faults on demand.
+"""A server for tests: the real app over a fake engine, with scripted faults.
 
 In process, on virtual time:
 
@@ -53,7 +53,7 @@ API_KEY = "tml-test"
 class FakeServer:
     """The server with an in-memory store and a fake engine.
 
-    `requests` lists what arrived, without credentials; `faults` scripts trouble; `engine`
+    `requests` lists what arrived, without credentials; `faults` scripts failures; `engine`
     and `store` can be looked into. Ids are `session-0`, `session-1`, …
 
     With `after`, it is the next start of a server that has ended: it has the same store, and

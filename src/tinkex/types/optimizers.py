@@ -109,8 +109,8 @@ OptimizerConfig = AdamOptimizerConfig | OptimizerConfigBase
 OptimParams = AdamParams | OptimParamsBase
 """Optimizer settings of one step."""
 
-# msgspec cannot tell two structs without a tag apart, so fields of these types are decoded as
-# they come and `optimizer_config` / `optim_params` below pick the class.
+# msgspec cannot distinguish two structs without a tag, so fields of these types are decoded as
+# plain values and `optimizer_config` / `optim_params` below pick the class.
 if TYPE_CHECKING:
     OptimizerConfigField = OptimizerConfig
     OptimParamsField = OptimParamsBase

@@ -86,6 +86,6 @@ from tinkex.types import (
     TensorDtype as TensorDtype,
     TrainingRun as TrainingRun,
 )
-from tinkex.types.base import Usage as Usage
+from tinkex.types.value import Usage as Usage
 
 __title__: str

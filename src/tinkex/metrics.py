@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tinkex.spans import Span
-    from tinkex.types.base import Usage
+    from tinkex.types import Usage
 
     Listener = Callable[["Measurement"], None]
 

@@ -13,7 +13,7 @@ import zlib
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Final
 
-from tinkex.adapters.layout import CONFIG_FILE, WEIGHTS_FILE
+from tinkex.adapters.peft_layout import CONFIG_FILE, WEIGHTS_FILE
 from tinkex.errors import InputError
 
 if TYPE_CHECKING:

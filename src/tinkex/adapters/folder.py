@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from tinkex.adapters.layout import (
+from tinkex.adapters.peft_layout import (
     CONFIG_FILE,
     WEIGHTS_FILE,
     LoraKey,
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from tinkex.adapters.layout import AdapterConfig
+    from tinkex.adapters.peft_layout import AdapterConfig
     from tinkex.adapters.tensor_header import TensorInfo
 
 MAX_CONFIG_BYTES = 1 << 20

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from tinkex.adapters.layout import WEIGHTS_FILE
+from tinkex.adapters.peft_layout import WEIGHTS_FILE
 from tinkex.errors import InputError
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from tinkex.chat.examples import Rendered
     from tinkex.clients.service import ServiceClient
-    from tinkex.data.examples import Example, Kind
+    from tinkex.data.example_objects import Example, Kind
     from tinkex.tokenizers import Tokenizer
 
 _NO_LIMIT = 2**62

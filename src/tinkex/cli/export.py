@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tinkex.adapters.layout import CONFIG_FILE
+from tinkex.adapters.peft_layout import CONFIG_FILE
 from tinkex.cli.adapter_files import base_model_of, fetch_adapter
 from tinkex.cli.connect import service_client
 from tinkex.cli.disk_space import writing_into

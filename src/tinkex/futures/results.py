@@ -10,7 +10,7 @@ import msgspec
 
 from tinkex.errors import APIResponseValidationError, InputError, ResponseInfo
 from tinkex.spans import span
-from tinkex.types.base import Usage
+from tinkex.types import Usage
 from tinkex.types.training import ForwardBackwardOutput
 from tinkex.wire.results import decode_result
 

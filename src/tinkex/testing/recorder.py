@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 
     from tinkex.clock import Clock
-    from tinkex.testing.server import FakeServer
+    from tinkex.testing.fake_server import FakeServer
 
     Message = MutableMapping[str, Any]
     Receive = Callable[[], Awaitable[Message]]

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from tinkex.adapters.folder import read_adapter
-from tinkex.adapters.layout import CONFIG_FILE, UNEMBED, WEIGHTS_FILE, LoraKey
+from tinkex.adapters.peft_layout import CONFIG_FILE, UNEMBED, WEIGHTS_FILE, LoraKey
 from tinkex.adapters.tensor_header import LENGTH, read_head
 from tinkex.errors import InputError
 

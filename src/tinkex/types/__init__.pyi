@@ -188,4 +188,4 @@ from tinkex.types.training import (
     LossFnType as LossFnType,
     ModelID as ModelID,
 )
-from tinkex.types.base import Usage as Usage
+from tinkex.types.value import Usage as Usage

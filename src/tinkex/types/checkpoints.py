@@ -7,8 +7,8 @@ from urllib.parse import quote
 from msgspec.structs import force_setattr
 
 from tinkex.errors import InputError, InputTypeError
-from tinkex.types.base import Int, Request, Response, Result, Usage
 from tinkex.types.optimizers import OptimizerConfigField, optimizer_config
+from tinkex.types.value import Int, Request, Response, Result, Usage
 
 CheckpointType = Literal["training", "sampler", "external"]
 """What a checkpoint is for."""

@@ -1,6 +1,6 @@
 """The slow way to construct a value: accepts a little more, and explains what is wrong.
 
-Used when the one-pass conversion in `base` fails or cannot be trusted. Accepts numpy and torch
+Used when the one-pass conversion in `value` fails or cannot be trusted. Accepts numpy and torch
 scalars where a number is expected, floats without a fraction where an integer is, any sequence or
 iterator where a list is, and dicts where a struct is. Everything else becomes an `InputError` that
 names the argument, such as `SamplingParams.temperature`.
@@ -28,8 +28,8 @@ from msgspec.structs import fields as struct_fields
 
 from tinkex.errors import InputError, InputTypeError
 from tinkex.types.arrays import plain_number
-from tinkex.types.base import CONVERSION_ERRORS, Value, is_mapping
 from tinkex.types.tensors import TensorData
+from tinkex.types.value import CONVERSION_ERRORS, Value, is_mapping
 
 V = TypeVar("V", bound=Value)
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 from tinkex.errors import InputError, InputTypeError
 from tinkex.types.arrays import is_torch, plain_number, to_array
-from tinkex.types.base import is_mapping
 from tinkex.types.inputs import ModelInput, copy_input
 from tinkex.types.tensors import TensorData
+from tinkex.types.value import is_mapping
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -17,8 +17,8 @@ import msgspec
 from msgspec.structs import fields as struct_fields
 
 from tinkex.errors import InputTypeError
-from tinkex.types.base import ModelField, Value
 from tinkex.types.tensors import TensorData
+from tinkex.types.value import ModelField, Value
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Literal
 
 from msgspec import field
 
-from tinkex.types.base import Count, Finite, Request, Response
 from tinkex.types.checkpoints import (
     LoadWeightsResponse,
     SaveWeightsExternalResponse,
@@ -15,6 +14,7 @@ from tinkex.types.checkpoints import (
 from tinkex.types.models import CreateModelResponse, UnloadModelResponse
 from tinkex.types.optimizers import OptimStepResponse
 from tinkex.types.training import ForwardBackwardOutput
+from tinkex.types.value import Count, Finite, Request, Response
 
 RequestID = str
 """The id under which a result can be fetched."""

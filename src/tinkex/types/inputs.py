@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from tinkex.errors import InputError, InputTypeError
 from tinkex.types.arrays import is_numpy, is_torch, plain_number, to_array
-from tinkex.types.base import Count, Request, Token
+from tinkex.types.value import Count, Request, Token
 
 ImageFormat = Literal["png", "jpeg"]
 

@@ -5,8 +5,8 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, field
 from msgspec.structs import force_setattr
 
-from tinkex.types.base import Int, Request, Response
 from tinkex.types.optimizers import AdamOptimizerConfig, OptimizerConfigField, optimizer_config
+from tinkex.types.value import Int, Request, Response
 
 
 class LoraConfig(Request):

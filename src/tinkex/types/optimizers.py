@@ -9,7 +9,7 @@ from msgspec import Meta
 from msgspec.structs import force_setattr
 
 from tinkex.errors import InputError, InputTypeError
-from tinkex.types.base import Finite, Int, NonNegative, Request, Result, Usage, is_mapping
+from tinkex.types.value import Finite, Int, NonNegative, Request, Result, Usage, is_mapping
 
 B = TypeVar("B", bound=Request)
 

@@ -8,9 +8,9 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from tinkex.errors import InputError, InputTypeError
-from tinkex.types.base import Count, Int, NonNegative, Request, Response
 from tinkex.types.inputs import ModelInput, copy_input
 from tinkex.types.tensors import TensorData
+from tinkex.types.value import Count, Int, NonNegative, Request, Response
 
 StopReason = Literal["length", "stop"]
 """Why a sequence ended."""

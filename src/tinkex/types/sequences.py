@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tinkex.types.arrays import Array
-    from tinkex.types.base import Usage
+    from tinkex.types.value import Usage
 
 TopkLists = list[list[tuple[int, float]] | None]
 """The best tokens of each position with their log-probabilities."""

@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from tinkex.types.base import Request, Response
+from tinkex.types.value import Request, Response
 
 
 class CreateSessionRequest(Request):

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from msgspec import field
 
-from tinkex.types.base import Request, Response
+from tinkex.types.value import Request, Response
 
 EventType = Literal["SESSION_START", "SESSION_END", "UNHANDLED_EXCEPTION", "GENERIC_EVENT"]
 """Kinds of events."""

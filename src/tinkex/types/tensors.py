@@ -23,7 +23,7 @@ from tinkex.types.arrays import (
     to_array,
     torch_to_numpy,
 )
-from tinkex.types.base import FrozenValueError, pydantic_schema
+from tinkex.types.value import FrozenValueError, pydantic_schema
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

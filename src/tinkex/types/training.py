@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, Final, Literal, cast, get_args
 
 from tinkex.errors import InputError, InputTypeError
 from tinkex.types.arrays import plain_number
-from tinkex.types.base import Usage, Value, is_mapping
 from tinkex.types.datum import KEY_DTYPES, Datum, copy_datum
 from tinkex.types.inputs import DmelChunk, EncodedTextChunk
 from tinkex.types.tensors import TensorData
+from tinkex.types.value import Usage, Value, is_mapping
 
 if TYPE_CHECKING:
     from tinkex.types.arrays import Array

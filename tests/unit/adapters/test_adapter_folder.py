@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 from tests.unit.adapters import kit
 from tinkex.adapters.archive import pack, pack_folder, unpack
 from tinkex.adapters.folder import make_peft, read_adapter
-from tinkex.adapters.layout import LoraKey, read_config
+from tinkex.adapters.peft_layout import LoraKey, read_config
 from tinkex.errors import InputError
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ import pytest
 
 from tests.unit.adapters import kit
 from tinkex.adapters.folder import read_adapter
-from tinkex.adapters.layout import LoraKey
+from tinkex.adapters.peft_layout import LoraKey
 from tinkex.cli.disk_space import WORK_PREFIX, writing_into
 from tinkex.cli.export import export_adapter
 from tinkex.cli.failures import CommandError

@@ -16,7 +16,7 @@ import pytest
 from tests.patience import PATIENCE_S
 from tinkex import types
 from tinkex.errors import InputError, InputTypeError
-from tinkex.types.base import Value
+from tinkex.types.value import Value
 
 
 @pytest.mark.req("S1")

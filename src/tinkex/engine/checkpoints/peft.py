@@ -17,7 +17,7 @@ from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariable
 from safetensors.torch import save as save_bytes
 
 from tinkex.adapters.folder import read_adapter
-from tinkex.adapters.layout import (
+from tinkex.adapters.peft_layout import (
     CONFIG_FILE,
     UNEMBED,
     WEIGHTS_FILE,
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from tinkex.adapters.layout import AdapterConfig
+    from tinkex.adapters.peft_layout import AdapterConfig
     from tinkex.engine.decoder import DecoderConfig
     from tinkex.engine.lora import LoraWeights, Target
     from tinkex.engine.protocol import Layout

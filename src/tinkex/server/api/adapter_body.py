@@ -13,7 +13,7 @@ import anyio.to_thread
 
 from tinkex.adapters.archive import FILES
 from tinkex.adapters.folder import MAX_CONFIG_BYTES, check_adapter
-from tinkex.adapters.layout import CONFIG_FILE, WEIGHTS_FILE, read_config
+from tinkex.adapters.peft_layout import CONFIG_FILE, WEIGHTS_FILE, read_config
 from tinkex.adapters.tensor_header import LENGTH, head_length, parse_head
 from tinkex.server.api.errors import refuse
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tinkex.adapters.folder import AdapterInfo
-    from tinkex.adapters.layout import AdapterConfig
+    from tinkex.adapters.peft_layout import AdapterConfig
     from tinkex.server.api.call import Uploads
 
     Welcome = Callable[[AdapterInfo], Awaitable[None]]

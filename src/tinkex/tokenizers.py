@@ -45,7 +45,7 @@ _HERE = frozenset({"127.0.0.1", "localhost", "::1"})
 
 
 class Tokenizer(Protocol):
-    """What a program may count on, whichever library the tokenizer comes from."""
+    """What every tokenizer has, whichever library it comes from."""
 
     @property
     def vocab_size(self) -> int: ...

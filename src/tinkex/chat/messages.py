@@ -23,7 +23,7 @@ ROLES = {role: role for role in ("system", "user", "assistant", "tool")} | {"dev
 
 
 def readable_messages(messages: Sequence[Message], path: str = "messages") -> list[dict[str, Any]]:
-    """All of them, each as `readable_message` makes it; raises InputError naming the first bad."""
+    """Every message as `readable_message` returns it; the error names the first bad one."""
     return [readable_message(message, f"{path}[{i}]") for i, message in enumerate(messages)]
 
 

@@ -1,4 +1,4 @@
-"""Training data from files: JSON Lines to examples, and all of what is wrong with them at once."""
+"""Training data from files: JSON Lines as examples, with every bad line reported at once."""
 
 from tinkex.chat.examples import ChatExample, CompletionExample, PreferenceExample
 from tinkex.data.jsonl import kind_of, read_examples

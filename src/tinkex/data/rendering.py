@@ -1,4 +1,4 @@
-"""Examples to tokens, all of them, and every one that cannot be with its line number."""
+"""Examples as tokens; every example that cannot be rendered is reported with its line."""
 
 from __future__ import annotations
 

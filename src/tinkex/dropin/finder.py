@@ -77,7 +77,7 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 class _Distribution(importlib.metadata.Distribution):
-    """What `importlib.metadata` says about the package we stand in for."""
+    """The metadata of the official package, for `importlib.metadata`."""
 
     def read_text(self, filename: str) -> str | None:
         if filename != "METADATA":

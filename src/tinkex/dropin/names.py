@@ -1,4 +1,4 @@
-"""Which module of the official package each name lives in, and what answers for it here.
+"""The modules of the official package and their names, and where each is found in tinkex.
 
 A module maps to the places where its attributes are looked up, in order: a tinkex module
 (every public name of it), or a dictionary of names that have another home or name here.

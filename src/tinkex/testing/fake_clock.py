@@ -1,4 +1,4 @@
-"""A clock that jumps: time moves only when every task of the loop is waiting.
+"""A virtual clock: time moves only when every task of the loop is waiting.
 
 `FakeClock` owns virtual time and the list of sleepers. Hours of backoff, long-polls and
 heartbeats take milliseconds, in the same order every run.

@@ -1,4 +1,4 @@
-"""An engine for tests: the whole protocol without torch, the same numbers every time.
+"""An engine for tests: the whole protocol without torch, deterministic.
 
 `FakeEngine` trains and samples the toy model. It is small, not random: repeated training
 on the same data lowers the loss, a loaded checkpoint continues bit for bit, and sampling

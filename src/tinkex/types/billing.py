@@ -97,7 +97,7 @@ class BillingUsageResponse(Response):
 
 
 class GetCurrentCheckpointStorageUsageRequest(Request):
-    """Ask how much checkpoints take up, in one project or in all."""
+    """Ask for the size of stored checkpoints, in one project or in all."""
 
     project_id: str | None = None
 

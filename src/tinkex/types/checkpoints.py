@@ -37,7 +37,7 @@ class Checkpoint(Response):
 
 
 class Cursor(Response):
-    """Where a page lies in a list."""
+    """The position of a page in a list."""
 
     offset: int
     limit: int

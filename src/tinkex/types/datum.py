@@ -1,4 +1,4 @@
-"""One training example, and where its tokens came from."""
+"""One training example, and the provenance of its tokens."""
 
 from __future__ import annotations
 

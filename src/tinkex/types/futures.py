@@ -1,4 +1,4 @@
-"""Accepted requests and what becomes of them."""
+"""Accepted requests, their states and their results."""
 
 from enum import StrEnum
 from typing import TYPE_CHECKING, Literal
@@ -36,7 +36,7 @@ class FutureRetrieveRequest(Request):
 
 
 class TryAgainResponse(Response):
-    """The result is not there yet."""
+    """The result is not ready yet."""
 
     type: Literal["try_again"] = "try_again"
     request_id: str = ""
@@ -90,7 +90,7 @@ class FuturesRetrieveResponse(Response):
 
 
 class RequestErrorCategory(StrEnum):
-    """Whose fault a failure was."""
+    """The side that caused a failure."""
 
     Unknown = "unknown"
     Server = "server"
@@ -124,4 +124,4 @@ FutureRetrieveResponse = (
     | UnloadModelResponse
     | RequestFailedResponse
 )
-"""Everything that asking for a result can give."""
+"""Everything that a request for a result can return."""

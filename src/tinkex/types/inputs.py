@@ -1,4 +1,4 @@
-"""Model inputs: text, image and audio chunks, and the prompt they add up to."""
+"""Model inputs: text, image and audio chunks, and the prompt they form."""
 
 import struct
 import sys
@@ -62,7 +62,7 @@ def _packer(count: int) -> struct.Struct:
 
 
 class ImageChunk(Request, tag_field="type", tag="image"):
-    """An image that travels inside the request; `data` may be given as base64 text."""
+    """An image inside the request; `data` may be given as base64 text."""
 
     data: bytes
     format: ImageFormat
@@ -161,7 +161,7 @@ class ModelInput(Request):
             try:
                 return convert({"chunks": [{"type": "encoded_text", "tokens": tokens}]}, cls)
             except ValidationError:
-                pass  # the careful way below accepts numpy scalars and explains the rest
+                pass  # `token_list` accepts numpy scalars and explains the rest
         ids = token_list(tokens, "tokens")
         return convert({"chunks": [{"type": "encoded_text", "tokens": ids}]}, cls)
 

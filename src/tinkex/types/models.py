@@ -1,4 +1,4 @@
-"""Models being trained: how they are made, described and dropped."""
+"""Models being trained: creating, describing and unloading them."""
 
 from typing import Annotated, Any, Literal
 
@@ -31,7 +31,7 @@ class CreateModelRequest(Request):
     type: Literal["create_model"] = "create_model"
 
     def __post_init__(self) -> None:
-        _settle_config(self)
+        _set_config(self)
 
 
 class CreateModelResponse(Response):
@@ -68,7 +68,7 @@ class GetInfoResponse(Response):
     model_name: str | None = None
 
     def __post_init__(self) -> None:
-        _settle_config(self)
+        _set_config(self)
 
 
 class UnloadModelRequest(Request):
@@ -86,7 +86,7 @@ class UnloadModelResponse(Response):
 
 
 class WeightsInfoResponse(Response):
-    """What is needed to make a model again from a checkpoint."""
+    """What is needed to create a model from a checkpoint."""
 
     base_model: str
     optimizer_config: OptimizerConfigField = field(default_factory=AdamOptimizerConfig)
@@ -97,7 +97,7 @@ class WeightsInfoResponse(Response):
     train_attn: bool | None = None
 
     def __post_init__(self) -> None:
-        _settle_config(self)
+        _set_config(self)
 
 
 class SupportedModel(Response):
@@ -115,7 +115,7 @@ class GetServerCapabilitiesResponse(Response):
     supported_models: list[SupportedModel]
 
 
-def _settle_config(
+def _set_config(
     owner: CreateModelRequest | GetInfoResponse | WeightsInfoResponse,
 ) -> None:
     path = f"{type(owner).__name__}.optimizer_config"

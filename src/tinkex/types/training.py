@@ -43,7 +43,6 @@ ModelID = str
 """A training run's id."""
 
 _RL_INPUTS: Final = ("target_tokens", "logprobs", "advantages")
-# stable_reinforce and custom losses declare their inputs elsewhere.
 _REQUIRED: Final[dict[str, tuple[str, ...]]] = {
     "cross_entropy": ("target_tokens",),
     "importance_sampling": _RL_INPUTS,
@@ -51,6 +50,9 @@ _REQUIRED: Final[dict[str, tuple[str, ...]]] = {
     "cispo": _RL_INPUTS,
     "dro": _RL_INPUTS,
     "gspo": _RL_INPUTS,
+    # These declare their inputs elsewhere.
+    "stable_reinforce": (),
+    "custom": (),
 }
 _PER_POSITION: Final = ("target_tokens", "weights", "advantages", "logprobs", "sequence_ratio_mask")
 
@@ -143,7 +145,8 @@ def batch_to_send(data: Any, loss_fn: Any, vocab_size: int | None = None) -> lis
 
     The caller may still change them: encode or copy them before the call returns.
     """
-    loss_name(loss_fn, "loss_fn")
+    if loss_fn.__class__ is not str or loss_fn not in _REQUIRED:
+        loss_name(loss_fn, "loss_fn")
     batch = datum_list(data, "data")
     if not batch:
         raise InputError("No data provided; give at least one Datum", "data")
@@ -233,21 +236,20 @@ def _check_tensor(tensor: Any, key: str, path: str, vocab_size: int | None) -> N
     if tensor.dtype != dtype:
         raise InputTypeError(f"expected {dtype}, got {tensor.dtype}", _at(path, key))
     values = tensor._numpy  # pyright: ignore[reportPrivateUsage] -- same package
-    problem = _bad_target(values, vocab_size) if key == "target_tokens" else _not_finite(values)
+    if key != "target_tokens":
+        problem = _not_finite(values)
+    else:
+        # Read without a sign, a negative id is a huge one. argmax is numpy's fastest way through.
+        unsigned = values.view("u8")
+        limit = 2**31 if vocab_size is None else vocab_size
+        if not unsigned.size or unsigned.item(unsigned.argmax()) < limit:
+            return
+        problem = _bad_target(values, vocab_size)
     if problem is not None:
         raise InputError(problem, _at(path, key))
 
 
-def _bad_target(ids: Array, vocab_size: int | None) -> str | None:
-    import numpy as np
-
-    if not ids.size:
-        return None
-    limit = 2**31 if vocab_size is None else vocab_size
-    # Read without a sign, a negative id is a huge one. argmax is numpy's fastest way through.
-    unsigned = ids.view(np.uint64)
-    if unsigned.item(unsigned.argmax()) < limit:
-        return None
+def _bad_target(ids: Array, vocab_size: int | None) -> str:
     low, high = int(ids.min()), int(ids.max())
     if low < 0:
         return f"{low} is not a token id; to ignore a position use any id there and weight 0"

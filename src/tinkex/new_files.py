@@ -1,6 +1,6 @@
 """New files and folders under names that nothing else has, with the mode that the umask gives.
 
-`tempfile` gives them to their owner alone, which is wrong for what other users shall read.
+`tempfile` makes them readable for their owner only, which is wrong for files that are shared.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _ATTEMPTS: Final = 100
 
 
 def new_file(folder: Path, prefix: str, *, mode: int = 0o666) -> tuple[int, Path]:
-    """An open, empty file and its path. `mode` is what it gets at most."""
+    """An open, empty file and its path; the umask is applied to `mode`."""
 
     def make(path: Path) -> int:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)

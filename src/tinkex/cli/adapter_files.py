@@ -18,7 +18,7 @@ from tinkex.types import ParsedCheckpointTinkerPath
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tinkex.adapters.folder import Adapter
+    from tinkex.adapters.folder import AdapterInfo
     from tinkex.clients.service import ServiceClient
 
 _ARCHIVE = ".archive.tar"
@@ -26,7 +26,7 @@ _ARCHIVE = ".archive.tar"
 
 def fetch_adapter(
     service: ServiceClient, path: str, folder: Path, base_model: str | None = None
-) -> Adapter:
+) -> AdapterInfo:
     """Put a checkpoint's adapter into an empty folder, in PEFT's layout, and check it.
 
     Exports have a link for each file. Other checkpoints come as an archive from a server that has

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinkex.chat.renderer import Renderer
-from tinkex.chat.tokenizers import tokenizer_for
 from tinkex.cli.connect import service_client
 from tinkex.cli.failures import report
 from tinkex.cli.output import print_json, show_one
@@ -16,14 +15,15 @@ from tinkex.config import DEFAULT_MODEL
 from tinkex.data.jsonl import kind_of, read_examples
 from tinkex.data.rendering import render_all, render_pairs
 from tinkex.errors import DataError
+from tinkex.tokenizers import tokenizer_for
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
-    from tinkex.chat.rendered import Rendered
+    from tinkex.chat.examples import Rendered
     from tinkex.clients.service import ServiceClient
-    from tinkex.data.examples import Example, Kind
+    from tinkex.data.example_objects import Example, Kind
     from tinkex.tokenizers import Tokenizer
 
 _NO_LIMIT = 2**62
@@ -101,7 +101,7 @@ def _load(args: argparse.Namespace) -> Loaded:
 def _render(
     renderer: Renderer, examples: Sequence[Example], most: int, source: str
 ) -> list[dict[str, Rendered]]:
-    from tinkex.data.examples import PreferenceExample
+    from tinkex.chat.examples import PreferenceExample
 
     pairs = [example for example in examples if isinstance(example, PreferenceExample)]
     if pairs:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tinkex.adapters.config import CONFIG_FILE
+from tinkex.adapters.peft_layout import CONFIG_FILE
 from tinkex.cli.adapter_files import base_model_of, fetch_adapter
 from tinkex.cli.connect import service_client
 from tinkex.cli.disk_space import writing_into
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     import argparse
 
     from tinkex.adapters.compare import Comparison
-    from tinkex.adapters.merge import DtypeName
     from tinkex.cli.verify import Expected
     from tinkex.clients.service import ServiceClient
+    from tinkex.engine.checkpoints.merged import DtypeName
     from tinkex.engine.models.loader import BaseModel
 
 _ADAPTER = "adapter"
@@ -91,7 +91,7 @@ def _export(
 def _merged(
     base: BaseModel, expected: Expected, adapter: Path, folder: Path, dtype: DtypeName | None
 ) -> tuple[Path, Comparison]:
-    from tinkex.adapters.merge import merge, merged_bytes, own_dtype
+    from tinkex.engine.checkpoints.merged import merge, merged_bytes, own_dtype
 
     dtype = dtype or own_dtype(base)
     say(f"Merging in {dtype} …")

@@ -16,6 +16,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, Protocol
 
+from tinkex.adapters.peft_layout import ATTENTION, MLP
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -26,9 +28,7 @@ if TYPE_CHECKING:
 
 Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
-ATTENTION: Final[tuple[Projection, ...]] = ("q_proj", "k_proj", "v_proj", "o_proj")
-MLP: Final[tuple[Projection, ...]] = ("gate_proj", "up_proj", "down_proj")
-PROJECTIONS: Final = (*ATTENTION, *MLP)
+PROJECTIONS: Final[tuple[Projection, ...]] = (*ATTENTION, *MLP)
 SHARED_INPUT: tuple[tuple[Projection, ...], ...] = (
     ("q_proj", "k_proj", "v_proj"),
     ("o_proj",),

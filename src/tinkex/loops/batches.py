@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tinkex.chat.rendered import Rendered
+    from tinkex.chat.examples import Rendered
     from tinkex.loops.settings import Settings
     from tinkex.types import ForwardBackwardOutput
 

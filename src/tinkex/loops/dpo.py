@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tinkex.chat.renderer import Renderer
-from tinkex.chat.tokenizers import tokenizer_for
 from tinkex.data.rendering import render_pairs
 from tinkex.loops.batches import (
     fingerprint,
@@ -26,6 +25,7 @@ from tinkex.loops.dataset import Source
 from tinkex.loops.loop import Begun, Pending
 from tinkex.loops.reference import reference
 from tinkex.loops.schedule import batch
+from tinkex.tokenizers import tokenizer_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tinkex.chat.rendered import Rendered
+    from tinkex.chat.examples import Rendered
     from tinkex.clients.service import ServiceClient
     from tinkex.clients.training import TrainingClient
     from tinkex.clock import Clock

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from tinkex.chat.rendered import Rendered
+    from tinkex.chat.examples import Rendered
     from tinkex.clients.service import ServiceClient
 
 FILE = "reference.json"

@@ -13,12 +13,12 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from tinkex.chat.renderer import Renderer
-from tinkex.chat.tokenizers import tokenizer_for
 from tinkex.errors import InputError, ResultError
 from tinkex.loops.batches import counted, loss_of, total_steps
 from tinkex.loops.loop import Begun, Pending
 from tinkex.loops.schedule import batch, sampling_seed
 from tinkex.loops.task import load_task
+from tinkex.tokenizers import tokenizer_for
 from tinkex.types import Datum, ModelInput, SamplingParams
 
 if TYPE_CHECKING:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tinkex.chat.renderer import Renderer
-from tinkex.chat.tokenizers import tokenizer_for
 from tinkex.data.rendering import render_all
 from tinkex.loops.batches import (
     fingerprint,
@@ -19,12 +18,13 @@ from tinkex.loops.dataset import Source
 from tinkex.loops.loop import Begun, Pending
 from tinkex.loops.schedule import batch
 from tinkex.loops.submitted import Submitted
+from tinkex.tokenizers import tokenizer_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from tinkex.chat.rendered import Rendered
+    from tinkex.chat.examples import Rendered
     from tinkex.clients.service import ServiceClient
     from tinkex.clients.training import TrainingClient
     from tinkex.clock import Clock

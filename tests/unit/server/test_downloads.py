@@ -15,7 +15,7 @@ import pytest
 from tinkex.errors import StorageError
 from tinkex.server.api.exports import ARCHIVE, Exports, OnDisk
 from tinkex.testing import FakeEngine
-from tinkex.testing.engine import EngineCall
+from tinkex.testing.fake_engine import EngineCall
 
 from .conftest import Api
 

@@ -14,7 +14,7 @@ from tinkex.engine.protocol import GAUGES
 from tinkex.errors import EngineDiedError, StorageError
 from tinkex.server.api.keys import make_key
 from tinkex.server.observability.meters import Meters
-from tinkex.testing.engine import Delays
+from tinkex.testing.fake_engine import Delays
 from tinkex.transport.base import Pool, Reply, Request
 
 if TYPE_CHECKING:

@@ -76,7 +76,7 @@ async def test_a_clean_up_that_fails_does_not_stop_the_server(
 
 
 async def test_silence_ends_a_session_and_its_samples(start: Start) -> None:
-    from tinkex.testing.engine import Delays
+    from tinkex.testing.fake_engine import Delays
 
     async with start(Delays(sample_s=10_000), session_timeout_s=100) as api:
         session = await api.session()

@@ -11,7 +11,7 @@ import pytest
 from tinkex.server.api.trace import trace
 from tinkex.server.observability.seen import Poll, Polls
 from tinkex.server.store.records import Operation, Outcome
-from tinkex.testing.engine import Delays
+from tinkex.testing.fake_engine import Delays
 
 from .conftest import Api
 

@@ -1,4 +1,4 @@
-"""A base model with an adapter folded in, as a Hugging Face folder.
+"""A base model with an adapter folded in, as a folder that `transformers` loads.
 
 A trained unembedding of a model with tied embeddings becomes a head of its own: the input
 embedding stays what it was.
@@ -9,37 +9,92 @@ Shapes: I inputs and O outputs of one matrix.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
 import msgspec
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType] -- its own stub
 
-from tinkex.engine.checkpoints.peft import hugging_face_name
+from tinkex.engine.checkpoints.peft import hugging_face_name, import_folder
 from tinkex.engine.checkpoints.storage import write_atomically
 from tinkex.errors import InputError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
-    from pathlib import Path
 
     from torch import Tensor
 
     from tinkex.engine.decoder import DecoderConfig, RopeScaling
     from tinkex.engine.lora import LoraWeights
+    from tinkex.engine.models.loader import BaseModel
+    from tinkex.engine.models.tokenizer import ModelTokenizer
 
 SHARD_BYTES: Final = 4 * 2**30
 # A model is for other users and containers, too, unless the umask says otherwise.
 _MODE: Final = 0o666
 _HEAD: Final = "lm_head.weight"
 _EMBEDDING: Final = "model.embed_tokens.weight"
+DtypeName = Literal["float32", "bfloat16", "float16"]
+_DTYPES: Final[dict[str, torch.dtype]] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+# What belongs to a model besides its weights and its configuration.
+_BESIDE: Final = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+
+
+def own_dtype(base: BaseModel) -> DtypeName:
+    """The precision of a base model's own files; float32 where they do not say."""
+    try:
+        config = msgspec.json.decode((Path(base.origin) / "config.json").read_bytes())
+        named = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
+    except (OSError, msgspec.MsgspecError, AttributeError):
+        return "float32"
+    return "bfloat16" if named == "bfloat16" else "float16" if named == "float16" else "float32"
+
+
+def merged_bytes(base: BaseModel, dtype: DtypeName) -> int:
+    """About how large the merged model's files are; a head of its own comes on top."""
+    return sum(t.numel() for _, t in base.decoder.stored.named()) * _DTYPES[dtype].itemsize
+
+
+def merge(base: BaseModel, adapter: Path, folder: Path, dtype: DtypeName) -> None:
+    """Write base model and adapter as one model; sums are made in float32 and then rounded."""
+    decoder = base.decoder
+    weights = import_folder(adapter, decoder.config)
+    kept = _In(decoder.stored, _DTYPES[dtype])
+    write_merged(folder, kept, weights, decoder.model_type, _beside(base))
 
 
 class NamedWeights(Protocol):
     """A base model's tensors under their Hugging Face names."""
 
     def named(self) -> Iterator[tuple[str, Tensor]]: ...
+
+
+class _In:
+    """A base model's tensors in another precision."""
+
+    def __init__(self, base: NamedWeights, dtype: torch.dtype) -> None:
+        self._base = base
+        self._dtype = dtype
+
+    def named(self) -> Iterator[tuple[str, Tensor]]:
+        """Each tensor once, under its Hugging Face name."""
+        for name, tensor in self._base.named():
+            yield name, tensor.to(self._dtype)
 
 
 def merged_tensors(base: NamedWeights, weights: LoraWeights) -> Iterator[tuple[str, Tensor]]:
@@ -164,3 +219,26 @@ def _write(path: Path, content: bytes) -> None:
         file.write_bytes(content)
 
     write_atomically(path, write, mode=_MODE)
+
+
+def _beside(base: BaseModel) -> dict[str, bytes]:
+    """The files of the tokenizer: the base model's own, or written from what it has."""
+    origin = Path(base.origin)
+    if origin.is_dir():
+        return {n: (origin / n).read_bytes() for n in _BESIDE if (origin / n).is_file()}
+    if base.tokenizer is None:
+        return {}
+    return _written(base.tokenizer)
+
+
+def _written(tokenizer: ModelTokenizer) -> dict[str, bytes]:
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": tokenizer.bos_token,
+        "eos_token": tokenizer.eos_token,
+        "chat_template": tokenizer.chat_template,
+    }
+    return {
+        "tokenizer.json": tokenizer.json.encode(),
+        "tokenizer_config.json": msgspec.json.format(msgspec.json.encode(settings), indent=2),
+    }

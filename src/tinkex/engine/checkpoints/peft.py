@@ -16,10 +16,17 @@ from safetensors.torch import load as load_bytes
 from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType] -- its own stub
 from safetensors.torch import save as save_bytes
 
-from tinkex.adapters.config import CONFIG_FILE, WEIGHTS_FILE, read_config
 from tinkex.adapters.folder import read_adapter
-from tinkex.adapters.names import UNEMBED, Place, place_of
-from tinkex.engine.decoder import ATTENTION, MLP
+from tinkex.adapters.peft_layout import (
+    ATTENTION,
+    CONFIG_FILE,
+    MLP,
+    UNEMBED,
+    WEIGHTS_FILE,
+    LoraKey,
+    parse_key,
+    read_config,
+)
 from tinkex.engine.lora import ALPHA, check_lora, initial, wrap
 from tinkex.engine.protocol import MAX_RANK
 from tinkex.errors import InputError
@@ -31,7 +38,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from tinkex.adapters.config import AdapterConfig
+    from tinkex.adapters.peft_layout import AdapterConfig
     from tinkex.engine.decoder import DecoderConfig
     from tinkex.engine.lora import LoraWeights, Target
     from tinkex.engine.protocol import Layout
@@ -118,13 +125,13 @@ def import_folder(folder: Path, config: DecoderConfig, *, seed: int = 0) -> Lora
 def _imported(
     described: AdapterConfig, loaded: Mapping[str, Tensor], config: DecoderConfig, seed: int
 ) -> LoraWeights:
-    tensors = _placed(loaded)
+    tensors = _by_key(loaded)
     lora = LoraConfig(
         rank=described.r,
         seed=seed,
-        train_attn=any(place.matrix in ATTENTION for place in tensors),
-        train_mlp=any(place.matrix in MLP for place in tensors),
-        train_unembed=any(place.matrix == UNEMBED for place in tensors),
+        train_attn=any(key.matrix in ATTENTION for key in tensors),
+        train_mlp=any(key.matrix in MLP for key in tensors),
+        train_unembed=any(key.matrix == UNEMBED for key in tensors),
     )
     if described.r > MAX_RANK:
         raise InputError(f"rank {described.r} is not supported", CONFIG_FILE)
@@ -136,8 +143,8 @@ def _imported(
     factor = described.scale / weights.scale
     for target, pair in weights.named():
         name = hugging_face_name(target)
-        a = tensors.pop(Place(target.layer, target.matrix, "A"), None)
-        b = tensors.pop(Place(target.layer, target.matrix, "B"), None)
+        a = tensors.pop(LoraKey(target.layer, target.matrix, "A"), None)
+        b = tensors.pop(LoraKey(target.layer, target.matrix, "B"), None)
         if a is not None:
             _fill(pair.a_RI, a, name)
         if b is not None:
@@ -147,13 +154,13 @@ def _imported(
     return wrap(config, lora, weights.flat_P)
 
 
-def _placed(loaded: Mapping[str, Tensor]) -> dict[Place, Tensor]:
-    found: dict[Place, Tensor] = {}
-    for key, tensor in loaded.items():
-        place = place_of(key)
-        if place is None:
-            raise InputError(f"{key} is not a matrix this engine adapts", WEIGHTS_FILE)
-        found[place] = tensor
+def _by_key(loaded: Mapping[str, Tensor]) -> dict[LoraKey, Tensor]:
+    found: dict[LoraKey, Tensor] = {}
+    for name, tensor in loaded.items():
+        key = parse_key(name)
+        if key is None:
+            raise InputError(f"{name} is not a matrix this engine adapts", WEIGHTS_FILE)
+        found[key] = tensor
     return found
 
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final, Literal
 
-from tinkex.engine.decoder import ATTENTION, SHARED_INPUT, Projection, projection_shape
+from tinkex.adapters.peft_layout import ATTENTION
+from tinkex.engine.decoder import SHARED_INPUT, Projection, projection_shape
 from tinkex.engine.protocol import MAX_RANK
 from tinkex.errors import InputError, NothingToTrain
 

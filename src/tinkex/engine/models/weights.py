@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 
+from tinkex.adapters.peft_layout import ATTENTION
 from tinkex.engine.backends.choose import backend_for
 from tinkex.engine.backends.torch.layers import rope_frequencies
 from tinkex.engine.backends.torch.linear import Linear
 from tinkex.engine.decoder import (
-    ATTENTION,
     PROJECTIONS,
     SHARED_INPUT,
     Projection,

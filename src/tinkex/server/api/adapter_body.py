@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Final
 import anyio.to_thread
 
 from tinkex.adapters.archive import FILES
-from tinkex.adapters.config import CONFIG_FILE, WEIGHTS_FILE, read_config
 from tinkex.adapters.folder import MAX_CONFIG_BYTES, check_adapter
+from tinkex.adapters.peft_layout import CONFIG_FILE, WEIGHTS_FILE, read_config
 from tinkex.adapters.tensor_header import LENGTH, head_length, parse_head
 from tinkex.server.api.errors import refuse
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
     from pathlib import Path
 
-    from tinkex.adapters.config import AdapterConfig
-    from tinkex.adapters.folder import Adapter
+    from tinkex.adapters.folder import AdapterInfo
+    from tinkex.adapters.peft_layout import AdapterConfig
     from tinkex.server.api.call import Uploads
 
-    Welcome = Callable[[Adapter], Awaitable[None]]
+    Welcome = Callable[[AdapterInfo], Awaitable[None]]
 
 BLOCK_BYTES: Final = 8 << 20
 """So much must arrive within `upload_timeout_s`, again and again."""
@@ -68,7 +68,7 @@ class Incoming:
         return b""
 
 
-async def receive_adapter(body: Incoming, folder: Path, most: int, welcome: Welcome) -> Adapter:
+async def receive_adapter(body: Incoming, folder: Path, most: int, welcome: Welcome) -> AdapterInfo:
     """Write the adapter in a body to a folder.
 
     `welcome` is told what it is before its weights are read, and raises if it is not.
@@ -93,7 +93,7 @@ async def receive_adapter(body: Incoming, folder: Path, most: int, welcome: Welc
     return adapter
 
 
-def _described(config: AdapterConfig, head: bytes, data_bytes: int) -> Adapter:
+def _described(config: AdapterConfig, head: bytes, data_bytes: int) -> AdapterInfo:
     return check_adapter(config, parse_head(head, data_bytes))
 
 

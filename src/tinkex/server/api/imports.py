@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from starlette.responses import Response
 
-    from tinkex.adapters.folder import Adapter
+    from tinkex.adapters.folder import AdapterInfo
     from tinkex.engine.protocol import ImportedAdapter
     from tinkex.server.api.call import Call, Handler
 
@@ -115,7 +115,7 @@ async def _folder() -> AsyncGenerator[Path]:
 
 
 async def _receive(call: Call, folder: Path) -> None:
-    async def welcome(adapter: Adapter) -> None:
+    async def welcome(adapter: AdapterInfo) -> None:
         await call.worker.checkpoints.make_room(call.owner, adapter.parameters * _KEPT_ITEM_BYTES)
 
     body = Incoming(call.request.stream(), call.parts.uploads)

@@ -13,7 +13,7 @@ from tests.contracts.engine_suite import base, sample_op
 from tinkex.engine.process.supervisor import RestartingEngine, first_line
 from tinkex.errors import ClosedError, EngineDiedError, ModelError
 from tinkex.testing import FakeClock, FakeEngine
-from tinkex.testing.engine import TINY
+from tinkex.testing.fake_engine import TINY
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable

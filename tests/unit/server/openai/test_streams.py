@@ -13,7 +13,7 @@ from tests.unit.server.conftest import Api
 from tinkex.clock import time_limit
 from tinkex.errors import EngineDiedError
 from tinkex.testing import FakeClock, FakeEngine, FakeServer
-from tinkex.testing.engine import Delays
+from tinkex.testing.fake_engine import Delays
 
 from .conftest import V1, chat, completion
 

@@ -13,8 +13,8 @@ from sqlalchemy import BigInteger, Double, Integer, Text
 from sqlalchemy.types import TypeDecorator
 
 from tinkex.types import OptimizerConfig
-from tinkex.types.base import Value
 from tinkex.types.optimizers import optimizer_config
+from tinkex.types.value import Value
 
 if TYPE_CHECKING:
     from sqlalchemy import Dialect

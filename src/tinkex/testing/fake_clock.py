@@ -1,4 +1,4 @@
-"""A clock that jumps: time moves only when every task of the loop is waiting.
+"""A virtual clock: time moves only when every task of the loop is waiting.
 
 `FakeClock` owns virtual time and the list of sleepers. Hours of backoff, long-polls and
 heartbeats take milliseconds, in the same order every run.
@@ -70,13 +70,13 @@ class FakeClock:
         return len(self._sleepers) - len(self._gone)
 
     def next_due(self) -> float | None:
-        """When the next sleeper wakes, or None when nobody sleeps."""
+        """When the next sleeper wakes, or None when there is none."""
         while self._sleepers and self._sleepers[0][1] in self._gone:
             self._gone.discard(heapq.heappop(self._sleepers)[1])
         return self._sleepers[0][0] if self._sleepers else None
 
     async def advance(self, seconds: float) -> None:
-        """Move time by hand, waking everybody due on the way, in order."""
+        """Move time by `seconds` and wake the sleepers that become due, in order."""
         target = self._now + seconds
         await all_tasks_blocked()
         while (due := self.next_due()) is not None and due <= target:
@@ -121,8 +121,8 @@ class FakeClock:
 async def all_tasks_blocked() -> None:
     """Return when every other task of this loop waits for something.
 
-    anyio's own function naps a tenth of a real second whenever it meets a task that is
-    ready to run; yielding instead keeps virtual time fast on asyncio.
+    anyio's own function sleeps for a tenth of a real second when a task is ready to run; yielding
+    instead keeps virtual time fast on asyncio.
     """
     try:
         loop = asyncio.get_running_loop()

@@ -1,6 +1,6 @@
-"""One line's object to an example; what is wrong is an InputError that names the place.
+"""The object of one line as an example, or an InputError that names the bad member.
 
-Members that we do not know stay unread: data carries ids, sources and scores of its own.
+Unknown members are ignored: data has ids, sources and scores of its own.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from tinkex.errors import InputError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-__all__ = ["ChatExample", "CompletionExample", "Example", "Kind", "PreferenceExample"]
-
 Kind = Literal["sft", "preference"]
 Example = ChatExample | CompletionExample | PreferenceExample
 Messages = tuple[dict[str, Any], ...]
@@ -28,7 +26,7 @@ _FORMS: Mapping[Kind, str] = {
 
 
 def kind_of_object(found: Mapping[str, Any]) -> Kind:
-    """What an object is meant as, by the names of its members."""
+    """The kind of an object, by the names of its members."""
     return "preference" if {"chosen", "rejected", "preferred_output"} & found.keys() else "sft"
 
 

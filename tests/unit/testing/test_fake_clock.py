@@ -6,7 +6,7 @@ import anyio
 import pytest
 
 from tinkex.clock import Clock, time_limit
-from tinkex.testing.clock import FakeClock
+from tinkex.testing.fake_clock import FakeClock
 
 pytestmark = pytest.mark.anyio
 

@@ -1,4 +1,4 @@
-"""An engine for tests: the whole protocol without torch, the same numbers every time.
+"""An engine for tests: the whole protocol without torch, deterministic.
 
 `FakeEngine` trains and samples the toy model. It is small, not random: repeated training
 on the same data lowers the loss, a loaded checkpoint continues bit for bit, and sampling
@@ -25,7 +25,7 @@ from tinkex.engine.protocol import (
 )
 from tinkex.errors import InputError, RequestFailedError
 from tinkex.testing.toy_losses import LOSSES
-from tinkex.testing.toy_model import ToyModel, input_tokens
+from tinkex.testing.toy_model import DEVICE_S_PER_TOKEN, ToyModel, input_tokens, user_error
 from tinkex.testing.toy_peft import read_toy, write_toy
 from tinkex.testing.toy_sampler import ToySampler
 from tinkex.testing.toy_text import toy_text
@@ -63,8 +63,6 @@ TINY = ModelSpec(
 OTHER = replace(TINY, name="tinkex/tiny-2", text=replace(toy_text(), chat_template=None))
 EOS_TOKEN = 256
 """Ends a sequence; ids below it are bytes, which is what stop strings are compared with."""
-
-_DEVICE_S_PER_TOKEN = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,11 +155,11 @@ class FakeEngine:
         saved, has_optimizer = self._at(location)
         state = self._adapter(model_id)
         if saved.lora.rank != state.lora.rank:
-            raise _user(
+            raise user_error(
                 f"the checkpoint has rank {saved.lora.rank}, the model rank {state.lora.rank}"
             )
         if optimizer and not has_optimizer:
-            raise _user("the checkpoint has no optimizer state")
+            raise user_error("the checkpoint has no optimizer state")
         zeros = np.zeros_like(saved.bias)
         fresh = replace(saved, first=zeros, second=zeros, step=0, gradient=None)
         self._adapters[model_id] = saved if optimizer else fresh
@@ -209,7 +207,7 @@ class FakeEngine:
         try:
             rank, bias = read_toy(folder, base_model, self._base(base_model).vocab_size)
         except InputError as error:
-            raise _user(str(error)) from error
+            raise user_error(str(error)) from error
         lora = LoraConfig(rank=rank, train_attn=False, train_mlp=False)
         zeros = np.zeros_like(bias)
         self._saved[location] = (_State(base_model, lora, bias, zeros, zeros), False)
@@ -281,16 +279,16 @@ class FakeEngine:
         except RequestFailedError as error:
             return error
         except InputError as error:
-            return _user(str(error))
+            return user_error(str(error))
 
     def _pass(self, op: TrainOp, share_s: float) -> TrainResult:
         state = self._adapter(op.model_id)
         toy, head = self._toys[state.base_model], self._head(state.base_model, state.bias)
         loss_fn = LOSSES.get(op.loss_fn)
         if loss_fn is None:
-            raise _user(f"loss_fn {op.loss_fn!r} is unknown; there is: {', '.join(LOSSES)}")
+            raise user_error(f"loss_fn {op.loss_fn!r} is unknown; there is: {', '.join(LOSSES)}")
         if not op.data:
-            raise _user("data is empty")
+            raise user_error("data is empty")
         total, tokens = 0.0, 0
         outputs: list[dict[str, TensorData]] = []
         gradient = np.zeros(toy.vocab_size)
@@ -300,13 +298,13 @@ class FakeEngine:
             p = head.logprobs[spread, targets]
             inputs = {k: v.to_numpy() for k, v in datum.loss_fn_inputs.items()}
             try:
-                loss, slope = loss_fn(p, inputs, op.loss_fn_config)
+                loss, derivative = loss_fn(p, inputs, op.loss_fn_config)
             except InputError as error:
-                raise _user(f"data[{index}].{error}") from error
+                raise user_error(f"data[{index}].{error}") from error
             total += loss
             tokens += len(rows)
             outputs.append({"logprobs": TensorData.from_numpy(p.astype(np.float32))})
-            gradient += _gradient(head, rows, targets, slope)
+            gradient += _gradient(head, rows, targets, derivative)
         if op.backward:
             before = 0.0 if state.gradient is None else state.gradient
             self._adapters[op.model_id] = replace(state, gradient=before + gradient)
@@ -314,25 +312,25 @@ class FakeEngine:
         output = ForwardBackwardOutput(
             loss_fn_output_type="ArrayRecord", loss_fn_outputs=outputs, metrics={"loss:sum": total}
         )
-        device_s = share_s + tokens * _DEVICE_S_PER_TOKEN
+        device_s = share_s + tokens * DEVICE_S_PER_TOKEN
         return TrainResult(output=output, tokens=tokens, device_s=device_s)
 
     def _targets(self, datum: Datum, toy: ToyModel, path: str) -> tuple[Any, Any]:
         tokens = input_tokens(datum.model_input)
         if not tokens:
-            raise _user(f"{path}.model_input is empty")
+            raise user_error(f"{path}.model_input is empty")
         wanted = datum.loss_fn_inputs.get("target_tokens")
         if wanted is None:
-            raise _user(f'{path}.loss_fn_inputs["target_tokens"] is missing')
+            raise user_error(f'{path}.loss_fn_inputs["target_tokens"] is missing')
         targets = wanted.to_numpy()
         if targets.ndim not in (1, 2) or len(targets) != len(tokens):
-            raise _user(
+            raise user_error(
                 f'{path}.loss_fn_inputs["target_tokens"] has shape {list(targets.shape)}, '
                 f"the input has {len(tokens)} tokens"
             )
         for name, ids in (("model_input", np.asarray(tokens)), ("target_tokens", targets)):
             if ids.size and (ids.min() < 0 or ids.max() >= toy.vocab_size):
-                raise _user(f"{path}: {name} has a token outside 0..{toy.vocab_size - 1}")
+                raise user_error(f"{path}: {name} has a token outside 0..{toy.vocab_size - 1}")
         return toy.rows(tokens), targets
 
     def _step_one(self, op: OptimOp, share_s: float) -> OptimResult | RequestFailedError:
@@ -342,30 +340,30 @@ class FakeEngine:
             return error
         stepped, metrics = _optimize(state, op.params)
         self._adapters[op.model_id] = stepped
-        return OptimResult(metrics=metrics, device_s=share_s + _DEVICE_S_PER_TOKEN)
+        return OptimResult(metrics=metrics, device_s=share_s + DEVICE_S_PER_TOKEN)
 
     def _base(self, name: str) -> ModelSpec:
         for spec in self._specs:
             if spec.name == name:
                 return spec
-        raise _user(f"no base model {name!r} here; there are: {', '.join(self._toys)}")
+        raise user_error(f"no base model {name!r} here; there are: {', '.join(self._toys)}")
 
     def _adapter(self, model_id: str) -> _State:
         state = self._adapters.get(model_id)
         if state is None:
-            raise _user(f"model {model_id!r} is not loaded")
+            raise user_error(f"model {model_id!r} is not loaded")
         return state
 
     def _snapshot(self, snapshot: str) -> _State:
         state = self._snapshots.get(snapshot)
         if state is None:
-            raise _user("these sampling weights are gone: their session has ended")
+            raise user_error("these sampling weights are gone: their session has ended")
         return state
 
     def _at(self, location: str) -> tuple[_State, bool]:
         saved = self._saved.get(location)
         if saved is None:
-            raise _user("these weights have been deleted")
+            raise user_error("these weights have been deleted")
         return saved
 
     async def _enter(self, name: str, ids: tuple[str, ...], delay_s: float) -> None:
@@ -377,14 +375,11 @@ class FakeEngine:
             raise failures.pop(0)
 
 
-def _user(message: str) -> RequestFailedError:
-    return RequestFailedError(message, None, "user")
-
-
-def _gradient(head: Head, rows: Any, targets: Any, slope: Any) -> Floats:
+def _gradient(head: Head, rows: Any, targets: Any, derivative: Any) -> Floats:
     """The derivative of a loss by the bias: each target up, what its row expects down."""
-    gradient = np.bincount(targets.ravel(), weights=slope.ravel(), minlength=head.logprobs.shape[1])
-    per_position = slope if slope.ndim == 1 else slope.sum(axis=1)
+    vocab_size = head.logprobs.shape[1]
+    gradient = np.bincount(targets.ravel(), weights=derivative.ravel(), minlength=vocab_size)
+    per_position = derivative if derivative.ndim == 1 else derivative.sum(axis=1)
     per_row = np.bincount(rows, weights=per_position, minlength=len(head.logprobs))
     expected = np.dot(per_row.astype(np.float64), np.exp(head.logprobs))
     return gradient.astype(np.float64) - expected

@@ -10,10 +10,15 @@ import torch
 
 from tinkex import types
 from tinkex.errors import InputError, InputTypeError
-from tinkex.types.checks import check_datum
-from tinkex.types.frozen import frozen
+from tinkex.types.datum import copy_datum
+from tinkex.types.sampling import copy_request
+from tinkex.types.training import batch_to_send
 from tinkex.wire import json_codec
 from tinkex.wire.proto_codec import encode_forward_backward
+
+
+def private(tensor: types.TensorData) -> types.TensorData:
+    return tensor._copy()  # pyright: ignore[reportPrivateUsage]
 
 
 def body(datum: types.Datum) -> bytes:
@@ -50,11 +55,11 @@ CHANGES: dict[str, Callable[[types.Datum], object]] = {
 @pytest.mark.req("S12")
 @pytest.mark.filterwarnings("ignore:Setting the shape")
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
-def test_a_frozen_datum_is_sent_as_it_was_when_it_was_frozen(
+def test_a_copied_datum_is_sent_as_it_was_when_it_was_copied(
     change: Callable[[types.Datum], object],
 ) -> None:
     given = datum()
-    kept = frozen(given, "data[0]")
+    kept = copy_datum(given, "data[0]")
     before = body(kept)
     assert before == body(datum())
     change(given)
@@ -67,8 +72,8 @@ def test_a_frozen_datum_is_sent_as_it_was_when_it_was_frozen(
     [np.ones(3, np.float32), torch.ones(3), np.ones((3, 2), np.float32)[:, 0]],
     ids=["numpy", "torch", "strided"],
 )
-def test_a_buffer_can_be_filled_again_after_the_datum_was_frozen(weights: Any) -> None:
-    kept = frozen(datum(weights))
+def test_a_buffer_can_be_filled_again_after_the_datum_was_copied(weights: Any) -> None:
+    kept = copy_datum(datum(weights), "data[0]")
     weights[:] = 5.0
     assert kept.loss_fn_inputs["weights"].tolist() == [1.0, 1.0, 1.0]
 
@@ -77,11 +82,11 @@ def test_a_buffer_can_be_filled_again_after_the_datum_was_frozen(weights: Any) -
 def test_memory_that_nobody_can_write_to_is_not_copied() -> None:
     array = np.frombuffer(np.ones(4, np.float32).tobytes(), np.float32)
     for given in (array, array.reshape(2, 2)):
-        assert np.shares_memory(frozen(types.TensorData.from_numpy(given)).to_numpy(), array)
+        assert np.shares_memory(private(types.TensorData.from_numpy(given)).to_numpy(), array)
     behind = np.ones(4, np.float32)
     view = behind.view()
     view.flags.writeable = False
-    assert not np.shares_memory(frozen(types.TensorData.from_numpy(view)).to_numpy(), behind)
+    assert not np.shares_memory(private(types.TensorData.from_numpy(view)).to_numpy(), behind)
 
 
 @pytest.mark.req("S2")
@@ -98,24 +103,24 @@ def test_memory_that_nobody_can_write_to_is_not_copied() -> None:
 def test_memory_of_our_own_is_copied_only_when_somebody_asks_for_it(
     tensor: types.TensorData,
 ) -> None:
-    first, second = frozen(tensor), frozen(tensor)
+    first, second = private(tensor), private(tensor)
     assert first._numpy is second._numpy is tensor._numpy  # pyright: ignore[reportPrivateUsage]
     tensor.to_numpy()[0] = 9
     copy.copy(second).to_numpy()[0] = 8
     assert (tensor.data[0], first.data[0]) == (9, 1)
-    third = frozen(tensor)
+    third = private(tensor)
     tensor.to_numpy()[0] = 7
     assert third.data[0] == 9
 
 
-def test_frozen_sparse_tensors_are_copied_and_checked_again() -> None:
+def test_sparse_tensors_are_copied_and_checked_again() -> None:
     col = np.array([2])
     tensor = types.TensorData([1], "int64", [2, 3], [0, 0, 1], col)  # pyright: ignore[reportArgumentType]
-    kept = frozen(tensor)
+    kept = private(tensor)
     col[0] = 9
     assert kept.sparse_col_indices == [2]
     with pytest.raises(InputError) as caught:
-        frozen(types.Datum(types.ModelInput.from_ints([1, 2]), {"weights": tensor}), "data[4]")
+        copy_datum(types.Datum(types.ModelInput.from_ints([1, 2]), {"weights": tensor}), "data[4]")
     assert caught.value.path == 'data[4].loss_fn_inputs["weights"].sparse_col_indices'
 
 
@@ -125,7 +130,7 @@ def test_tokens_that_became_bad_are_named_before_anything_is_sent(bad: Any) -> N
     given = datum()
     tokens_of(given.model_input)[1] = bad
     with pytest.raises(InputError) as caught:
-        frozen(given, "data[7]")
+        copy_datum(given, "data[7]")
     assert caught.value.path == "data[7].model_input.chunks[0].tokens[1]"
 
 
@@ -134,12 +139,12 @@ def test_what_became_of_lists_and_dicts_is_checked_too() -> None:
     given = datum()
     given.model_input.chunks.append(cast("Any", "text"))
     with pytest.raises(InputTypeError) as caught:
-        frozen(given, "data[0]")
+        copy_datum(given, "data[0]")
     assert caught.value.path == "data[0].model_input.chunks[2]"
     given = datum()
     cast("list[Any]", given.model_input_spans).append("span")
     with pytest.raises(InputTypeError) as caught:
-        frozen(given, "data[0]")
+        copy_datum(given, "data[0]")
     assert caught.value.path == "data[0].model_input_spans[1]"
     for key, value, path in (
         ("weights", [1.0], 'data[0].loss_fn_inputs["weights"]'),
@@ -148,7 +153,7 @@ def test_what_became_of_lists_and_dicts_is_checked_too() -> None:
         given = datum()
         given.loss_fn_inputs[cast("str", key)] = cast("types.TensorData", value)
         with pytest.raises(InputTypeError) as caught:
-            check_datum(frozen(given, "data[0]"), 0, "cross_entropy")
+            batch_to_send([given], "cross_entropy")
         assert caught.value.path == path
 
 
@@ -159,7 +164,7 @@ def test_the_shape_of_a_tensor_cannot_be_changed() -> None:
 
 
 @pytest.mark.req("S12")
-def test_a_frozen_sample_request_keeps_prompt_stops_and_targets() -> None:
+def test_a_copied_sample_request_keeps_prompt_stops_and_targets() -> None:
     targets = np.array([[5], [6]])
     request = types.SampleRequest(
         prompt=types.ModelInput.from_ints([1, 2, 3]),
@@ -167,16 +172,8 @@ def test_a_frozen_sample_request_keeps_prompt_stops_and_targets() -> None:
         target_prompt_logprobs=types.TensorData.from_numpy(targets),
     )
     before = json_codec.encode(request)
-    kept = frozen(request)
+    kept = copy_request(request)
     tokens_of(request.prompt).clear()
     cast("list[str]", request.sampling_params.stop).append("b")
     targets[0, 0] = 9
     assert json_codec.encode(kept) == before
-
-
-def test_other_values_are_copied_all_the_way_down() -> None:
-    params = types.OptimParamsBase(type="lion", betas=[0.9])  # pyright: ignore[reportCallIssue]
-    kept = frozen(params)
-    assert kept == params
-    cast("Any", params).betas.append(0.5)
-    assert cast("Any", kept).betas == [0.9]

@@ -1,9 +1,9 @@
-"""What every wire value is built on.
+"""The base classes of every wire value, and `Usage`, which most results carry.
 
 `Request` and `Response` are frozen, keyword-only msgspec structs that also check their
 arguments when constructed. The check is one `msgspec.convert` of the keywords, so it costs
-about as much as the plain constructor; only when that fails does `building` look closer,
-to accept numpy scalars and nested dicts or to say which argument is wrong and why.
+about as much as the plain constructor. Only when that fails, `coercion` looks closer: it accepts
+numpy scalars and nested dicts, or says which argument is wrong and why.
 
 Decoding does not come through here: msgspec builds decoded structs itself, already checked,
 and skips members it does not know.
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
 _LARGEST: Final = 1.7976931348623157e308
-# Array scalars look like mappings to msgspec, which then stumbles over what they lack.
+# Array scalars look like mappings to msgspec, which then fails on what they lack.
 CONVERSION_ERRORS: Final = (
     ValidationError,
     AttributeError,
@@ -42,9 +42,9 @@ CONVERSION_ERRORS: Final = (
     TypeError,
     ValueError,
 )
-# What `convert` takes exactly as a caller means it. It is too ready to take others: nested
-# dicts lose misspelt keys, sets lose their order, and an array counts as a struct without any
-# of its fields.
+# The types that `convert` takes exactly as a caller means them. It accepts others too readily:
+# nested dicts lose misspelt keys, sets lose their order, and an array counts as a struct without
+# any of its fields.
 _SURE: Final = frozenset({str, int, float, bool, NoneType, bytes, datetime})
 
 Token = Annotated[int, Meta(ge=0, lt=2**31)]
@@ -134,7 +134,7 @@ def is_mapping(value: Any) -> "TypeGuard[Mapping[Any, Any]]":
 
 
 def _coercion() -> Any:
-    # Imported when first needed: most programs never construct anything by the slow way.
+    # Imported when first needed: most programs never need it.
     from tinkex.types import coercion
 
     return coercion
@@ -142,7 +142,7 @@ def _coercion() -> Any:
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(msgspec.field,))
 class Value(msgspec.Struct, metaclass=ValueMeta, frozen=True, kw_only=True):
-    """Common ground of requests and responses."""
+    """The base class of requests and responses."""
 
     __accepts__: ClassVar[frozenset[str]] = frozenset()
     __adapts__: ClassVar[bool] = False
@@ -307,3 +307,27 @@ class Result(Response, eq=False):
 
     def __hash__(self) -> int:
         return hash((type(self), self._identity()))
+
+
+class Usage(Response):
+    """Tokens and time of one operation; `+` adds two of them up."""
+
+    prompt_tokens: Count = 0
+    cached_tokens: Count = 0
+    generated_tokens: Count = 0
+    trained_tokens: Count = 0
+    queue_s: float | None = None
+    device_s: float | None = None
+
+    def __add__(self, other: object) -> "Usage":
+        if not isinstance(other, Usage):
+            return NotImplemented
+        queue_s, device_s = other.queue_s, other.device_s  # None where a time is not known
+        return Usage(
+            prompt_tokens=self.prompt_tokens + other.prompt_tokens,
+            cached_tokens=self.cached_tokens + other.cached_tokens,
+            generated_tokens=self.generated_tokens + other.generated_tokens,
+            trained_tokens=self.trained_tokens + other.trained_tokens,
+            queue_s=self.queue_s if queue_s is None else queue_s + (self.queue_s or 0.0),
+            device_s=self.device_s if device_s is None else device_s + (self.device_s or 0.0),
+        )

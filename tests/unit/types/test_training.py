@@ -10,7 +10,7 @@ import torch
 
 from tinkex.errors import InputError
 from tinkex.types import Datum, ForwardBackwardInput, ImageChunk, ModelInput, TensorData
-from tinkex.types.checks import batch_to_send, check_datum
+from tinkex.types.training import batch_to_send, check_datum
 
 THREE = ModelInput.from_ints([1, 2, 3])
 RL = {"target_tokens": [2, 3, 4], "logprobs": [-0.5] * 3, "advantages": [1.0] * 3}

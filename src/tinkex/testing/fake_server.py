@@ -1,4 +1,4 @@
-"""A believable server for tests: the real app over a fake engine, with faults on demand.
+"""A server for tests: the real app over a fake engine, with scripted faults.
 
 In process, on virtual time:
 
@@ -26,8 +26,8 @@ from tinkex.errors import ClosedError, InputError
 from tinkex.server.app import create_app, running
 from tinkex.server.server_settings import ServerSettings
 from tinkex.server.store.memory import MemoryStore
-from tinkex.testing.clock import FakeClock
-from tinkex.testing.engine import FakeEngine
+from tinkex.testing.fake_clock import FakeClock
+from tinkex.testing.fake_engine import FakeEngine
 from tinkex.testing.faults import Faults
 from tinkex.testing.recorder import ABORT, Recorder
 from tinkex.transport.asgi import AsgiTransport
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from tinkex.clients.service import ServiceClient
     from tinkex.clock import Clock
     from tinkex.server.api.call import Parts
-    from tinkex.testing.engine import Delays
+    from tinkex.testing.fake_engine import Delays
     from tinkex.testing.recorder import SeenRequest
     from tinkex.transport.base import Reply, Request
 
@@ -53,7 +53,7 @@ API_KEY = "tml-test"
 class FakeServer:
     """The server with an in-memory store and a fake engine.
 
-    `requests` lists what arrived, without credentials; `faults` scripts trouble; `engine`
+    `requests` lists what arrived, without credentials; `faults` scripts failures; `engine`
     and `store` can be looked into. Ids are `session-0`, `session-1`, …
 
     With `after`, it is the next start of a server that has ended: it has the same store, and

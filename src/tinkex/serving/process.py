@@ -82,7 +82,9 @@ class Host:
         self._answering = asyncio.Event()
         self._stopping = asyncio.Event()
         self._failure: Exception | None = None
-        self._engine = RestartingEngine(self._start_engine, self._clock, self._on_change)
+        self._engine = RestartingEngine(  # pyright: ignore[reportAbstractUsage] - derived methods
+            self._start_engine, self._clock, self._on_change
+        )
 
     async def run(self) -> None:
         """Serve until told to end."""

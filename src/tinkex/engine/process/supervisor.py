@@ -1,8 +1,8 @@
-"""`Engine` that outlives its process: starts another child when one dies.
+"""`Engine` that survives the death of its process: it starts another child.
 
 Calls made while there is no child wait for the next one; calls under way when it dies raise
-`EngineDiedError`, because only the server knows what to do again. Tenants see the first line of
-that error; what the child said last is in the log.
+`EngineDiedError`, because only the server knows what to run again. Tenants see the first line of
+that error; the child's last lines are in the log.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
 import anyio
 
-from tinkex.engine.forwarded import ForwardedEngine
+from tinkex.engine.process.calls import ForwardingEngine
 from tinkex.errors import ClosedError, EngineDiedError, TinkerError
 
 if TYPE_CHECKING:
@@ -37,17 +37,18 @@ State = Literal["starting", "ready", "restarting", "failed", "closed"]
 _FIRST_WAIT_S: Final = 0.5
 _LONGEST_WAIT_S: Final = 30.0
 _MOST_FAILED_STARTS: Final = 5
-# A child that lived this long was well: its death begins a new series.
+# The death of a child that lived this long begins a new series.
 _WELL_S: Final = 60.0
 _PATH: Final = re.compile(r"(?<![\w.])/[^\s'\",;:()]+")
 
 _log = logging.getLogger(__name__)
 
 
-class RestartingEngine(ForwardedEngine):
-    """Runs one child at a time; `start` makes one and is told what it is doing meanwhile.
+class RestartingEngine(ForwardingEngine):
+    """Runs one child at a time; `start` makes one and reports each phase of that.
 
-    `run` has to run beside whoever calls. `on_change` is called after each change of what it does.
+    `run` must run as a task beside the callers. `on_change` is called after each change of
+    `state` or `phase`.
     """
 
     def __init__(
@@ -56,8 +57,8 @@ class RestartingEngine(ForwardedEngine):
         self._start = start
         self._clock = clock
         self._on_change = on_change
-        # Mutable state: the child if one is ready, how many there have been, what is going on,
-        # and why it is not tried again.
+        # Mutable state: the child if one is ready, how many there have been, what happens now,
+        # and why no other is started.
         self._child: Child | None = None
         self._models: Sequence[ModelSpec] = ()
         self._changed = anyio.Event()
@@ -68,7 +69,7 @@ class RestartingEngine(ForwardedEngine):
 
     @property
     def models(self) -> Sequence[ModelSpec]:
-        """The base models; none before the first child was ready."""
+        """The base models; none before the first child is ready."""
         return self._models
 
     @property
@@ -81,11 +82,11 @@ class RestartingEngine(ForwardedEngine):
         return self.state == "closed"
 
     async def wait_ready(self) -> None:
-        """Return when it can be used; raises why it never will be."""
+        """Return when a child is ready; raises why there will be none."""
         await self._ready()
 
     async def run(self) -> None:
-        """Start children, one after another, until closed or until starting makes no sense."""
+        """Start children, one after another, until closed or until another start cannot help."""
         deaths, failed_starts = 0, 0
         while not self._closed:
             try:
@@ -104,21 +105,21 @@ class RestartingEngine(ForwardedEngine):
                 deaths += 1
 
     async def _pause(self, deaths: int) -> None:
-        """The first death of a series is answered at once, the next ones ever later."""
+        """Restart at once after the first death of a series, and later after each further one."""
         if deaths:
             wait_s = min(_FIRST_WAIT_S * 2 ** (deaths - 1), _LONGEST_WAIT_S)
             self._enter(f"waiting {wait_s:g} s before the engine is started again")
             await self._clock.sleep(wait_s)
 
     async def close(self) -> None:
-        """End the child; whoever waits gets a `ClosedError`."""
+        """End the child; callers that wait get a `ClosedError`."""
         child, self._child = self._child, None
         self._become("closed", "closed")
         if child is not None:
             await child.close()
 
     async def _live(self, child: Child) -> float:
-        """Offer a child until it is dead; returns how long that was."""
+        """Serve calls with a child until it is dead; returns how long it lived."""
         born = self._clock.now()
         try:
             if not self._closed:
@@ -130,13 +131,13 @@ class RestartingEngine(ForwardedEngine):
                     _log.error("the engine died and is started again: %s", death)
                 self._lose(child)
         finally:
-            # Also when this is cancelled: a child without a parent would be nobody's.
+            # Shielded: also when this task is cancelled, no child stays behind.
             with anyio.CancelScope(shield=True):
                 await child.close()
         return self._clock.now() - born
 
     def _lose(self, child: Child) -> None:
-        """A child is dead: from now on calls wait for the next one."""
+        """A child is dead: calls wait for the next one from now on."""
         if self._child is child:
             self._child = None
             self._become("restarting", "starting the engine process again")
@@ -166,17 +167,17 @@ class RestartingEngine(ForwardedEngine):
             await self._changed.wait()
         return self._child
 
-    async def _call(self, name: str, *args: Any, **options: Any) -> Any:
+    async def _call(self, name: str, **arguments: Any) -> Any:
         child = await self._ready()
         try:
-            return await getattr(child, name)(*args, **options)
+            return await getattr(child, name)(**arguments)
         except EngineDiedError as error:
-            # Whoever is told first may call again at once: not the same one.
+            # Before `wait_dead` notices: a caller that retries at once must not get the dead child.
             self._lose(child)
             raise EngineDiedError(first_line(error)) from error
 
     async def stats(self) -> Mapping[str, float]:
-        """The child's gauges; none while there is no child, and nobody waits for one."""
+        """The child's gauges; none, and no wait, while there is no child."""
         return {} if self._child is None else await self._call("stats")
 
 
@@ -187,7 +188,7 @@ def first_line(error: BaseException) -> str:
 
 
 def _worth_another(error: TinkerError, generation: int, failed_starts: int) -> bool:
-    """Whether another start may go better: never the first, nor one that was refused."""
+    """Whether another start may succeed: not after a first start, nor one that was refused."""
     if generation == 0 or not isinstance(error, EngineDiedError):
         return False
     return failed_starts < _MOST_FAILED_STARTS

@@ -1,8 +1,8 @@
-"""One child process from its start to its end, as its parent sees it.
+"""`Engine` for the API process, computed by a child process. Nothing here imports torch.
 
-`EngineProcess` decides when the child counts as dead (its connection closed, it exited, or it is
-frozen) and sees to it that everybody who waits is told once. A child that is given up is killed
-first, so that whoever starts the next one finds the device free.
+The parent decides when the child counts as dead: its connection closed, it exited, or it is frozen.
+Then every waiting call fails at once with an `EngineDiedError`. A child that is given up is killed
+first, so that the next one finds the device free. `supervisor` starts the next one.
 """
 
 from __future__ import annotations
@@ -10,60 +10,66 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import anyio
 
-from tinkex.clock import time_limit
-from tinkex.engine.process.calls import Calls
-from tinkex.engine.process.channel import open_channel
-from tinkex.engine.process.liveness import LOOKS, Silence, computes, how_it_ended, verdict
+from tinkex.clock import SystemClock, time_limit
+from tinkex.engine.process.calls import Calls, ForwardingEngine
 from tinkex.engine.process.messages import (
-    Answer,
     Broken,
+    CallResult,
+    EngineReady,
     Logged,
     Phase,
-    Ready,
     Start,
     Stop,
     Tokens,
+    open_channel,
 )
-from tinkex.engine.process.program import start_program
+from tinkex.engine.process.program import (
+    LOOKS,
+    Silence,
+    computes,
+    how_it_ended,
+    start_program,
+    verdict,
+)
+from tinkex.engine.process.spec import ProcessSettings
 from tinkex.errors import ClosedError, EngineDiedError, InputError, RequestFailedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from tinkex.clock import Clock
-    from tinkex.engine.process.channel import Channel
-    from tinkex.engine.process.messages import Message
+    from tinkex.engine.process.messages import Channel, Message
     from tinkex.engine.process.program import Program
-    from tinkex.engine.process.spec import EngineSpec, ProcessSettings
-    from tinkex.engine.protocol import ModelSpec
+    from tinkex.engine.process.spec import EngineSpec
+    from tinkex.engine.protocol import ModelSpec, OnToken
     from tinkex.errors import TinkerError
 
-State = Literal["starting", "ready", "dead", "closed"]
+ProcessState = Literal["starting", "ready", "dead", "closed"]
 
 _log = logging.getLogger(__name__)
 
 
-class EngineProcess:
-    """A child that runs an engine; `start` it once."""
+class ProcessEngine(ForwardingEngine):
+    """An engine in a child process: make one with `start`, use it on the loop that started it.
+
+    Close it, or use it as an async context manager. One that died stays dead; start another.
+    """
 
     def __init__(
-        self,
-        settings: ProcessSettings,
-        clock: Clock,
-        on_phase: Callable[[str], None] | None,
+        self, settings: ProcessSettings, clock: Clock, on_phase: Callable[[str], None] | None
     ) -> None:
         self._settings = settings
         self._clock = clock
         self._on_phase = on_phase
         self._loop = asyncio.get_running_loop()
         # Mutable state: how far it is, why it was or has to be given up, and its parts.
-        self.state: State = "starting"
-        self.phase = "starting the engine process"
-        self.models: Sequence[ModelSpec] = ()
+        self.state: ProcessState = "starting"
+        self._phase = "starting the engine process"
+        self._models: Sequence[ModelSpec] = ()
         self._ready: asyncio.Future[None] = self._loop.create_future()
         self._lost = asyncio.Event()
         self._over = asyncio.Event()
@@ -76,27 +82,82 @@ class EngineProcess:
         self._calls: Calls
         self._life: asyncio.Task[None] | None = None
 
+    @classmethod
+    async def start(
+        cls,
+        spec: EngineSpec,
+        settings: ProcessSettings | None = None,
+        *,
+        clock: Clock | None = None,
+        on_phase: Callable[[str], None] | None = None,
+    ) -> ProcessEngine:
+        """Spawn a child, have it load `spec`, and return when it is ready.
+
+        `on_phase` gets what the child does meanwhile, such as "loading ... on cuda". Raises what
+        the child ran into (`InputError`, `ModelError`, `MissingPackageError`), or an
+        `EngineDiedError` when it ended or fell silent.
+        """
+        engine = cls(settings or ProcessSettings(), clock or SystemClock(), on_phase)
+        try:
+            await engine._start(spec)
+        except BaseException:
+            # Shielded: a caller that cancels the start must not leave the child behind.
+            with anyio.CancelScope(shield=True):
+                await engine._kill()
+            raise
+        return engine
+
+    @property
+    def models(self) -> Sequence[ModelSpec]:
+        """The base models."""
+        return self._models
+
     @property
     def pid(self) -> int:
         """The child's process id."""
         return self._program.pid
 
-    @property
-    def calls(self) -> Calls:
-        """Where calls are made; raises when there is nobody to make them to."""
+    async def wait_dead(self) -> EngineDiedError | None:
+        """Return when the child has ended: how it died, or None when it was closed."""
+        await self._dead.wait()
+        return None if self.state == "closed" else EngineDiedError(self._report)
+
+    async def close(self) -> None:
+        """End the child: what runs now may finish within the grace time; callers get an error.
+
+        That is a `ClosedError`, also for calls made later.
+        """
+        if self.state in ("starting", "ready"):
+            self.state = "closed"
+            self._calls.fail(lambda: ClosedError("the engine was closed"))
+            self._channel.send(Stop())
+        try:
+            async with time_limit(self._clock, self._settings.close_grace_s):
+                await self._over.wait()
+        finally:
+            await self._kill()
+
+    async def __aenter__(self) -> ProcessEngine:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def _call(self, name: str, *, on_token: OnToken | None = None, **arguments: Any) -> Any:
         if asyncio.get_running_loop() is not self._loop:
             raise InputError("is used on another event loop than the one that started it", "engine")
         if self.state == "closed":
             raise ClosedError("the engine is closed")
         if self.state == "dead":
             raise EngineDiedError(self._report)
-        return self._calls
+        return await self._calls.call(name, on_token=on_token, **arguments)
 
-    async def start(self, spec: EngineSpec) -> None:
-        """Spawn the child and wait until it is ready; raises what kept it from that."""
+    # -- start and messages -------------------------------------------------------------------
+
+    async def _start(self, spec: EngineSpec) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            # A child spawned for somebody who has gone would be nobody's.
+            # Shielded: a child that is spawned while its caller is cancelled would have no owner.
             with anyio.CancelScope(shield=True):
                 self._program = await start_program(theirs, self._over.set)
         self._channel = await open_channel(ours, self._take, self._on_lost)
@@ -106,41 +167,15 @@ class EngineProcess:
         self._channel.send(Start(spec, self._settings.heartbeat_interval_s, level))
         await self._ready
 
-    async def wait_dead(self) -> EngineDiedError | None:
-        """Return when the child has ended: how it died, or None when it was closed."""
-        await self._dead.wait()
-        return None if self.state == "closed" else EngineDiedError(self._report)
-
-    async def close(self) -> None:
-        """End the child: what it does now may finish within the grace time, nothing else."""
-        if self.state in ("starting", "ready"):
-            self.state = "closed"
-            self._calls.fail(lambda: ClosedError("the engine was closed"))
-            self._channel.send(Stop())
-        try:
-            async with time_limit(self._clock, self._settings.close_grace_s):
-                await self._over.wait()
-        finally:
-            await self.kill()
-
-    async def kill(self) -> None:
-        """End the child at once, if there is one."""
-        if self._life is not None:
-            self._reason = self._reason or "was ended"
-            self._over.set()
-            await asyncio.wait([self._life])
-
-    # -- what the child says ------------------------------------------------------------------
-
     def _take(self, message: Message) -> None:
-        if isinstance(message, Answer | Tokens):
+        if isinstance(message, CallResult | Tokens):
             self._calls.take(message)
         elif isinstance(message, Logged):
             logging.getLogger(message.logger).log(message.level, "%s", message.text)
         elif isinstance(message, Phase):
             self._enter(message.text)
-        elif isinstance(message, Ready):
-            self.models = message.models
+        elif isinstance(message, EngineReady):
+            self._models = message.models
             if self.state == "starting":
                 self.state = "ready"
                 self._enter("ready")
@@ -150,7 +185,7 @@ class EngineProcess:
             self._broken = message.error
 
     def _enter(self, phase: str) -> None:
-        self.phase = phase
+        self._phase = phase
         _log.info("engine process %d: %s", self.pid, phase)
         if self._on_phase is not None:
             self._loop.call_soon(self._on_phase, phase)
@@ -161,21 +196,28 @@ class EngineProcess:
         self._lost.set()
         self._over.set()
 
-    # -- its end ------------------------------------------------------------------------------
+    # -- the end ------------------------------------------------------------------------------
+
+    async def _kill(self) -> None:
+        """End the child at once, if there is one."""
+        if self._life is not None:
+            self._reason = self._reason or "was ended"
+            self._over.set()
+            await asyncio.wait([self._life])
 
     async def _live(self) -> None:
-        """Watch over the child until its end, then tell everybody."""
+        """Watch the child until its end, then fail the calls that wait."""
         try:
             async with anyio.create_task_group() as group:
                 group.start_soon(self._watch)
                 await self._over.wait()
                 group.cancel_scope.cancel()
             if self._reason is None and self.state != "closed":
-                # It exited by itself: what it said before is still to be read.
+                # It exited by itself: its last messages, such as `Broken`, are still to be read.
                 async with time_limit(self._clock, self._settings.reap_timeout_s):
                     await self._lost.wait()
         finally:
-            # Also when the loop ends under it: no child stays behind.
+            # Also when the loop is closed while this runs: no child stays behind.
             self._channel.abort()
             self._program.kill()
         code = await self._program.wait(self._clock, self._settings.reap_timeout_s)
@@ -200,7 +242,7 @@ class EngineProcess:
             reason = f"gave up: {self._broken}"
         self._report = how_it_ended(code, reason, self._program.lines)
         if self.state == "starting":
-            self._report += f"\n(while it was {self.phase})"
+            self._report += f"\n(while it was {self._phase})"
         if self.state != "closed":
             self.state = "dead"
             _log.error("%s", self._report)

@@ -14,7 +14,7 @@ from tinkex.clients import local_loss
 from tinkex.engine.training import custom_loss, custom_loss_limits, losses, results
 from tinkex.engine.training.optim import adamw_step, fresh_moments
 from tinkex.server import Settings
-from tinkex.server.api import adapter_body
+from tinkex.server.api import imports
 from tinkex.server.api.call import MAX_JSON_PARTS, MAX_PROTOBUF_PARTS
 from tinkex.server.api.usage import MOST_AUDITED
 from tinkex.server.app import HANDLERS
@@ -67,7 +67,7 @@ def test_the_limits_and_times_are_those_in_the_code() -> None:
         custom_loss_limits.MAX_WORK,
         folder.MAX_CONFIG_BYTES,
         tensor_header.MAX_HEAD_BYTES,
-        adapter_body.BLOCK_BYTES,
+        imports.BLOCK_BYTES,
     ]
     for number in numbers:
         assert f" {number:,} " in refused

@@ -34,7 +34,7 @@ def create(args: argparse.Namespace) -> None:
 
 
 async def _create(args: argparse.Namespace) -> tuple[str, ApiKey]:
-    from tinkex.server.api.keys import make_key
+    from tinkex.server.api.identity import make_key
 
     async with _store(args, new=True) as store:
         now = SystemClock().wall()
@@ -69,7 +69,7 @@ def revoke(args: argparse.Namespace) -> None:
 
 
 async def _revoke(args: argparse.Namespace) -> bool:
-    from tinkex.server.api.keys import end_key
+    from tinkex.server.api.identity import end_key
 
     async with _store(args) as store:
         return await end_key(store, args.key_id, SystemClock().wall())

@@ -21,10 +21,8 @@ from starlette.routing import Route
 from tinkex.clock import SystemClock
 from tinkex.server import openai
 from tinkex.server.api import (
-    attach,
     checkpoints,
     downloads,
-    files,
     futures,
     imports,
     models,
@@ -38,7 +36,7 @@ from tinkex.server.api.call import Call, Parts, Uploads, check_scope
 from tinkex.server.api.errors import error_reply, refuse
 from tinkex.server.api.exports import Exports
 from tinkex.server.api.identity import Identity
-from tinkex.server.api.limits import Limits
+from tinkex.server.api.limits import TenantLimits
 from tinkex.server.api.submit import decode_operation
 from tinkex.server.observability import routes as operators
 from tinkex.server.observability.meters import Meters
@@ -63,18 +61,23 @@ if TYPE_CHECKING:
 
     Endpoint = Callable[[Request], Awaitable[Response]]
 
+_MODULES = (
+    service,
+    sessions,
+    models,
+    training,
+    sampling,
+    futures,
+    checkpoints,
+    downloads,
+    imports,
+    usage,
+)
+# A route's handler is the function of its name in one of these modules.
 HANDLERS: dict[str, Handler] = {
-    **service.HANDLERS,
-    **sessions.HANDLERS,
-    **models.HANDLERS,
-    **attach.HANDLERS,
-    **training.HANDLERS,
-    **sampling.HANDLERS,
-    **futures.HANDLERS,
-    **checkpoints.HANDLERS,
-    **downloads.HANDLERS,
-    **imports.HANDLERS,
-    **usage.HANDLERS,
+    name: vars(module)[name]
+    for module in _MODULES
+    for name in vars(module).keys() & {route.name for route in ROUTES}
 }
 
 
@@ -181,7 +184,7 @@ def _connect(
         worker=worker,
         waiters=waiters,
         identity=Identity(settings, clock, store),
-        limits=Limits(settings, clock, store, worker),
+        limits=TenantLimits(settings, clock, store, worker),
         exports=Exports(engine),
         imports=imports.Imports(),
         new_id=new_id,
@@ -239,7 +242,7 @@ def _files(parts: Parts) -> Callable[[Request], Any]:
         seen_by(request.scope).route = "files"
         params = request.path_params
         try:
-            return await files.download(parts, request, params["token"], params["name"])
+            return await downloads.download(parts, request, params["token"], params["name"])
         except Exception as error:  # noqa: BLE001  # a request ends here, answered
             return error_reply(request, error)
 

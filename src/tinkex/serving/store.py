@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Final
 
 from tinkex.errors import InputError
-from tinkex.server.api.keys import any_key
+from tinkex.server.api.identity import any_key
 from tinkex.server.store.sql import SqlStore
 
 if TYPE_CHECKING:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from tinkex.server.api.exports import Exports
     from tinkex.server.api.identity import Identity
     from tinkex.server.api.imports import Imports
-    from tinkex.server.api.limits import Limits
+    from tinkex.server.api.limits import TenantLimits
     from tinkex.server.observability.meters import Meters
     from tinkex.server.observability.readiness import Readiness
     from tinkex.server.observability.seen import Polls
@@ -61,7 +61,7 @@ class Parts:
     worker: Worker
     waiters: Waiters
     identity: Identity
-    limits: Limits
+    limits: TenantLimits
     exports: Exports
     imports: Imports
     new_id: Callable[[], str]

@@ -27,7 +27,7 @@ from tinkex.wire.bodies import CancelFutureRequest, ReleaseNumbersRequest
 from tinkex.wire.json_codec import encode
 
 if TYPE_CHECKING:
-    from tinkex.server.api.call import Call, Handler
+    from tinkex.server.api.call import Call
     from tinkex.server.store.records import Operation, OpKind, Outcome
     from tinkex.types import FutureCompletion
     from tinkex.wire.routes import RequestType
@@ -205,11 +205,3 @@ async def release_numbers(call: Call) -> Response:
         elif operation.state != "done":
             await call.worker.cancel(operation)
     return reply()
-
-
-HANDLERS: dict[str, Handler] = {
-    routes.RELEASE_NUMBERS.name: release_numbers,
-    routes.RETRIEVE_FUTURE.name: retrieve_future,
-    routes.RETRIEVE_FUTURES.name: retrieve_futures,
-    routes.CANCEL_FUTURE.name: cancel_future,
-}

@@ -21,12 +21,11 @@ from tinkex.types import (
     JoinSamplingSessionResponse,
     SampleRequest,
 )
-from tinkex.wire import routes
 
 if TYPE_CHECKING:
     from starlette.responses import Response
 
-    from tinkex.server.api.call import Call, Handler
+    from tinkex.server.api.call import Call
 
 
 async def create_sampling_session(call: Call) -> Response:
@@ -151,11 +150,3 @@ async def _sampler_of(call: Call, request: SampleRequest) -> Sampler:
 async def _number_of(call: Call) -> str:
     """Names a request whose client does not number them."""
     return call.header("x-idempotency-key") or call.parts.new_id()
-
-
-HANDLERS: dict[str, Handler] = {
-    routes.CREATE_SAMPLING_SESSION.name: create_sampling_session,
-    routes.JOIN_SAMPLING_SESSION.name: join_sampling_session,
-    routes.GET_SAMPLER.name: get_sampler,
-    routes.ASAMPLE.name: asample,
-}

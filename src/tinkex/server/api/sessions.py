@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from starlette.responses import Response
 
-    from tinkex.server.api.call import Call, Handler
+    from tinkex.server.api.call import Call
     from tinkex.types import SessionStatusQuery
 
 
@@ -263,15 +263,3 @@ async def _summary(call: Call, session: Session) -> SessionSummary:
         user_metadata=dict(session.user_metadata),
         checkpoint_storage_bytes=size_bytes,
     )
-
-
-HANDLERS: dict[str, Handler] = {
-    routes.CREATE_SESSION.name: create_session,
-    routes.SESSION_HEARTBEAT.name: session_heartbeat,
-    routes.FINISH_SESSION.name: finish_session,
-    routes.SET_SESSION_PROJECT.name: set_session_project,
-    routes.LIST_SESSIONS.name: list_sessions,
-    routes.GET_SESSION.name: get_session,
-    routes.EXPORT_TRACE.name: export_trace,
-    routes.SEARCH_SESSIONS.name: search_sessions,
-}

@@ -18,7 +18,7 @@ from tinkex.server.api import imports
 from tinkex.server.api.call import MAX_JSON_PARTS, MAX_PROTOBUF_PARTS
 from tinkex.server.api.usage import MOST_AUDITED
 from tinkex.server.app import HANDLERS
-from tinkex.server.observability import seen
+from tinkex.server.observability import requests
 from tinkex.server.openapi import describe
 from tinkex.types import AdamParams
 
@@ -71,7 +71,7 @@ def test_the_limits_and_times_are_those_in_the_code() -> None:
     ]
     for number in numbers:
         assert f" {number:,} " in refused
-    assert f"latest {seen._KEPT:,} " in PAGE
+    assert f"latest {requests._KEPT_POLLS:,} " in PAGE
     settings = Settings()
     assert (settings.result_ttl_s, settings.session_timeout_s) == (6 * 3600, 5 * 60)
     assert (settings.url_ttl_s, settings.token_ttl_s) == (3600, 3600)

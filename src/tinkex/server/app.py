@@ -26,6 +26,7 @@ from tinkex.server.api import (
     futures,
     imports,
     models,
+    operator_pages,
     sampling,
     service,
     sessions,
@@ -38,11 +39,8 @@ from tinkex.server.api.exports import Exports
 from tinkex.server.api.identity import Identity
 from tinkex.server.api.limits import TenantLimits
 from tinkex.server.api.submit import decode_operation
-from tinkex.server.observability import routes as operators
-from tinkex.server.observability.meters import Meters
-from tinkex.server.observability.readiness import Readiness
-from tinkex.server.observability.requests import Observed
-from tinkex.server.observability.seen import Polls, seen_by
+from tinkex.server.observability.meters import Meters, Readiness
+from tinkex.server.observability.requests import Polls, RequestObserver, request_record
 from tinkex.server.scheduler.outcomes import Waiters
 from tinkex.server.scheduler.upkeep import Upkeep
 from tinkex.server.scheduler.worker import Worker
@@ -113,11 +111,19 @@ def create_app(
             *(_route(route, endpoints[route.name]) for route in ROUTES),
             *(_bare(route, endpoints[route.name]) for route in ROUTES if "{ckpt}" in route.path),
             Route(f"{PREFIX}/files/{{token}}/{{name:path}}", _files(parts), methods=["GET"]),
-            *operators.routes(parts),
+            *operator_pages.routes(parts),
             *openai.routes(parts),
         ],
         middleware=[
-            Middleware(Observed, parts=parts),
+            Middleware(
+                RequestObserver,
+                clock=parts.clock,
+                settings=parts.settings,
+                meters=parts.meters,
+                readiness=parts.readiness,
+                polls=parts.polls,
+                error_reply=error_reply,
+            ),
             Middleware(
                 Direct,
                 endpoints={
@@ -200,10 +206,10 @@ def _endpoint(parts: Parts, route: Any) -> Endpoint:
     public = route.name == HEALTHZ.name
 
     async def endpoint(request: Request) -> Response:
-        seen = seen_by(request.scope)
-        seen.route = route.name
+        record = request_record(request.scope)
+        record.route = route.name
         try:
-            seen.owner = owner = "" if public else await _owner(parts, request, route.name)
+            record.owner = owner = "" if public else await _owner(parts, request, route.name)
             check_scope(request)
             call = Call(request=request, parts=parts, owner=owner)
             if route.name in training.IN_ORDER:
@@ -239,7 +245,7 @@ async def _owner(parts: Parts, request: Request, route: str) -> str:
 
 def _files(parts: Parts) -> Callable[[Request], Any]:
     async def endpoint(request: Request) -> Response:
-        seen_by(request.scope).route = "files"
+        request_record(request.scope).route = "files"
         params = request.path_params
         try:
             return await downloads.download(parts, request, params["token"], params["name"])

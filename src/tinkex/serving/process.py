@@ -20,8 +20,7 @@ from tinkex.clock import SystemClock
 from tinkex.engine.process import EngineSpec, LocalSettings, ModelSource, ProcessEngine
 from tinkex.engine.process.supervisor import RestartingEngine
 from tinkex.errors import ClosedError
-from tinkex.server.observability.meters import Meters
-from tinkex.server.observability.readiness import Readiness
+from tinkex.server.observability.meters import Meters, Readiness
 from tinkex.serving.data_dir import claimed_folder
 from tinkex.serving.host_settings import base_models
 from tinkex.serving.resources import raise_file_limit, settle

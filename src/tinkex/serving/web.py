@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 
     from tinkex.clock import Clock
     from tinkex.engine.process.supervisor import RestartingEngine
-    from tinkex.server.observability.meters import Meters
-    from tinkex.server.observability.readiness import Readiness
+    from tinkex.server.observability.meters import Meters, Readiness
     from tinkex.server.server_settings import ServerSettings
     from tinkex.serving.host_settings import HostSettings
 

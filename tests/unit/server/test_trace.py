@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from tinkex.server.api.trace import trace
-from tinkex.server.observability.seen import Poll, Polls
+from tinkex.server.observability.requests import Poll, Polls
 from tinkex.server.store.records import Operation, Outcome
 from tinkex.testing.fake_engine import Delays
 

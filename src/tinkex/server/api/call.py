@@ -12,7 +12,7 @@ import anyio.to_thread
 from starlette.responses import Response
 
 from tinkex.server.api.errors import refuse
-from tinkex.server.observability.seen import seen_by
+from tinkex.server.observability.requests import request_record
 from tinkex.server.store.records import CheckpointKind
 from tinkex.wire.compression import decompress
 from tinkex.wire.json_codec import encode
@@ -32,9 +32,8 @@ if TYPE_CHECKING:
     from tinkex.server.api.identity import Identity
     from tinkex.server.api.imports import Imports
     from tinkex.server.api.limits import TenantLimits
-    from tinkex.server.observability.meters import Meters
-    from tinkex.server.observability.readiness import Readiness
-    from tinkex.server.observability.seen import Polls
+    from tinkex.server.observability.meters import Meters, Readiness
+    from tinkex.server.observability.requests import Polls
     from tinkex.server.scheduler.outcomes import Waiters
     from tinkex.server.scheduler.worker import Worker
     from tinkex.server.server_settings import ServerSettings
@@ -152,7 +151,7 @@ class Call:
 
     async def model(self, model_id: str) -> Model:
         """One of the caller's models."""
-        seen_by(self.request.scope).model_id = model_id
+        request_record(self.request.scope).model_id = model_id
         model = await self.store.get_model(model_id)
         if model is None or model.owner != self.owner:
             raise refuse(404, f"There is no model {model_id!r}.")
@@ -232,7 +231,7 @@ async def read_body(request: Request, settings: ServerSettings, uploads: Uploads
 
 
 def _limits(request: Request, settings: ServerSettings) -> tuple[int, int]:
-    if seen_by(request.scope).route in _LARGE_ROUTES:
+    if request_record(request.scope).route in _LARGE_ROUTES:
         return settings.max_body_bytes, settings.max_decoded_bytes
     small = min(settings.max_small_body_bytes, settings.max_body_bytes)
     return small, small

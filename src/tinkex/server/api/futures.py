@@ -14,7 +14,7 @@ from tinkex.server.api.call import reply
 from tinkex.server.api.errors import refuse
 from tinkex.server.api.sampling import own_sampler
 from tinkex.server.api.submit import check_program
-from tinkex.server.observability.seen import seen_by
+from tinkex.server.observability.requests import request_record
 from tinkex.types import (
     FutureFailed,
     FutureFinished,
@@ -63,7 +63,7 @@ async def retrieve_future(call: Call) -> Response:
 
     async def look() -> Operation | None:
         operation = await _own_operation(call, request.request_id)
-        seen_by(call.request.scope).polled = (operation.session_id, operation.op_id)
+        request_record(call.request.scope).polled = (operation.session_id, operation.op_id)
         return operation if operation.state == "done" else None
 
     done = await call.parts.waiters.until(request.request_id, look, call.settings.long_poll_s)
@@ -139,7 +139,7 @@ async def retrieve_futures(call: Call) -> Response:
     request = await call.json(FuturesRetrieveRequest)
     target = request.target
     sampler = await own_sampler(call, target.sampling_session_id)
-    seen_by(call.request.scope).polled = (sampler.session_id, sampler.sampler_id)
+    request_record(call.request.scope).polled = (sampler.session_id, sampler.sampler_id)
     await call.store.drop_results(
         [
             op_id

@@ -1,8 +1,8 @@
-"""The numbers behind `/metrics`, in a registry of their own.
+"""The metrics behind `/metrics`, in a registry of their own, and whether the server is ready.
 
-Whoever does something counts it here by a plain call. What can be asked for at any moment (queue
-lengths, the engine's gauges) is not counted but asked for by `scrape`. docs/reference/metrics.md
-lists every name; a test compares.
+Each part of the server counts its events here by a plain call. Values that can be read at any
+moment (queue lengths, the engine's gauges) are not counted but read for each scrape.
+docs/reference/metrics.md lists every name; a test compares.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from tinkex.server.store.records import Operation, Outcome
+
 
 # A long poll is held for half a minute; a step of a large model may take some.
 _LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -193,3 +194,28 @@ def _write(
 
 def _ns(seconds: float) -> int:
     return int(seconds * 1e9)
+
+
+class Readiness:
+    """Reasons why the server is not ready, one per part; `/readyz` repeats them.
+
+    A server that is not ready still answers: requests are accepted and wait, unless the store
+    itself fails.
+    """
+
+    def __init__(self) -> None:
+        # Mutable state: what each part waits for; a part that is well is not in here.
+        self._reasons: dict[str, str] = {}
+
+    def waits(self, part: str, reason: str) -> None:
+        """A part such as "engine" or "store" cannot work now."""
+        self._reasons[part] = reason
+
+    def ready(self, part: str) -> None:
+        """A part works."""
+        self._reasons.pop(part, None)
+
+    @property
+    def reasons(self) -> dict[str, str]:
+        """What each part that is not ready waits for."""
+        return dict(self._reasons)

@@ -10,7 +10,7 @@ from starlette.routing import Route
 
 from tinkex.server.api.call import Call
 from tinkex.server.api.identity import credential_of
-from tinkex.server.observability.seen import seen_by
+from tinkex.server.observability.requests import request_record
 from tinkex.server.openai.chat import chat
 from tinkex.server.openai.completions import completions
 from tinkex.server.openai.errors import error_event, error_reply, problem
@@ -72,11 +72,11 @@ class _Endpoint:
             await reply(scope, receive, send)
 
     async def _reply(self, request: Request, events: EventStream) -> Response | None:
-        seen = seen_by(request.scope)
-        seen.route = self.name
+        record = request_record(request.scope)
+        record.route = self.name
         address = "" if request.client is None else request.client.host
         owner = await self.parts.identity.owner(credential_of(request.headers), address)
-        seen.owner = owner
+        record.owner = owner
         self.parts.limits.request(owner)
         call = Call(request=request, parts=self.parts, owner=owner)
         return await self.handler(call, self.texts, events)

@@ -1,11 +1,12 @@
 """The pages for operators: health, readiness, metrics, OpenAPI.
 
-Only the metrics need a key, on a server that asks for keys: they tell about all of its tenants.
+Only the metrics need a key, on a server with keys: they cover all of its tenants.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import logging
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -16,8 +17,7 @@ from tinkex.clock import time_limit
 from tinkex.errors import TinkerError
 from tinkex.server.api.errors import error_reply
 from tinkex.server.api.identity import credential_of
-from tinkex.server.observability.scrape import scrape
-from tinkex.server.observability.seen import seen_by
+from tinkex.server.observability.requests import request_record
 from tinkex.server.openapi import describe
 
 if TYPE_CHECKING:
@@ -27,7 +27,13 @@ if TYPE_CHECKING:
 
     from tinkex.server.api.call import Parts
 
+
+T = TypeVar("T")
+
 _PROBE_S = 2.0
+_PATIENCE_S = 1.0
+
+_log = logging.getLogger(__name__)
 
 
 def routes(parts: Parts) -> list[Route]:
@@ -43,7 +49,7 @@ def routes(parts: Parts) -> list[Route]:
 
 def _route(parts: Parts, name: str, page: Callable[[Parts], Awaitable[Response]]) -> Route:
     async def endpoint(request: Request) -> Response:
-        seen_by(request.scope).route = name
+        request_record(request.scope).route = name
         try:
             if page is _metrics:
                 await _check_key(parts, request)
@@ -102,3 +108,30 @@ async def _openapi(parts: Parts) -> Response:
 
 def _json(value: object, status: int = 200) -> Response:
     return Response(msgspec.json.encode(value), status, media_type="application/json")
+
+
+async def scrape(parts: Parts) -> bytes:
+    """All metrics in Prometheus' text format."""
+    sessions = await _soon(parts, lambda: parts.store.count_sessions(active=True))
+    parts.meters.show(
+        queues=parts.worker.queue_lengths(),
+        engine=await _soon(parts, parts.engine.stats) or {},
+        samples_in_flight=parts.worker.samples_in_flight,
+        journal_bytes=parts.worker.journal_bytes,
+        ready=float(not parts.readiness.reasons),
+        **({} if sessions is None else {"sessions_active": sessions}),
+    )
+    return parts.meters.text()
+
+
+async def _soon(parts: Parts, read: Callable[[], Awaitable[T]]) -> T | None:
+    """What an engine or a store says; None from one that is starting or out of reach.
+
+    The rest of the page does not wait for it.
+    """
+    try:
+        async with time_limit(parts.clock, _PATIENCE_S):
+            return await read()
+    except TinkerError as error:
+        _log.debug("a value of /metrics is missing: %s", error)
+    return None

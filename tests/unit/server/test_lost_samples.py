@@ -10,7 +10,7 @@ import pytest
 
 from tinkex.server.scheduler.lost_samples import BLOCK, LostSamples
 from tinkex.server.store.memory import MemoryStore
-from tinkex.server.store.records import Operation, Sampler
+from tinkex.server.store.records import Operation, StoredSampler
 from tinkex.testing import FakeClock
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.anyio
 
-SAMPLER = Sampler(
+SAMPLER = StoredSampler(
     sampler_id="s", owner="o", session_id="x", base_model="tinkex/tiny", created_at=0.0
 )
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from tinkex.engine.process.messages import CallResult, Cancel, EngineCall, Tokens
+from tinkex.engine.process.messages import CallMessage, CallResult, Cancel, Tokens
 from tinkex.engine.protocol import Engine
 from tinkex.errors import InputError, RequestFailedError, TinkerError
 
@@ -86,7 +86,7 @@ class Calls:
         number = next(self._numbers)
         result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         try:
-            self._send(EngineCall(number, method, arguments, streams=on_token is not None))
+            self._send(CallMessage(number, method, arguments, streams=on_token is not None))
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             raise InputError(f"holds something that cannot be sent: {error}", method) from error
         self._waiting[number] = _Waiting(result, on_token)
@@ -158,15 +158,15 @@ class CallRunner:
         self._running: dict[int, asyncio.Task[None]] = {}
         self._drawn: list[tuple[int, int, int, float, Best | None]] = []
 
-    def take(self, message: EngineCall | Cancel) -> None:
+    def take(self, message: CallMessage | Cancel) -> None:
         """Start a call, or cancel one."""
-        if isinstance(message, EngineCall):
+        if isinstance(message, CallMessage):
             task = asyncio.get_running_loop().create_task(self._run(message))
             self._running[message.number] = task
         elif task := self._running.get(message.number):
             task.cancel()
 
-    async def _run(self, call: EngineCall) -> None:
+    async def _run(self, call: CallMessage) -> None:
         try:
             result = CallResult(call.number, await self._value(call))
         except Exception as error:  # noqa: BLE001 - sent to the caller
@@ -178,7 +178,7 @@ class CallRunner:
         self._flush()
         self._deliver(result)
 
-    async def _value(self, call: EngineCall) -> Any:
+    async def _value(self, call: CallMessage) -> Any:
         if call.method not in METHODS:
             raise InputError(f"there is no {call.method!r}", "method")
         streams = {"on_token": self._streams(call.number)} if call.streams else {}

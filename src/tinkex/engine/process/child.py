@@ -24,8 +24,8 @@ from tinkex.engine.process.calls import CallRunner, sendable
 from tinkex.engine.process.messages import (
     Beat,
     Broken,
+    CallMessage,
     Cancel,
-    EngineCall,
     EngineReady,
     Logged,
     Phase,
@@ -135,7 +135,7 @@ class _Child:
         if isinstance(message, Start):
             self._start = message
             self._started.set()
-        elif isinstance(message, EngineCall | Cancel):
+        elif isinstance(message, CallMessage | Cancel):
             if self._runner is not None:
                 self._runner.take(message)
         else:

@@ -48,7 +48,7 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineCall:
+class CallMessage:
     """Call a method of the engine; `number` names the call in every later message."""
 
     number: int
@@ -125,7 +125,7 @@ class Broken:
 
 Message = (
     Start
-    | EngineCall
+    | CallMessage
     | Cancel
     | Stop
     | Phase

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from tinkex.server.scheduler.worker import Worker
     from tinkex.server.server_settings import ServerSettings
     from tinkex.server.store.protocol import Store
-    from tinkex.server.store.records import Model, Session
+    from tinkex.server.store.records import Model, StoredSession
 
     Handler = Callable[["Call"], Awaitable[Response]]
     from collections.abc import Awaitable
@@ -135,14 +135,14 @@ class Call:
         """The body, decompressed, within the server's limits."""
         return await read_body(self.request, self.settings, self.parts.uploads)
 
-    async def session(self, session_id: str) -> Session:
+    async def session(self, session_id: str) -> StoredSession:
         """One of the caller's sessions."""
         session = await self.store.get_session(session_id)
         if session is None or session.owner != self.owner:
             raise refuse(404, f"There is no session {session_id!r}.")
         return session
 
-    async def live_session(self, session_id: str) -> Session:
+    async def live_session(self, session_id: str) -> StoredSession:
         """One of the caller's sessions that still takes work."""
         session = await self.session(session_id)
         if not session.active:

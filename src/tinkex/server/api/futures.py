@@ -28,7 +28,7 @@ from tinkex.wire.json_codec import encode
 
 if TYPE_CHECKING:
     from tinkex.server.api.call import Call
-    from tinkex.server.store.records import Operation, OpKind, Outcome
+    from tinkex.server.store.records import Operation, OperationOutcome, OpKind
     from tinkex.types import FutureCompletion
     from tinkex.wire.routes import RequestType
 
@@ -69,7 +69,7 @@ async def retrieve_future(call: Call) -> Response:
     done = await call.parts.waiters.until(request.request_id, look, call.settings.long_poll_s)
     if done is None:
         return await _try_again(call, request.request_id)
-    outcome = cast("Outcome", done.outcome)
+    outcome = cast("OperationOutcome", done.outcome)
     headers = {USAGE_HEADER: encode(outcome.usage).decode()}
     if outcome.error is not None:
         failed = results.Failed(outcome.error, outcome.category)

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from tinkex.errors import APIStatusError
     from tinkex.server.api.call import Call
-    from tinkex.server.store.records import Model, Operation, Session
+    from tinkex.server.store.records import Model, Operation, StoredSession
     from tinkex.types import Checkpoint
 
 
@@ -206,7 +206,7 @@ async def attach_model(call: Call) -> Response:
     )
 
 
-async def _take_over(call: Call, model: Model, session: Session) -> None:
+async def _take_over(call: Call, model: Model, session: StoredSession) -> None:
     old = await call.store.get_session(model.session_id)
     if old is None or not old.active:
         raise await _closed(call, model)
@@ -255,7 +255,7 @@ def _publishes(operation: Operation) -> bool:
         return False  # it fails in its turn
 
 
-async def _end(call: Call, old: Session, model_id: str, session_id: str) -> None:
+async def _end(call: Call, old: StoredSession, model_id: str, session_id: str) -> None:
     """End the old session unless it has another open model."""
     models = await call.store.models(session_id=old.session_id)
     if any(not model.closed for model in models):

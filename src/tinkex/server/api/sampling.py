@@ -12,7 +12,7 @@ from tinkex.server.api.sessions import open_session
 from tinkex.server.api.submit import accepted
 from tinkex.server.scheduler.checkpoints import check_sampleable
 from tinkex.server.scheduler.lost_samples import CLONE_BLOCK
-from tinkex.server.store.records import Operation, Sampler
+from tinkex.server.store.records import Operation, StoredSampler
 from tinkex.types import (
     CreateSamplingSessionRequest,
     CreateSamplingSessionResponse,
@@ -42,7 +42,7 @@ async def _sampler(
     sampler_id: str,
     session_id: str,
     request: CreateSamplingSessionRequest | SampleRequest,
-) -> Sampler:
+) -> StoredSampler:
     base_model, location = request.base_model, None
     if request.model_path is not None:
         checkpoint = await readable(call, request.model_path, await readers(call, None))
@@ -55,7 +55,7 @@ async def _sampler(
     if base_model is None:
         raise refuse(400, "Name what to sample from: base_model, or a model_path.")
     return await call.store.add_sampler(
-        Sampler(
+        StoredSampler(
             sampler_id=sampler_id,
             owner=call.owner,
             session_id=session_id,
@@ -87,7 +87,7 @@ async def get_sampler(call: Call) -> Response:
     )
 
 
-async def own_sampler(call: Call, sampler_id: str) -> Sampler:
+async def own_sampler(call: Call, sampler_id: str) -> StoredSampler:
     """One of the caller's samplers."""
     sampler = await call.store.get_sampler(sampler_id)
     if sampler is None or sampler.owner != call.owner:
@@ -130,7 +130,7 @@ async def asample(call: Call) -> Response:
     return accepted(await call.worker.submit(operation))
 
 
-def _check_weights(sampler: Sampler) -> None:
+def _check_weights(sampler: StoredSampler) -> None:
     if sampler.dropped is not None:
         raise refuse(
             400,
@@ -139,7 +139,7 @@ def _check_weights(sampler: Sampler) -> None:
         )
 
 
-async def _sampler_of(call: Call, request: SampleRequest) -> Sampler:
+async def _sampler_of(call: Call, request: SampleRequest) -> StoredSampler:
     if request.sampling_session_id is not None:
         return await own_sampler(call, request.sampling_session_id)
     # Clients before sampling sessions name the weights in every request.

@@ -18,7 +18,7 @@ from tinkex.spans import otel_tracer
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from tinkex.server.store.records import Operation, Outcome
+    from tinkex.server.store.records import Operation, OperationOutcome
 
 
 # A long poll is held for half a minute; a step of a large model may take some.
@@ -74,7 +74,7 @@ class Meters:
         """Note a new operation; called where the request that brought it is answered."""
         self._spans.accepted(op)
 
-    def ended(self, op: Operation, outcome: Outcome, at: float) -> None:
+    def ended(self, op: Operation, outcome: OperationOutcome, at: float) -> None:
         """Count an operation that has its outcome; `op` knows when it started, `at` is now."""
         kind = op.kind
         failed = outcome.error is not None
@@ -158,7 +158,7 @@ class OperationSpans:
         if len(self._contexts) > _MOST:
             del self._contexts[next(iter(self._contexts))]
 
-    def ended(self, op: Operation, outcome: Outcome, at: float) -> None:
+    def ended(self, op: Operation, outcome: OperationOutcome, at: float) -> None:
         """Write both spans, if the operation was accepted under a trace."""
         context = self._contexts.pop(op.op_id, None)
         tracer = otel_tracer()

@@ -16,7 +16,7 @@ from tinkex.errors import InputError, RequestFailedError
 from tinkex.server.openai.errors import problem
 from tinkex.server.scheduler.jobs import sampled
 from tinkex.server.scheduler.outcomes import CANCELLED
-from tinkex.server.store.records import Operation, Outcome, UsageEntry
+from tinkex.server.store.records import Operation, OperationOutcome, UsageEntry
 from tinkex.types import ModelInput, SamplingParams, Usage
 
 if TYPE_CHECKING:
@@ -107,9 +107,9 @@ async def _one(
         async with call.worker.place(operation):
             operation = replace(operation, started_at=call.now())
             result = await call.parts.engine.sample(_op(order, number, operation), heard)
-        outcome = Outcome(usage=sampled(result).usage)
+        outcome = OperationOutcome(usage=sampled(result).usage)
     except Exception as error:
-        outcome = Outcome(error=str(error), category=_category(error))
+        outcome = OperationOutcome(error=str(error), category=_category(error))
         raise
     finally:
         if outcome.error is not None and drawn:
@@ -154,7 +154,9 @@ def _category(error: Exception) -> ErrorCategory:
     return "user" if isinstance(error, InputError) else "server"
 
 
-async def _account(call: Call, order: SampleOrder, operation: Operation, outcome: Outcome) -> None:
+async def _account(
+    call: Call, order: SampleOrder, operation: Operation, outcome: OperationOutcome
+) -> None:
     now = call.now()
     call.parts.meters.ended(operation, outcome, now)
     if outcome.usage != Usage():

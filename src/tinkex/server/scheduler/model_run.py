@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from tinkex.server.scheduler.engine_access import EngineAccess, Epoch
     from tinkex.server.scheduler.jobs import Jobs
     from tinkex.server.scheduler.outcomes import Outcomes
-    from tinkex.server.scheduler.samplers import Samplers
+    from tinkex.server.scheduler.samplers import PublishedSamplers
     from tinkex.server.server_settings import ServerSettings
     from tinkex.server.store.changes import Changes
     from tinkex.server.store.protocol import Store
@@ -84,7 +84,7 @@ class RunParts:
     access: EngineAccess
     jobs: Jobs
     checkpoints: Checkpoints
-    samplers: Samplers
+    samplers: PublishedSamplers
     outcomes: Outcomes
     settings: ServerSettings
     changed: Callable[[], None]

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from tinkex.server.scheduler.engine_access import EngineAccess
     from tinkex.server.scheduler.jobs import Done, Jobs
     from tinkex.server.scheduler.outcomes import Load, Outcomes
-    from tinkex.server.scheduler.samplers import Samplers
+    from tinkex.server.scheduler.samplers import PublishedSamplers
     from tinkex.server.store.protocol import Store
     from tinkex.server.store.records import Operation
 
@@ -110,7 +110,7 @@ class Shares:
         return None
 
 
-class Samples:
+class SampleRunner:
     """The samples in flight; `restored` returns when the engine has a model."""
 
     def __init__(
@@ -119,7 +119,7 @@ class Samples:
         clock: Clock,
         jobs: Jobs,
         access: EngineAccess,
-        samplers: Samplers,
+        samplers: PublishedSamplers,
         outcomes: Outcomes,
         load: Load,
         shares: Shares,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tinkex.server.scheduler.checkpoints import Checkpoints
     from tinkex.server.scheduler.lost_samples import LostSamples
     from tinkex.server.scheduler.model_run import ModelRun
-    from tinkex.server.scheduler.samplers import Samplers
+    from tinkex.server.scheduler.samplers import PublishedSamplers
     from tinkex.server.scheduler.worker import Worker
     from tinkex.server.server_settings import ServerSettings
     from tinkex.server.store.protocol import Store
@@ -43,7 +43,7 @@ class SessionEnds:
         self,
         store: Store,
         checkpoints: Checkpoints,
-        samplers: Samplers,
+        samplers: PublishedSamplers,
         lost: LostSamples,
         runs: Mapping[str, ModelRun],
         run_of: Callable[[str], Awaitable[ModelRun]],

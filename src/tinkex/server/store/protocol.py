@@ -18,11 +18,11 @@ if TYPE_CHECKING:
         CheckpointKind,
         Model,
         Operation,
-        Outcome,
-        Sampler,
-        Session,
+        OperationOutcome,
         StoredCheckpoint,
         StoredLoss,
+        StoredSampler,
+        StoredSession,
         UsageEntry,
     )
 
@@ -33,8 +33,8 @@ class Store(Protocol):
     # `put_*` stores or replaces. `add_*` keeps the first record of an id and returns it, so
     # that a repeated request finds what the first one made.
 
-    async def put_session(self, session: Session) -> None: ...
-    async def get_session(self, session_id: str) -> Session | None: ...
+    async def put_session(self, session: StoredSession) -> None: ...
+    async def get_session(self, session_id: str) -> StoredSession | None: ...
     async def sessions(
         self,
         owner: str | None = None,
@@ -42,7 +42,7 @@ class Store(Protocol):
         active: bool = False,
         before: float | None = None,
         limit: int | None = None,
-    ) -> Sequence[Session]:
+    ) -> Sequence[StoredSession]:
         """Newest first; of everybody when `owner` is None, only those not over if `active`.
 
         Only those created `before` a time or at it, if one is given.
@@ -59,11 +59,11 @@ class Store(Protocol):
         """How many there are; only those that send `heartbeats`, if that is asked for."""
         ...
 
-    async def unattended_sessions(self, before: float, limit: int) -> Sequence[Session]:
+    async def unattended_sessions(self, before: float, limit: int) -> Sequence[StoredSession]:
         """Active sessions without heartbeats and open models that were made before a time."""
         ...
 
-    async def touch_session(self, session_id: str, at: float) -> Session | None:
+    async def touch_session(self, session_id: str, at: float) -> StoredSession | None:
         """Note a sign of life and return the session; one that is over stays over.
 
         The note may be lost in a crash: `touch_sessions` follows every start.
@@ -97,9 +97,9 @@ class Store(Protocol):
         """The models that are not closed, oldest first."""
         ...
 
-    async def add_sampler(self, sampler: Sampler) -> Sampler: ...
-    async def put_sampler(self, sampler: Sampler) -> None: ...
-    async def get_sampler(self, sampler_id: str) -> Sampler | None: ...
+    async def add_sampler(self, sampler: StoredSampler) -> StoredSampler: ...
+    async def put_sampler(self, sampler: StoredSampler) -> None: ...
+    async def get_sampler(self, sampler_id: str) -> StoredSampler | None: ...
     async def samplers(
         self,
         session_id: str | None = None,
@@ -108,7 +108,7 @@ class Store(Protocol):
         location: str | None = None,
         unsaved: bool = False,
         located: bool = False,
-    ) -> Sequence[Sampler]:
+    ) -> Sequence[StoredSampler]:
         """Oldest first; if `unsaved`, those whose weights are in the engine's memory only.
 
         If `located`, those whose weights are in a file.
@@ -204,7 +204,7 @@ class Store(Protocol):
         ...
 
     async def finish(
-        self, op_id: str, outcome: Outcome, at: float, usage: UsageEntry | None = None
+        self, op_id: str, outcome: OperationOutcome, at: float, usage: UsageEntry | None = None
     ) -> bool:
         """Record how an operation ended and what it used; False when it had ended before.
 

@@ -18,9 +18,9 @@ from tinkex.engine.process.calls import METHODS, CallRunner, Calls
 from tinkex.engine.process.messages import (
     HEADER,
     Beat,
+    CallMessage,
     CallResult,
     Cancel,
-    EngineCall,
     Tokens,
     open_channel,
 )
@@ -52,7 +52,7 @@ class Pair:
 
     def _there(self, message: Message) -> None:
         self.sent.append(message)
-        assert isinstance(message, EngineCall | Cancel)
+        assert isinstance(message, CallMessage | Cancel)
         self._answering.take(message)
 
     def _back(self, message: Message) -> None:
@@ -99,7 +99,7 @@ async def test_tokens_of_one_turn_of_the_loop_travel_together_and_before_the_ans
     )
     assert len(heard) == result.generated_tokens == 18
     kinds = [type(message) for message in pair.sent]
-    assert kinds == [EngineCall, Tokens, CallResult]
+    assert kinds == [CallMessage, Tokens, CallResult]
 
 
 async def test_a_caller_that_fails_on_a_token_still_gets_its_sample(
@@ -125,7 +125,7 @@ async def test_cancelling_a_call_cancels_it_over_there() -> None:
         await waiting
     await anyio.wait_all_tasks_blocked()
     assert clock.sleepers == 0
-    assert [type(message) for message in pair.sent] == [EngineCall, Cancel]
+    assert [type(message) for message in pair.sent] == [CallMessage, Cancel]
 
 
 async def test_when_the_other_side_is_gone_every_caller_is_told() -> None:

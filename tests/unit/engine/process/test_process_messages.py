@@ -16,9 +16,9 @@ from tinkex.engine.process.messages import (
     HEADER,
     Beat,
     Broken,
+    CallMessage,
     CallResult,
     Cancel,
-    EngineCall,
     EngineReady,
     Logged,
     Phase,
@@ -118,11 +118,13 @@ ADAPTER = AdapterSpec(
 SPEC = EngineSpec(models=(ModelSource("tinkex/tiny", "t"),), folder=Path("/somewhere"))
 MESSAGES: list[Message] = [
     Start(SPEC, 0.25, 30),
-    EngineCall(1, "train", {"batch": [TRAIN]}),
-    EngineCall(2, "sample", {"op": SAMPLE}, streams=True),
-    EngineCall(3, "create_adapter", {"spec": ADAPTER}),
-    EngineCall(4, "optim_step", {"batch": [OptimOp(op_id="o", model_id="m", params=AdamParams())]}),
-    EngineCall(5, "save_adapter", {"model_id": "m", "location": "there", "optimizer": True}),
+    CallMessage(1, "train", {"batch": [TRAIN]}),
+    CallMessage(2, "sample", {"op": SAMPLE}, streams=True),
+    CallMessage(3, "create_adapter", {"spec": ADAPTER}),
+    CallMessage(
+        4, "optim_step", {"batch": [OptimOp(op_id="o", model_id="m", params=AdamParams())]}
+    ),
+    CallMessage(5, "save_adapter", {"model_id": "m", "location": "there", "optimizer": True}),
     Cancel(1),
     Stop(),
     Phase("loading"),

@@ -33,7 +33,7 @@ USAGE_EVERY_S = 1.0
 SEEN_EVERY_S = 5.0
 
 
-class Behind:
+class WriteBehind:
     """Collects, and writes from one task while it is `running`."""
 
     def __init__(self, database: Database, clock: Clock) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import delete, func, or_, select
 
-from tinkex.server.store.sql.database import Shared
+from tinkex.server.store.sql.database import StoreState
 from tinkex.server.store.sql.records import CHECKPOINTS, LOSSES, MODELS, beside_index
 from tinkex.server.store.sql.schema import OPEN, PUBLIC, checkpoints, models
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tinkex.server.store.records import CheckpointKind, Model, StoredCheckpoint, StoredLoss
 
 
-class Weights(Shared):
+class ModelQueries(StoreState):
     """The part of the store that knows what can be trained, and what was saved of it."""
 
     async def add_model(self, model: Model) -> Model:

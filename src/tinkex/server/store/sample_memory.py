@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from tinkex.server.store.records import Operation, Outcome
+    from tinkex.server.store.records import Operation, OperationOutcome
 
 MOST_FINISHED = 20_000
 """Finished samples that are remembered; one that goes is answered like one that was lost."""
@@ -26,7 +26,7 @@ class _Ended:
     op_ids: list[str] = field(default_factory=list[str])
 
 
-class Samples:
+class SampleMemory:
     """Operations in a dictionary. Used from one event loop, so it needs no locks."""
 
     def __init__(self, most_finished: int = MOST_FINISHED) -> None:
@@ -77,7 +77,7 @@ class Samples:
         if known is not None and known.state == "queued":
             self._unfinished[op_id] = replace(known, state="running", started_at=at)
 
-    def finish(self, op_id: str, outcome: Outcome, at: float) -> bool:
+    def finish(self, op_id: str, outcome: OperationOutcome, at: float) -> bool:
         """Record how a sample ended; False when it had ended before."""
         known = self._unfinished.pop(op_id, None)
         if known is None:

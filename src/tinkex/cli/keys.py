@@ -80,7 +80,7 @@ async def _store(args: argparse.Namespace, *, new: bool = False) -> AsyncGenerat
     """The store of a server, which may be running; a `new` one is made where there is none."""
     try:
         from tinkex.server.store.sql import SqlStore
-        from tinkex.serving.store import DATABASE
+        from tinkex.serving.data_dir import DATABASE
     except ModuleNotFoundError as error:
         needs = f"the keys of a server need {error.name}"
         raise MissingPackageError(needs, "'tinkex[server]'") from error

@@ -1,9 +1,9 @@
 """The server that a program starts for itself: `ServiceClient()` with nothing configured.
 
 It is `tinkex serve` in a child process on loopback, with a random port and key. All clients of the
-program with the same settings share it, also those in its own children. It ends with the program,
-however that ends: it watches a pipe of which the program holds the other end. When it dies by
-itself, another takes its place at the same port and goes on with what it had kept.
+program with the same settings share it, also those in its own children. It exits with the program,
+for whatever reason that exits: it reads a pipe whose other end the program holds. If it dies by
+itself, another is started on the same port and continues with what it had stored.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _NEEDED = ("starlette", "uvicorn", "torch")
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """What an embedded server is to be like; equal ones share a server."""
+class EmbeddedSpec:
+    """What an embedded server serves; clients with equal ones share a server."""
 
     models: tuple[str, ...]
     data_dir: Path | None
@@ -42,58 +42,58 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """Where a server is, and what lets one in."""
+    """The address and key of a server."""
 
     url: str
     key: str
 
 
 async def connect(config: Config) -> Config:
-    """The settings of a client of the embedded server, which is started if need be."""
+    """The settings of a client of the embedded server, which is started if there is none."""
     loop = asyncio.get_running_loop()
     found: asyncio.Future[Reached] = loop.create_future()
 
     def work() -> None:
         try:
             outcome: Reached | BaseException = reach(config)
-        except BaseException as error:  # noqa: BLE001 - told to whoever waits
+        except BaseException as error:  # noqa: BLE001 - raised at the caller
             outcome = error
-        with suppress(RuntimeError):  # the loop has gone, and whoever waited
+        with suppress(RuntimeError):  # the loop is closed, and its callers with it
             loop.call_soon_threadsafe(_settle, found, outcome)
 
-    # A thread of its own and not the executor's, for which a program that is interrupted waits.
+    # Not the executor's thread: an interrupted program waits for those at exit.
     threading.Thread(target=work, name="tinkex-embedded-start", daemon=True).start()
     server = await found
-    # Without a proxy, even one given by name: it could not reach this machine's loopback address.
+    # Without a proxy, even a configured one: it could not reach this machine's loopback address.
     return replace(config, base_url=server.url, api_key=server.key, proxy=None, embedded=False)
 
 
 def reach(config: Config) -> Reached:
     """Find the server of this program, or start it; blocks until it can be used."""
-    wanted = Wanted(config.embedded_models or DEFAULT_MODELS, config.data_dir)
-    own = _servers.own(wanted)
+    spec = EmbeddedSpec(config.embedded_models or DEFAULT_MODELS, config.data_dir)
+    own = _servers.own(spec)
     if own is None:
-        above = _of_parent(wanted)
+        above = _of_parent(spec)
         if above is not None:
             return above
-        own = _servers.start(wanted)
+        own = _servers.start(spec)
     own.wait_ready(config.bootstrap_deadline_s)
     announce_to_children(own.folder)
     return Reached(own.url, own.key)
 
 
 def stop() -> None:
-    """End the embedded servers of this process now; a client that comes later starts another."""
+    """Stop the embedded servers of this process now; a later client starts another."""
     _servers.stop()
 
 
-def _of_parent(wanted: Wanted) -> Reached | None:
-    """The server that the parent of this process runs, if it is the one wanted and is there."""
+def _of_parent(spec: EmbeddedSpec) -> Reached | None:
+    """The server that the parent of this process runs, if it fits and can be reached."""
     folder = announced_folder()
     found = announced(folder)
-    if found is None or found.models != wanted.models:
+    if found is None or found.models != spec.models:
         return None
-    if wanted.data_dir is not None and str(wanted.data_dir) != folder:
+    if spec.data_dir is not None and str(spec.data_dir) != folder:
         return None
     host, _, port = found.url.removeprefix("http://").rpartition(":")
     try:
@@ -107,27 +107,28 @@ class _Servers:
     """The servers of this process."""
 
     def __init__(self) -> None:
-        # Mutable state: the servers, by what was wanted.
+        # Mutable state: the servers by their specs. The lock is held while one is started, so that
+        # threads with the same spec get one server.
         self._lock = threading.Lock()
-        self._running: dict[Wanted, EmbeddedServer] = {}
+        self._running: dict[EmbeddedSpec, EmbeddedServer] = {}
         atexit.register(self.stop)
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self.after_fork)
 
-    def own(self, wanted: Wanted) -> EmbeddedServer | None:
+    def own(self, spec: EmbeddedSpec) -> EmbeddedServer | None:
         with self._lock:
-            found = self._running.get(wanted)
+            found = self._running.get(spec)
             return found if found is not None and found.alive else None
 
-    def start(self, wanted: Wanted) -> EmbeddedServer:
+    def start(self, spec: EmbeddedSpec) -> EmbeddedServer:
         with self._lock:
-            found = self._running.get(wanted)
+            found = self._running.get(spec)
             if found is not None and found.alive:
                 return found
             if found is not None:
                 found.stop()
             _check_packages()
-            found = self._running[wanted] = EmbeddedServer(wanted.models, wanted.data_dir)
+            found = self._running[spec] = EmbeddedServer(spec.models, spec.data_dir)
             return found
 
     def stop(self) -> None:

@@ -1,7 +1,7 @@
 """One embedded server as its owner sees it: one child process after another on one port.
 
-The owner binds the port and hands it to each child, so it stays the same when a child dies, and
-whoever connects in between waits instead of being refused.
+The owner binds the port and passes it to each child, so it stays the same when a child dies, and
+clients that connect in between wait instead of being refused.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _LOG: Final = "server.log"
 _SHOWN_LINES: Final = 10
 _TICK_S: Final = 1.0
 _GRACE_S: Final = 15.0
-# A child that lived shorter than this died of itself; so many of them in a row are enough.
+# Children that live shorter than this may die of their own start; after so many, none follows.
 _WELL_S: Final = 30.0
 _MOST_DEATHS: Final = 5
 _KINDS: Final = {kind.__name__: kind for kind in (InputError, ModelError, StorageError)}
 
 
 class EmbeddedServer:
-    """A server that belongs to this process; made, it starts."""
+    """A server that belongs to this process; the constructor starts it."""
 
     def __init__(self, models: tuple[str, ...], data_dir: Path | None) -> None:
         self.key = f"tml-{secrets.token_urlsafe(24)}"
@@ -51,8 +51,8 @@ class EmbeddedServer:
         self.folder = Path(tempfile.mkdtemp(prefix="tinkex-")) if data_dir is None else data_dir
         self._listener = listen("127.0.0.1", 0)
         self.url = url_of(self._listener)
-        # Mutable state, guarded by the bell: the child, what it does, and how it went.
-        self._bell = threading.Condition()
+        # Mutable state, guarded by the condition: the child, its phase, and how it ended.
+        self._condition = threading.Condition()
         self._popen: subprocess.Popen[bytes] | None = None
         self._phase = "starting"
         self._ready = False
@@ -64,20 +64,20 @@ class EmbeddedServer:
 
     @property
     def alive(self) -> bool:
-        """Whether it runs or starts; False once it has been given up or stopped."""
+        """Whether it runs or starts; False once it was given up or stopped."""
         return not self._ended
 
     def wait_ready(self, silence_s: float) -> None:
         """Return when it can be used; raises why it cannot.
 
-        After a second a terminal is shown what it is doing.
+        After a second a terminal shows its phase.
         """
         clock, silent_s = SystemClock(), 0.0
         begun = clock.now()
-        progress = _Progress()
-        with self._bell:
+        progress = _StartLine()
+        with self._condition:
             while not self._ready and not self._ended:
-                heard = self._bell.wait(_TICK_S)
+                heard = self._condition.wait(_TICK_S)
                 silent_s = 0.0 if heard else silent_s + _TICK_S
                 if silent_s >= silence_s:
                     raise ServerSilentError(
@@ -91,9 +91,9 @@ class EmbeddedServer:
                 raise self._error or EngineDiedError("the embedded server was stopped")
 
     def stop(self) -> None:
-        """End it, and wait for that."""
+        """Stop it, and wait until it has exited."""
         self._closing.set()
-        with self._bell:
+        with self._condition:
             popen = self._popen
         if popen is not None:
             _close_input(popen)
@@ -105,10 +105,10 @@ class EmbeddedServer:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def disown(self) -> None:
-        """In a forked child: let go of what only the parent may hold.
+        """In a forked child: release the parent's pipes and listener.
 
-        By pointing the numbers elsewhere, not by closing the objects: a thread of the parent may
-        have been in one of them, and has its lock for ever.
+        By redirecting their descriptors, not by closing the objects: a thread of the parent may
+        have held one of their locks during the fork, and no thread here releases it.
         """
         popen, null = self._popen, os.open(os.devnull, os.O_RDWR)
         pipes = () if popen is None else (popen.stdin, popen.stdout)
@@ -118,12 +118,12 @@ class EmbeddedServer:
                     os.dup2(null, held.fileno(), inheritable=False)
         os.close(null)
         if popen is not None:
-            popen.returncode = 0  # not this process's child, so nothing to wait for
+            popen.returncode = 0  # not a child of this process, so `wait` must not be called
 
     # -- the thread ---------------------------------------------------------------------------
 
     def _live(self) -> None:
-        """Run children until told to stop, or until another makes no sense."""
+        """Run children until `stop`, or until another cannot help."""
         deaths, clock = 0, SystemClock()
         while not self._closing.is_set():
             born = clock.now()
@@ -136,10 +136,10 @@ class EmbeddedServer:
             if not self._ready or deaths >= _MOST_DEATHS:
                 break
             self._closing.wait(0.1 * 2**deaths)
-        with self._bell:
+        with self._condition:
             self._ended, self._ready = True, False
             self._listener.close()
-            self._bell.notify_all()
+            self._condition.notify_all()
 
     def _run_child(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -150,10 +150,10 @@ class EmbeddedServer:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 pass_fds=[self._listener.fileno()],
-                # What a terminal sends to the program's group is not meant for it.
+                # Signals that a terminal sends to the program's group are not meant for it.
                 start_new_session=True,
             )
-        with self._bell:
+        with self._condition:
             self._popen = popen
         with popen:
             if not self._closing.is_set():
@@ -173,7 +173,7 @@ class EmbeddedServer:
             "key": self.key,
             "listener": self._listener.fileno(),
         }
-        with suppress(OSError):  # it has ended already; how, is seen at once
+        with suppress(OSError):  # it has exited already, which the reader of its output notices
             popen.stdin.write(json.dumps(order).encode() + b"\n")
             popen.stdin.flush()
 
@@ -181,14 +181,14 @@ class EmbeddedServer:
         assert popen.stdout is not None
         for line in popen.stdout:
             said: dict[str, Any] = json.loads(line)
-            with self._bell:
+            with self._condition:
                 self._phase = said.get("phase", self._phase)
                 self._ready = self._ready or "ready" in said
                 if "warning" in said:
                     _log.warning("the embedded server: %s", said["warning"])
                 if "error" in said:
                     self._error = _rebuilt(said["error"])
-                self._bell.notify_all()
+                self._condition.notify_all()
 
     def _how_it_ended(self, code: int) -> str:
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
@@ -198,8 +198,8 @@ class EmbeddedServer:
         return f"the embedded server {how}"
 
 
-class _Progress:
-    """One line on a terminal that tells what is going on; nothing anywhere else."""
+class _StartLine:
+    """One line with the phase on a terminal; nothing without one."""
 
     def __init__(self) -> None:
         self._stream = sys.stderr if sys.stderr is not None and sys.stderr.isatty() else None
@@ -209,7 +209,7 @@ class _Progress:
         line = f"tinkex: starting a server of its own: {phase} …"
         if self._stream is not None and line != self._shown:
             self._shown = line
-            # A line that wraps could not be taken back.
+            # A line that wraps could not be erased.
             width = shutil.get_terminal_size((80, 24)).columns
             self._stream.write(f"\r\x1b[K{line[: width - 1]}")
             self._stream.flush()

@@ -1,4 +1,4 @@
-"""What an operator sets, and where it comes from: defaults, a file, the environment, flags.
+"""The settings of a server process: from defaults, a file, the environment and flags.
 
 One flat list of names everywhere: `long_poll_s` in the file, `TINKEX_LONG_POLL_S` in the
 environment, `--set long_poll_s=20` on the command line. A name that does not exist and a value that
@@ -25,6 +25,7 @@ from tinkex.server.server_settings import ServerSettings
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+
 Auth = Literal["keys", "none"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
@@ -35,7 +36,7 @@ _NO_LIMIT: Final = "none"  # TOML and the environment have no null
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostSettings:
-    """Everything `tinkex serve` is told; `load_settings` makes one."""
+    """The settings of `tinkex serve`; `load_settings` makes one."""
 
     host: str = "127.0.0.1"
     port: int = 8000

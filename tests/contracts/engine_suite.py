@@ -22,12 +22,12 @@ import pytest
 from tinkex.engine.protocol import (
     GAUGES,
     AdapterSpec,
-    ModelQueries,
     OptimOp,
     OptimResult,
     SampleOp,
     TrainOp,
     TrainResult,
+    Weights,
 )
 from tinkex.errors import RequestFailedError
 from tinkex.types import (
@@ -84,7 +84,7 @@ def optim_op(model_id: str, op_id: str = "o") -> OptimOp:
     return OptimOp(op_id=op_id, model_id=model_id, params=STEP)
 
 
-def sample_op(weights: ModelQueries, samples: int = 1, **options: Any) -> SampleOp:
+def sample_op(weights: Weights, samples: int = 1, **options: Any) -> SampleOp:
     fields: dict[str, Any] = {
         "op_id": "s",
         "prompt": ModelInput.from_ints(TEXT[:5]),
@@ -105,16 +105,16 @@ def both(module: str) -> set[str]:
     return {f"{module}.lora_{factor}.weight" for factor in "AB"}
 
 
-def base() -> ModelQueries:
-    return ModelQueries(base_model=MODEL)
+def base() -> Weights:
+    return Weights(base_model=MODEL)
 
 
-def published(snapshot: str) -> ModelQueries:
-    return ModelQueries(base_model=MODEL, snapshot=snapshot)
+def published(snapshot: str) -> Weights:
+    return Weights(base_model=MODEL, snapshot=snapshot)
 
 
-def saved(location: str) -> ModelQueries:
-    return ModelQueries(base_model=MODEL, location=location)
+def saved(location: str) -> Weights:
+    return Weights(base_model=MODEL, location=location)
 
 
 def tokens_of(result: SampleResult) -> list[list[int]]:
@@ -130,7 +130,7 @@ async def step(engine: Engine, model_id: str) -> tuple[float, dict[str, float]]:
     return trained.output.metrics["loss:sum"], stepped.metrics
 
 
-async def scores(engine: Engine, weights: ModelQueries) -> list[float | None] | None:
+async def scores(engine: Engine, weights: Weights) -> list[float | None] | None:
     """The log-probabilities that weights give to `TEXT`."""
     op = sample_op(
         weights,
@@ -427,7 +427,7 @@ class EngineSuite:
             engine.save_snapshot("never", f"{name}/x"),
             engine.sample(sample_op(saved("nowhere"))),
             engine.sample(sample_op(published("never"))),
-            engine.sample(sample_op(ModelQueries(base_model="no-base"))),
+            engine.sample(sample_op(Weights(base_model="no-base"))),
         ):
             await refusal(call)
 

@@ -36,8 +36,8 @@ from tinkex.types import (
     SessionStatus,
     Usage,
 )
-from tinkex.types.base import Value
 from tinkex.types.optimizers import optimizer_config
+from tinkex.types.value import Value
 
 if TYPE_CHECKING:
     from sqlalchemy import Dialect, TextClause

@@ -26,11 +26,11 @@ from tinkex.errors import ClosedError, InputError
 from tinkex.server.app import create_app, running
 from tinkex.server.server_settings import ServerSettings
 from tinkex.server.store.memory import MemoryStore
+from tinkex.testing.asgi import AsgiTransport
 from tinkex.testing.fake_clock import FakeClock
 from tinkex.testing.fake_engine import FakeEngine
 from tinkex.testing.faults import Faults
 from tinkex.testing.recorder import ABORT, Recorder
-from tinkex.transport.asgi import AsgiTransport
 from tinkex.types import ClientSessionFinished, ClientSessionFinishErrored
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from starlette.routing import Mount
 
 from tinkex.server.app import HANDLERS
 from tinkex.testing import FakeClock, FakeServer
-from tinkex.transport.asgi import AsgiTransport
+from tinkex.testing.asgi import AsgiTransport
 from tinkex.transport.base import Pool, Reply, Request
 from tinkex.types import ClientConfigResponse
 from tinkex.wire.routes import ROUTES

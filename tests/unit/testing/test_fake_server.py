@@ -20,7 +20,7 @@ from tinkex.testing.recorder import route_name
 from tinkex.transport.base import Pool, Request
 from tinkex.types import Datum, ModelInput
 from tinkex.wire.compression import compress
-from tinkex.wire.proto_codec import encode_forward_backward
+from tinkex.wire.proto_training import encode_forward_backward
 
 if TYPE_CHECKING:
     from tinkex.clients.service import ServiceClient

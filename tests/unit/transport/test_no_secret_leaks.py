@@ -16,8 +16,8 @@ from transport_fakes import read_request, reply_bytes, serve
 from tinkex.clock import SystemClock
 from tinkex.config import Config
 from tinkex.errors import TinkerError
+from tinkex.testing.asgi import AsgiTransport
 from tinkex.transport.api import connect
-from tinkex.transport.asgi import AsgiTransport
 from tinkex.transport.http import HttpTransport
 from tinkex.types import ClientConfigResponse
 from tinkex.wire import routes

@@ -13,9 +13,9 @@ from urllib.parse import unquote
 
 import anyio
 
+from tinkex import urls
 from tinkex.clock import SystemClock, time_limit
 from tinkex.errors import APIConnectionError, APITimeoutError, RequestInfo
-from tinkex.transport import urls
 from tinkex.transport.base import Reply, Request, StreamedReply
 from tinkex.transport.connection import BrokenReply
 from tinkex.transport.decode import decode_body, decode_chunks

@@ -21,8 +21,8 @@ def get_tinker_token() -> str | None:
     A configured credential command is not run.
     """
     from tinkex.config import Config
+    from tinkex.credentials import credentials_path, read_store
     from tinkex.transport.auth import is_well_formed
-    from tinkex.transport.credentials import credentials_path, read_store
 
     try:
         key = Config.load().api_key or read_store(credentials_path(Path.home())).default_key

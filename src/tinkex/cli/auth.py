@@ -15,10 +15,7 @@ from tinkex.cli.log_output import show_log
 from tinkex.cli.main import FAILED
 from tinkex.cli.output import plain, print_json, say, show_one
 from tinkex.clock import SystemClock
-from tinkex.errors import ResultError, TinkerError
-from tinkex.transport.api import connect
-from tinkex.transport.auth import is_well_formed
-from tinkex.transport.credentials import (
+from tinkex.credentials import (
     KeyDetails,
     OrgDetails,
     StoredKey,
@@ -27,6 +24,9 @@ from tinkex.transport.credentials import (
     read_store,
     write_store,
 )
+from tinkex.errors import ResultError, TinkerError
+from tinkex.transport.api import connect
+from tinkex.transport.auth import is_well_formed
 from tinkex.transport.http import HttpTransport
 from tinkex.wire import routes
 

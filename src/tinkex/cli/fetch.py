@@ -9,12 +9,12 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING
 from urllib.parse import urljoin, urlsplit
 
+from tinkex import urls
 from tinkex.cli.disk_space import writing_into
 from tinkex.cli.failures import CommandError
 from tinkex.cli.output import size
 from tinkex.errors import APIConnectionError, ProxyError
 from tinkex.new_files import new_file
-from tinkex.transport import urls
 from tinkex.transport.base import Pool, Request
 from tinkex.transport.headers import user_agent
 from tinkex.transport.http import MAX_REDIRECTS, REDIRECTS, HttpTransport, describe

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import msgspec
 
+from tinkex import urls
 from tinkex.errors import (
     APIConnectionError,
     APIError,
@@ -25,7 +26,6 @@ from tinkex.errors import (
     status_error,
 )
 from tinkex.metrics import meter
-from tinkex.transport import urls
 from tinkex.transport.auth import Credentials
 from tinkex.transport.base import Reply, Request
 from tinkex.transport.headers import API_KEY, IDEMPOTENCY_KEY, RETRY_COUNT, StandardHeaders

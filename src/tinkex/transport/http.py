@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from urllib.parse import urljoin, urlsplit
 
+from tinkex import proxy as proxies
+from tinkex import urls
 from tinkex.clock import SystemClock
 from tinkex.errors import (
     APIConnectionError,
@@ -27,8 +29,6 @@ from tinkex.errors import (
     ProxyError,
     RequestInfo,
 )
-from tinkex.transport import proxy as proxies
-from tinkex.transport import urls
 from tinkex.transport.base import Pool, Reply, Request, StreamedReply
 from tinkex.transport.connection import BrokenReply
 from tinkex.transport.decode import decode_body, decode_chunks
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Mapping
 
     from tinkex.clock import Clock
-    from tinkex.transport.proxy import Proxy, ProxyRules
+    from tinkex.proxy import Proxy, ProxyRules
 
 REDIRECTS = frozenset({301, 302, 303, 307, 308})
 MAX_REDIRECTS = 5

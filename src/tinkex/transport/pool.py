@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine
 
     from tinkex.clock import Clock
-    from tinkex.transport.proxy import Proxy
-    from tinkex.transport.urls import BaseUrl
+    from tinkex.proxy import Proxy
+    from tinkex.urls import BaseUrl
 
 # Shorter than the idle time-out of common load balancers (60 s), so that they rarely close first.
 _IDLE_S = 50.0

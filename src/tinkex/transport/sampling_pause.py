@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from tinkex.clock import SystemClock
 from tinkex.metrics import meter
-from tinkex.transport.urls import limiter_key
+from tinkex.urls import limiter_key
 
 if TYPE_CHECKING:
     from tinkex.clock import Clock

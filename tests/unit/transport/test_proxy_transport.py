@@ -19,10 +19,10 @@ from tests.forward_proxy import ForwardProxy
 from tinkex.clock import SystemClock
 from tinkex.config import Config
 from tinkex.errors import APIConnectionError, APIError, APITimeoutError, ProxyError, TinkerError
+from tinkex.proxy import ProxyRules
 from tinkex.transport.api import connect
 from tinkex.transport.base import Pool, Request
 from tinkex.transport.http import HttpTransport
-from tinkex.transport.proxy import ProxyRules
 from tinkex.wire import routes
 
 if TYPE_CHECKING:

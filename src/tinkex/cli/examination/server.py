@@ -16,9 +16,9 @@ from tinkex.cli.failures import describe, next_step
 from tinkex.clients.base_client import Owned
 from tinkex.clients.connection import Connection
 from tinkex.config import DATA_DIR, DEFAULT_BASE_URL, server_environment
+from tinkex.credentials import credentials_path
 from tinkex.errors import APIError, MissingPackageError, ProxyError, TinkerError
 from tinkex.transport.auth import choose
-from tinkex.transport.credentials import credentials_path
 from tinkex.wire import routes
 from tinkex.wire.routes import Pool, Route
 

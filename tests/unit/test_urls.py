@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tinkex import urls
 from tinkex.errors import InputError
-from tinkex.transport import urls
 
 
 @pytest.mark.req("S29")

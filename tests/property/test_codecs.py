@@ -21,13 +21,12 @@ from tinkex.wire import bodies, json_codec
 from tinkex.wire import tinkex_pb2 as pb
 from tinkex.wire.compression import compress, decompress
 from tinkex.wire.json_requests import decode_request
-from tinkex.wire.proto_codec import (
+from tinkex.wire.proto_sampling import decode_sample_response, encode_sample_response
+from tinkex.wire.proto_training import (
     decode_forward_backward,
     decode_forward_backward_output,
-    decode_sample_response,
     encode_forward_backward,
     encode_forward_backward_output,
-    encode_sample_response,
 )
 from tinkex.wire.results import Ready, decode_result, encode_result
 from tinkex.wire.routes import MEDIA_JSON

@@ -13,9 +13,10 @@ from tinkex.clients.training_queue import Outgoing, TrainingQueue, inside
 from tinkex.errors import ResultError, TinkerError
 from tinkex.futures.results import Result, charge, combine
 from tinkex.types import DmelChunk, EncodedTextChunk, ImageChunk
+from tinkex.types.checks import batch_to_send
 from tinkex.types.datum import copy_datum
 from tinkex.types.training import batch_to_send, loss_config
-from tinkex.wire import json_codec, proto_codec, routes
+from tinkex.wire import json_codec, proto_training, routes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping, Sequence
@@ -135,7 +136,7 @@ class TrainingRequests:
             part = part if whole else [copy_datum(datum, "Datum") for datum in part]
 
             def write(seq_id: int) -> bytes:
-                return proto_codec.encode_forward_backward(
+                return proto_training.encode_forward_backward(
                     model_id=self._model_id,
                     seq_id=seq_id,
                     data=part,
@@ -153,7 +154,7 @@ class TrainingRequests:
                     return write(seq_id)
                 if seq_id == expected:
                     return written
-                return proto_codec.renumber_forward_backward(
+                return proto_training.renumber_forward_backward(
                     written, self._model_id, expected, seq_id
                 )
 

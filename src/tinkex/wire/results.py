@@ -17,11 +17,10 @@ from tinkex.wire.json_results import (
     write_forward_backward_output,
     write_sample_response,
 )
-from tinkex.wire.proto_codec import (
+from tinkex.wire.proto_sampling import decode_sample_response, encode_sample_response
+from tinkex.wire.proto_training import (
     decode_forward_backward_output,
-    decode_sample_response,
     encode_forward_backward_output,
-    encode_sample_response,
 )
 from tinkex.wire.routes import MEDIA_JSON, MEDIA_PROTOBUF, ROUTES, RequestType
 

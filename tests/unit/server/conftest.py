@@ -15,11 +15,8 @@ from tinkex.server.api.identity import owner_of_key
 from tinkex.testing import FakeClock, FakeEngine, FakeServer
 from tinkex.transport.base import Pool, Reply, Request
 from tinkex.types import Datum, ModelInput
-from tinkex.wire.proto_codec import (
-    decode_forward_backward_output,
-    decode_sample_response,
-    encode_forward_backward,
-)
+from tinkex.wire.proto_sampling import decode_sample_response
+from tinkex.wire.proto_training import decode_forward_backward_output, encode_forward_backward
 
 if TYPE_CHECKING:
     from tinkex.testing.fake_engine import Delays

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from tinkex.transport.base import Pool, Request
-from tinkex.wire.proto_codec import encode_forward_backward
+from tinkex.wire.proto_training import encode_forward_backward
 from tinkex.wire.routes import ROUTES
 
 from .conftest import PROTOBUF, Api, datum

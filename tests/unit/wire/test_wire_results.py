@@ -6,7 +6,8 @@ import pytest
 
 from tinkex import types
 from tinkex.errors import InputError
-from tinkex.wire.proto_codec import encode_forward_backward_output, encode_sample_response
+from tinkex.wire.proto_sampling import encode_sample_response
+from tinkex.wire.proto_training import encode_forward_backward_output
 from tinkex.wire.results import (
     Failed,
     MetadataOnly,

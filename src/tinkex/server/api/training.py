@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from tinkex.server.api.call import Call
     from tinkex.server.store.records import OpKind
-    from tinkex.wire.proto_codec import DecodedForwardBackward
+    from tinkex.wire.proto_training import DecodedForwardBackward
 
 MAX_LOSS_NODES = 4096
 

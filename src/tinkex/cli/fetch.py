@@ -15,7 +15,7 @@ from tinkex.cli.failures import CommandError
 from tinkex.cli.output import size
 from tinkex.errors import APIConnectionError, ProxyError
 from tinkex.new_files import new_file
-from tinkex.transport.base import Pool, Request
+from tinkex.transport.base import HttpRequest, Pool
 from tinkex.transport.headers import user_agent
 from tinkex.transport.http import MAX_REDIRECTS, REDIRECTS, HttpTransport, describe
 from tinkex.transport.proxy_failure import ProxyFailure
@@ -78,7 +78,7 @@ class _Download:
         """Save what is at `url`, or return where else it is."""
         origin, target = self._parts(url)
         headers = {"Accept-Encoding": "identity", "User-Agent": user_agent()}
-        request = Request("GET", target, Pool.REST, _SILENCE_S, headers=headers)
+        request = HttpRequest("GET", target, Pool.REST, _SILENCE_S, headers=headers)
         transport = HttpTransport(origin, connect_timeout_s=_CONNECT_S, proxy=self._config.proxy)
         try:
             async with transport.stream(request) as reply:

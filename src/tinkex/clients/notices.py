@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tinkex.clock import Clock
     from tinkex.futures.future import Promise
     from tinkex.telemetry.events import Telemetry
-    from tinkex.wire.results import Pending
+    from tinkex.wire.results import PendingResult
 
 _log = logging.getLogger(__name__)
 _EVERY_S = 60.0
@@ -57,7 +57,7 @@ class QueueNotices:
             self._heard[key] = state
             self._counts[state] += 1
 
-    def observe(self, promise: Promise[Any], pending: Pending) -> None:
+    def observe(self, promise: Promise[Any], pending: PendingResult) -> None:
         """Take a "pending" answer of an operation; it counts until the future ends."""
         key = id(promise)
         if key not in self._heard:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from tinkex.clients.operations import Operations
     from tinkex.clients.session import Lease, Session
     from tinkex.futures.future import APIFuture, Promise
-    from tinkex.futures.results import Result, Ticket
+    from tinkex.futures.results import CallResult, Ticket
     from tinkex.telemetry.events import Telemetry
     from tinkex.tokenizers import Tokenizer
     from tinkex.types import ModelInput, SampleRequest, SampleResponse, TensorData
@@ -186,7 +186,7 @@ class SamplingClient:
             async with session.wire.limit("the sample", session.clock.now()):
                 return self._finished(await self._draw(promise, request), request)
 
-    async def _draw(self, promise: Promise[Any], request: SampleRequest) -> Result:
+    async def _draw(self, promise: Promise[Any], request: SampleRequest) -> CallResult:
         """One lifecycle, with another number for each time that the server has lost the sample."""
         session = self.holder
         # A copy learns its number with them, by which the server knows its completions.
@@ -237,7 +237,7 @@ class SamplingClient:
             )
         return self._feed
 
-    def _finished(self, result: Result, request: SampleRequest) -> SampleResponse:
+    def _finished(self, result: CallResult, request: SampleRequest) -> SampleResponse:
         """Charge and check what came back."""
         response: SampleResponse = result.value
         usage = charge(

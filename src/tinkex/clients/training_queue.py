@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from tinkex.clients.session import Session
     from tinkex.futures.future import APIFuture, Promise
     from tinkex.futures.lifecycle import Post
-    from tinkex.futures.results import Result, Ticket
+    from tinkex.futures.results import CallResult, Ticket
 
 _log = logging.getLogger(__name__)
 # Above this a body is compressed off the loop, where heartbeats must not wait for it.
@@ -73,7 +73,7 @@ class QueuedCall:
     context: contextvars.Context
     made_at: float
     requests: Sequence[Outgoing] | None = None
-    fold: Callable[[list[Result]], Any] | None = None
+    fold: Callable[[list[CallResult]], Any] | None = None
     sent: list[_Sent] = field(default_factory=list[_Sent])
 
 
@@ -122,7 +122,7 @@ class TrainingQueue:
         return self._next_seq_id + self._queued - self._sent
 
     def take(
-        self, requests: Sequence[Outgoing], fold: Callable[[list[Result]], Any]
+        self, requests: Sequence[Outgoing], fold: Callable[[list[CallResult]], Any]
     ) -> APIFuture[Any]:
         """Queue a call behind all earlier ones; returns at once.
 
@@ -141,7 +141,10 @@ class TrainingQueue:
         return call
 
     def fill(
-        self, call: QueuedCall, requests: Sequence[Outgoing], fold: Callable[[list[Result]], Any]
+        self,
+        call: QueuedCall,
+        requests: Sequence[Outgoing],
+        fold: Callable[[list[CallResult]], Any],
     ) -> APIFuture[Any]:
         """Send these requests in the place that was reserved."""
 
@@ -281,7 +284,7 @@ class TrainingQueue:
         return api.prepared(request.route, body, headers)
 
     async def _collect(self, call: QueuedCall) -> Any:
-        async def one(index: int, sent: _Sent) -> Result:
+        async def one(index: int, sent: _Sent) -> CallResult:
             assert sent.ticket is not None
             result = await sent.life.finish(sent.ticket, lambda: self._post(sent))
             sent.post = None

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from tinkex.clients.notices import QueueNotices
 from tinkex.clients.training_queue import Outgoing, TrainingQueue, inside
 from tinkex.errors import ResultError, TinkerError
-from tinkex.futures.results import Result, charge, combine
+from tinkex.futures.results import CallResult, charge, combine
 from tinkex.types import DmelChunk, EncodedTextChunk, ImageChunk
 from tinkex.types.checks import batch_to_send
 from tinkex.types.datum import copy_datum
@@ -83,7 +83,7 @@ class TrainingRequests:
         tokens = sum(text_tokens(datum.model_input) for datum in batch)
         kind = "prompt_tokens" if forward_only else "trained_tokens"
 
-        def fold(results: list[Result]) -> ForwardBackwardOutput:
+        def fold(results: list[CallResult]) -> ForwardBackwardOutput:
             whole = combine([result.value for result in results])
             self._session.add_usage(charge(_total(results), whole, **{kind: tokens}))
             return whole
@@ -176,7 +176,7 @@ class TrainingRequests:
         except TinkerError as error:
             return self.refuse(error)
 
-        def fold(results: list[Result]) -> T:
+        def fold(results: list[CallResult]) -> T:
             value = results[0].value
             self._session.add_usage(charge(results[0], value))
             return convert(value)
@@ -206,11 +206,11 @@ def given(value: T | None, field: str, answer: str) -> T:
     return value
 
 
-def _total(results: list[Result]) -> Result:
+def _total(results: list[CallResult]) -> CallResult:
     """The longest queue time and all device time of several results; None when not known."""
     queue = [result.queue_s for result in results if result.queue_s is not None]
     device = [result.device_s for result in results if result.device_s is not None]
-    return Result(None, max(queue, default=None), sum(device) if device else None)
+    return CallResult(None, max(queue, default=None), sum(device) if device else None)
 
 
 # -- sizes ------------------------------------------------------------------------------------

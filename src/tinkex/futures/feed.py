@@ -13,7 +13,7 @@ import random
 from typing import TYPE_CHECKING
 
 from tinkex.errors import TinkerError
-from tinkex.transport.retry import Limits, Progress, decide, outcome_of
+from tinkex.transport.retry import RetryLimits, RetryProgress, decide, outcome_of
 from tinkex.types import (
     FutureFinished,
     FuturesRetrieveRequest,
@@ -134,8 +134,8 @@ class CompletionFeed:
                     decision = decide(
                         outcome_of(error),
                         "poll",
-                        Progress(failures, silent_s),
-                        Limits(self._silence_s),
+                        RetryProgress(failures, silent_s),
+                        RetryLimits(self._silence_s),
                         jitter=random.random(),
                         wall=self._clock.wall(),
                     )

@@ -38,15 +38,15 @@ from tinkex.errors import (
     ServerSilentError,
     TinkerError,
 )
-from tinkex.futures.results import Result, Ticket, read_answer, read_usage
+from tinkex.futures.results import CallResult, Ticket, read_answer, read_usage
 from tinkex.metrics import meter
 from tinkex.transport.notices import wait_reason
 from tinkex.transport.retry import (
     BILLING_STEP_S,
+    AttemptOutcome,
     Decision,
-    Limits,
-    Outcome,
-    Progress,
+    RetryLimits,
+    RetryProgress,
     decide,
     event_of,
     outcome_of,
@@ -55,10 +55,10 @@ from tinkex.transport.retry import (
 from tinkex.types import FutureRetrieveRequest
 from tinkex.wire import json_codec, routes
 from tinkex.wire.results import (
-    Failed,
+    FailedResult,
     MetadataOnly,
-    Pending,
-    Ready,
+    PendingResult,
+    ReadyResult,
     accept_for,
     decode_pending,
 )
@@ -115,7 +115,7 @@ class SharedPause(Protocol):
 class Notices(Protocol):
     """Hears each "pending" answer."""
 
-    def observe(self, promise: Promise[Any], pending: Pending) -> None: ...
+    def observe(self, promise: Promise[Any], pending: PendingResult) -> None: ...
 
 
 class Feed(Protocol):
@@ -307,7 +307,7 @@ class Lifecycle:
             self._trouble_at += BILLING_STEP_S
         return self._told(Decision(BILLING_STEP_S, "status 402", billing=True))
 
-    def _retry_wait_s(self, error: TinkerError, outcome: Outcome, now: float) -> float:
+    def _retry_wait_s(self, error: TinkerError, outcome: AttemptOutcome, now: float) -> float:
         """The wait that the table or the user's policy asks for, within the deadline."""
         wire, policy, event = self._wire, self._policy, event_of(outcome)
         tries = self._counts.get(event, 0)
@@ -318,8 +318,8 @@ class Lifecycle:
         decision = decide(
             outcome,
             self._retry,
-            Progress(tries, elapsed_s, failures=sum(self._counts.values())),
-            Limits(budget_s),
+            RetryProgress(tries, elapsed_s, failures=sum(self._counts.values())),
+            RetryLimits(budget_s),
             jitter=random.random(),
             wall=wire.clock.wall(),
         )
@@ -396,7 +396,7 @@ class Lifecycle:
 
     async def finish(
         self, ticket: Ticket, again: Callable[[], Coroutine[Any, Any, Ticket]]
-    ) -> Result:
+    ) -> CallResult:
         """The result, submitting `again` when the server has lost it."""
         while True:
             try:
@@ -414,14 +414,14 @@ class Lifecycle:
         tries = self._counts.get(event, 0)
         # Counted over the whole call: that a request is accepted each time is no progress.
         self._counts[event] = tries + 1
-        decision = decide(outcome, self._retry, Progress(tries), jitter=random.random())
+        decision = decide(outcome, self._retry, RetryProgress(tries), jitter=random.random())
         if self._policy is not None and (decision.retry or self._extended(error, tries)):
             return self._measured(self._policy_delay_s(tries), "backoff")
         if decision.wait_s is None:
             raise error
         return self._measured(decision.wait_s, "backoff")
 
-    async def result(self, ticket: Ticket) -> Result:
+    async def result(self, ticket: Ticket) -> CallResult:
         """The result of an accepted request; cancelled with the caller."""
         feed = self._feed
         try:
@@ -448,7 +448,7 @@ class Lifecycle:
         if self._feed is not None:
             self._feed.abandoned(request_id)
 
-    async def _poll(self, ticket: Ticket, known_size: int | None) -> Result:
+    async def _poll(self, ticket: Ticket, known_size: int | None) -> CallResult:
         """Ask until there is an answer; `known_size` is a payload size announced by the feed."""
         wire = self._wire
         poll = _Poll(ticket, allow_metadata_only=not known_size)
@@ -458,7 +458,7 @@ class Lifecycle:
         try:
             while True:
                 answer = await self._ask(poll)
-                if isinstance(answer, Result):
+                if isinstance(answer, CallResult):
                     return answer
                 if isinstance(answer, MetadataOnly):
                     await self._reserve(answer.size_bytes)
@@ -473,7 +473,7 @@ class Lifecycle:
         await self._wire.response_bytes.take(size_bytes)
         self._not_counted(self._wire.clock.now() - began)
 
-    async def _ask(self, poll: _Poll) -> Result | MetadataOnly | None:
+    async def _ask(self, poll: _Poll) -> CallResult | MetadataOnly | None:
         """One poll, with the pause that must follow it; None when it brought nothing."""
         api, asked = self._wire.api, self._wire.clock.now()
         try:
@@ -487,17 +487,17 @@ class Lifecycle:
             await self._wire.clock.sleep(self._poll_wait_s(poll.ticket, error))
             return None
         answer = read_answer(poll.ticket, reply)
-        if isinstance(answer, Pending):
+        if isinstance(answer, PendingResult):
             return await self._pending(poll, answer, asked)
-        if isinstance(answer, Failed):
+        if isinstance(answer, FailedResult):
             raise RequestFailedError(
                 api.scrub(answer.error), poll.ticket.request_id, answer.category
             )
-        if isinstance(answer, Ready):
+        if isinstance(answer, ReadyResult):
             return read_usage(answer.value, reply.headers.get("x-tinkex-usage"))
         return answer
 
-    async def _pending(self, poll: _Poll, pending: Pending, asked: float) -> None:
+    async def _pending(self, poll: _Poll, pending: PendingResult, asked: float) -> None:
         now = self._wire.clock.now()
         self.last_life, self._credit_gone_at = now, None
         self._poll_counts.clear()
@@ -525,8 +525,8 @@ class Lifecycle:
         decision = decide(
             outcome,
             "poll",
-            Progress(tries, silent_s, failures=sum(self._poll_counts.values())),
-            Limits(wire.silence_s),
+            RetryProgress(tries, silent_s, failures=sum(self._poll_counts.values())),
+            RetryLimits(wire.silence_s),
             jitter=random.random(),
             wall=wire.clock.wall(),
         )

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from tinkex.transport.base import Reply
     from tinkex.wire import routes
-    from tinkex.wire.results import Failed, MetadataOnly, Pending, Ready
+    from tinkex.wire.results import FailedResult, MetadataOnly, PendingResult, ReadyResult
 
 _log = logging.getLogger(__name__)
 _UINT64 = (1 << 64) - 1
@@ -36,7 +36,7 @@ class Ticket:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class CallResult:
     """A result and what the server says it cost; times are None when it does not say."""
 
     value: Any
@@ -44,7 +44,9 @@ class Result:
     device_s: float | None = None
 
 
-def read_answer(ticket: Ticket, reply: Reply) -> Pending | MetadataOnly | Failed | Ready:
+def read_answer(
+    ticket: Ticket, reply: Reply
+) -> PendingResult | MetadataOnly | FailedResult | ReadyResult:
     """What a reply to a poll says."""
     media_type = reply.headers.get("content-type", "")
     try:
@@ -57,18 +59,20 @@ def read_answer(ticket: Ticket, reply: Reply) -> Pending | MetadataOnly | Failed
         ) from error
 
 
-def read_usage(value: Any, usage_header: str | None) -> Result:
+def read_usage(value: Any, usage_header: str | None) -> CallResult:
     """A value with the times that the server gave in its header, if it did."""
     if not usage_header:
-        return Result(value)
+        return CallResult(value)
     try:
         usage = msgspec.json.decode(usage_header, type=dict[str, float | None])
     except msgspec.MsgspecError:
-        return Result(value)  # a server with another idea of this header; its result still counts
-    return Result(value, usage.get("queue_s"), usage.get("device_s"))
+        return CallResult(
+            value
+        )  # a server with another idea of this header; its result still counts
+    return CallResult(value, usage.get("queue_s"), usage.get("device_s"))
 
 
-def charge(result: Result, value: object, **tokens: int) -> Usage:
+def charge(result: CallResult, value: object, **tokens: int) -> Usage:
     """Note on `value` what it used: tokens as counted here, times as the server gave them."""
     usage = Usage(**tokens, queue_s=result.queue_s, device_s=result.device_s)
     # The value was decoded a moment ago and nobody else has seen it, so it is still ours to write.

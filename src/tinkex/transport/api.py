@@ -27,10 +27,10 @@ from tinkex.errors import (
 )
 from tinkex.metrics import meter
 from tinkex.transport.auth import Credentials
-from tinkex.transport.base import Reply, Request
+from tinkex.transport.base import HttpRequest, Reply
 from tinkex.transport.headers import API_KEY, IDEMPOTENCY_KEY, RETRY_COUNT, StandardHeaders
 from tinkex.transport.notices import Notices
-from tinkex.transport.retry import Decision, Limits, Progress, decide, outcome_of
+from tinkex.transport.retry import Decision, RetryLimits, RetryProgress, decide, outcome_of
 from tinkex.types import ClientConfigResponse, ClientDynamicConfigResponse
 from tinkex.wire import json_codec, routes
 from tinkex.wire.bodies import AuthTokenRequest
@@ -195,7 +195,7 @@ class Api:
             yield reply
 
     def raise_for(
-        self, reply: Reply, route: Route[Any, Any], request: Request | None = None
+        self, reply: Reply, route: Route[Any, Any], request: HttpRequest | None = None
     ) -> None:
         """Nothing for a 2xx; otherwise the error of the tree that the status stands for."""
         status = reply.status
@@ -236,14 +236,14 @@ class Api:
         query: Mapping[str, object] | None,
         headers: Mapping[str, str] | None,
         timeout_s: float | None = None,
-    ) -> Request:
+    ) -> HttpRequest:
         """What stays the same over all attempts of one call."""
         merged = self._headers.of_call(route)
         if route.method != "GET" and route.retry != "poll":
             merged[IDEMPOTENCY_KEY] = self._headers.idempotency_key()
         if headers:
             merged.update(headers)
-        return Request(
+        return HttpRequest(
             method=route.method,
             path=route.url(**(params or {})) if params or "{" in route.path else route.path,
             pool=route.pool,
@@ -254,7 +254,7 @@ class Api:
             follow_redirects=route.follow_redirects,
         )
 
-    async def _send(self, route: Route[Any, Any], request: Request, own_key: bool) -> Reply:
+    async def _send(self, route: Route[Any, Any], request: HttpRequest, own_key: bool) -> Reply:
         """One attempt. The request was prepared for this call alone, so its headers are ours."""
         headers = cast("dict[str, str]", request.headers)
         # A call that reads another account's weights brings that account's credential along.
@@ -272,7 +272,7 @@ class Api:
             self.notices.deprecated(note, reply.headers.get("x-deprecation-level", ""))
         return reply
 
-    def _decode(self, route: Route[Any, RepT], request: Request, reply: Reply) -> RepT:
+    def _decode(self, route: Route[Any, RepT], request: HttpRequest, reply: Reply) -> RepT:
         if route.reply is None:
             return None  # pyright: ignore[reportReturnType] - RepT is None for these routes
         try:
@@ -308,14 +308,14 @@ class _Patience:
         # Mutable state: retries made, and seconds spent in 402 pauses.
         self._clock = clock
         self._deadline_s = deadline_s
-        self._limits = Limits(
+        self._limits = RetryLimits(
             config.submit_deadline_s, flags.billing_exception_max_pause_duration_sec
         )
         self._started = clock.now()
         self._billing_s = 0.0
         self.retries = 0
 
-    def fit(self, request: Request) -> Request:
+    def fit(self, request: HttpRequest) -> HttpRequest:
         """The request of the next attempt, which may take no longer than what is left."""
         if not self.retries and not self._deadline_s:
             return request
@@ -333,11 +333,11 @@ class _Patience:
         if route.retry not in _RETRIED:
             return Decision(None, "somebody else decides")
         elapsed_s = self._clock.now() - self._started
-        limits, progress = self._limits, Progress(self.retries, elapsed_s, self._billing_s)
+        limits, progress = self._limits, RetryProgress(self.retries, elapsed_s, self._billing_s)
         if self._deadline_s is not None:
             # A deadline somebody asked for also ends a 402 pause.
-            limits = Limits(self._deadline_s, self._deadline_s - elapsed_s)
-            progress = Progress(self.retries, elapsed_s)
+            limits = RetryLimits(self._deadline_s, self._deadline_s - elapsed_s)
+            progress = RetryProgress(self.retries, elapsed_s)
         return decide(
             outcome_of(error),
             route.retry,

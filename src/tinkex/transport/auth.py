@@ -45,17 +45,17 @@ _HELP = (
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class CredentialSource:
     """One source of a credential; its repr does not show it."""
 
     kind: Literal["key", "token", "command"]
     value: str
 
     def __repr__(self) -> str:
-        return f"Source({self.kind})"
+        return f"CredentialSource({self.kind})"
 
 
-def choose(config: Config, *, enforce_command: bool = False) -> Source:
+def choose(config: Config, *, enforce_command: bool = False) -> CredentialSource:
     """The source to use; raises CredentialError saying what to set.
 
     A ready-made token wins even where the server demands the command. A malformed key falls back
@@ -63,25 +63,25 @@ def choose(config: Config, *, enforce_command: bool = False) -> Source:
     """
     key, command = config.api_key, config.credential_cmd
     if key and key.startswith(JWT_PREFIX):
-        return Source("token", key)
+        return CredentialSource("token", key)
     if enforce_command:
         if not command:
             raise CredentialError(
                 "this server wants credentials from a command; set TINKER_CREDENTIAL_CMD"
             )
-        return Source("command", command)
+        return CredentialSource("command", command)
     if key:
         if is_well_formed(key):
-            return Source("key", key)
+            return CredentialSource("key", key)
         if not command:
             raise CredentialError(_malformed("The API key"))
     if command:
-        return Source("command", command)
+        return CredentialSource("command", command)
     if config.stored_key:
         if not is_well_formed(config.stored_key):
             raise CredentialError(_malformed("The stored key"))
         kind = "token" if config.stored_key.startswith(JWT_PREFIX) else "key"
-        return Source(kind, config.stored_key)
+        return CredentialSource(kind, config.stored_key)
     raise CredentialError(f"no credential is configured: {_HELP}")
 
 

@@ -1,6 +1,6 @@
 """One socket: HTTP/1.1 on asyncio, parsed by httptools (llhttp, in C).
 
-A `Connection` carries one request at a time and knows nothing of pools, retries or headers'
+A `HttpConnection` carries one request at a time and knows nothing of pools, retries or headers'
 meaning. It raises `OSError`, `TimeoutError` and `BrokenReply`; `http.py` translates them.
 """
 
@@ -30,7 +30,7 @@ class BrokenReply(Exception):
     """What came back is not a whole HTTP reply; the text says in what way."""
 
 
-class Connection(asyncio.Protocol):
+class HttpConnection(asyncio.Protocol):
     """A keep-alive connection; `send` or `stream` may be called when the last one has ended."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -166,12 +166,12 @@ class Connection(asyncio.Protocol):
         status, _, _ = await self.stream(head, None, timeout_s)
         return status
 
-    async def start_tls(self, context: ssl.SSLContext, host: str) -> Connection:
+    async def start_tls(self, context: ssl.SSLContext, host: str) -> HttpConnection:
         """A connection inside the tunnel, encrypted for `host`; this one is used up."""
         transport = self._transport
         if transport is None or transport.is_closing():
             raise ConnectionResetError("the proxy closed the tunnel")
-        inner = Connection(self._loop)
+        inner = HttpConnection(self._loop)
         secured = await self._loop.start_tls(transport, inner, context, server_hostname=host)
         if secured is None:
             raise ConnectionResetError("the proxy closed the tunnel")
@@ -293,7 +293,7 @@ class Stream:
     """The body of a streamed reply; ends with the reply or with what broke it."""
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, connection: Connection, silence_s: float
+        self, loop: asyncio.AbstractEventLoop, connection: HttpConnection, silence_s: float
     ) -> None:
         # Mutable state: chunks not read yet, the reader's wake-up, and how it ended.
         self._loop = loop

@@ -29,7 +29,7 @@ from tinkex.errors import (
     ProxyError,
     RequestInfo,
 )
-from tinkex.transport.base import Pool, Reply, Request, StreamedReply
+from tinkex.transport.base import HttpRequest, Pool, Reply, StreamedReply
 from tinkex.transport.connection import BrokenReply
 from tinkex.transport.decode import decode_body, decode_chunks
 from tinkex.transport.pool import ConnectionPool, ConnectTimeout, Dialer
@@ -93,7 +93,7 @@ class HttpTransport:
         self._home: tuple[int, asyncio.AbstractEventLoop] | None = None
         self._left_behind: list[object] = []
 
-    async def send(self, request: Request) -> Reply:
+    async def send(self, request: HttpRequest) -> Reply:
         """One exchange; the time-out starts when a connection is free."""
         head = self._head(request)
         try:
@@ -106,13 +106,13 @@ class HttpTransport:
             raise self._translate(error, request) from error
         return reply
 
-    def _head(self, request: Request) -> bytes:
+    def _head(self, request: HttpRequest) -> bytes:
         target = self._base.target(request.path, request.query)
         if self._forwarder is None:
             return _head(request, target, self._base.authority)
         return _forwarded(self._forwarder, self._base, request, target)
 
-    async def _exchange(self, request: Request, way: Way, head: bytes) -> Reply:
+    async def _exchange(self, request: HttpRequest, way: Way, head: bytes) -> Reply:
         pool = self._pool(way, request.pool)
         connection = await pool.take()
         try:
@@ -125,7 +125,7 @@ class HttpTransport:
         return Reply(status, headers, body)
 
     @asynccontextmanager
-    async def stream(self, request: Request) -> AsyncGenerator[StreamedReply]:
+    async def stream(self, request: HttpRequest) -> AsyncGenerator[StreamedReply]:
         """One exchange whose body is read as it comes; leaving early closes the connection."""
         head = self._head(request)
         pool = self._pool(self._way, request.pool)
@@ -198,7 +198,7 @@ class HttpTransport:
         self._home = home
         self._pools, self._dialers = {}, {}
 
-    async def _follow(self, request: Request, reply: Reply) -> Reply:
+    async def _follow(self, request: HttpRequest, reply: Reply) -> Reply:
         """Follow redirects of a read; another server hears no credentials."""
         here = self._base.origin + self._base.target(request.path, request.query)
         for _ in range(MAX_REDIRECTS):
@@ -214,13 +214,13 @@ class HttpTransport:
             if base.origin != self._base.origin:
                 headers = {k: v for k, v in headers.items() if k.lower() in _PORTABLE_HEADERS}
             target = f"{parts.path or '/'}?{parts.query}" if parts.query else parts.path or "/"
-            hop = Request("GET", parts.path, request.pool, request.timeout_s, headers=headers)
+            hop = HttpRequest("GET", parts.path, request.pool, request.timeout_s, headers=headers)
             reply = await self._hop(hop, base, target)
             if reply.status not in REDIRECTS:
                 return reply
         raise BrokenReply(f"the server redirects more than {MAX_REDIRECTS} times")
 
-    async def _hop(self, request: Request, base: urls.BaseUrl, target: str) -> Reply:
+    async def _hop(self, request: HttpRequest, base: urls.BaseUrl, target: str) -> Reply:
         """One exchange with a server that we were redirected to, by the way that it needs."""
         way = Way(base, self._rules.choose(base))
         forwarder = way.forwarder
@@ -230,7 +230,7 @@ class HttpTransport:
         _check_forwarded(forwarder, reply.status, reply.headers)
         return reply
 
-    def _translate(self, error: Exception, request: Request) -> APIError:
+    def _translate(self, error: Exception, request: HttpRequest) -> APIError:
         url = urls.join(self._base, request.path, request.query)
         info = RequestInfo(request.method, url)
         if isinstance(error, ProxyFailure):
@@ -282,7 +282,7 @@ def describe(error: Exception, base_url: str, where: str = _CHECK) -> str:
             return f"The connection to {base_url} broke ({error}); it may work when tried again."
 
 
-def _head(request: Request, target: str, authority: str) -> bytes:
+def _head(request: HttpRequest, target: str, authority: str) -> bytes:
     """Request line and headers; raises InputError, naming no value, for what cannot be sent."""
     lines = [f"{request.method} {target} HTTP/1.1\r\nHost: {authority}\r\n"]
     lines += [f"{name}: {value}\r\n" for name, value in request.headers.items()]
@@ -304,7 +304,7 @@ def _head(request: Request, target: str, authority: str) -> bytes:
     return head
 
 
-def _forwarded(proxy: Proxy, base: urls.BaseUrl, request: Request, target: str) -> bytes:
+def _forwarded(proxy: Proxy, base: urls.BaseUrl, request: HttpRequest, target: str) -> bytes:
     """The head of a request that the proxy passes on: with the whole URL, and for its eyes."""
     head = _head(request, base.origin + target, base.authority)
     if proxy.authorization is None:

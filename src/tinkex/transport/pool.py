@@ -13,7 +13,7 @@ import ssl
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from tinkex.transport.connection import BrokenReply, Connection
+from tinkex.transport.connection import BrokenReply, HttpConnection
 from tinkex.transport.proxy_failure import ProxyFailure
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Dialer:
         self._looked_up = float("-inf")
         self._lock = asyncio.Lock()
 
-    async def open(self) -> Connection:
+    async def open(self) -> HttpConnection:
         """A fresh connection; raises OSError: ConnectTimeout and ProxyFailure are two of them."""
         if self._proxy is None:
             return await self._in_time(self._reach())
@@ -72,7 +72,7 @@ class Dialer:
         # From here on the server answers, so failures are its own.
         return await self._in_time(self._secure(connection)) if self._base.secure else connection
 
-    async def _in_time(self, opening: Coroutine[Any, Any, Connection]) -> Connection:
+    async def _in_time(self, opening: Coroutine[Any, Any, HttpConnection]) -> HttpConnection:
         try:
             async with asyncio.timeout(self._connect_timeout_s):
                 return await opening
@@ -81,7 +81,7 @@ class Dialer:
                 raise
             raise ConnectTimeout(f"no connection within {self._connect_timeout_s:g} s") from None
 
-    async def _reach_through(self, proxy: Proxy) -> Connection:
+    async def _reach_through(self, proxy: Proxy) -> HttpConnection:
         """A connection to the proxy, which forwards what is sent on it: a tunnel for https."""
         connection = await self._reach()
         if self._base.secure:
@@ -93,20 +93,20 @@ class Dialer:
                 raise ProxyFailure(proxy, status)
         return connection
 
-    async def _secure(self, tunnel: Connection) -> Connection:
+    async def _secure(self, tunnel: HttpConnection) -> HttpConnection:
         try:
             return await tunnel.start_tls(await self._tls(), self._base.host)
         except BaseException:
             tunnel.abort()
             raise
 
-    async def _reach(self) -> Connection:
+    async def _reach(self) -> HttpConnection:
         loop = asyncio.get_running_loop()
         context = await self._tls() if self._dialled.secure else None
         sock = await self._dial(loop)
         try:
             _, connection = await loop.create_connection(
-                lambda: Connection(loop),
+                lambda: HttpConnection(loop),
                 sock=sock,
                 ssl=context,
                 server_hostname=self._dialled.host if context else None,
@@ -170,12 +170,12 @@ class ConnectionPool:
         # whether the pool is closed.
         self._dialer = dialer
         self._clock = clock
-        self._idle: list[Connection] = []
+        self._idle: list[HttpConnection] = []
         self._free = limit
         self._waiters: deque[asyncio.Future[None]] = deque()
         self._closed = False
 
-    async def take(self) -> Connection:
+    async def take(self) -> HttpConnection:
         """A connection for one exchange; `give_back` must follow."""
         if self._free > 0:
             self._free -= 1
@@ -194,7 +194,7 @@ class ConnectionPool:
             self._leave()
             raise
 
-    def give_back(self, connection: Connection) -> None:
+    def give_back(self, connection: HttpConnection) -> None:
         """Keep it when it can carry another exchange, and let the next caller in."""
         if connection.reusable and not self._closed:
             connection.idle_since = self._clock.now()

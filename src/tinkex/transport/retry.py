@@ -37,7 +37,7 @@ _SHORTEST_S = 0.001
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class AttemptOutcome:
     """How one attempt ended: an HTTP status, or one of the ways to end without a usable one."""
 
     kind: Literal["status", "connection", "timeout", "lost", "failed", "bad_response", "credential"]
@@ -47,7 +47,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class RetryProgress:
     """How far a call has come.
 
     `retries` counts those after this kind of failure, `failures` those of any kind, `elapsed_s` is
@@ -61,7 +61,7 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class RetryLimits:
     """When patience ends. Time in a 402 pause has a limit of its own and counts for no other."""
 
     budget_s: float = 300.0
@@ -70,11 +70,10 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Wait and try again, or (`wait_s` is None) give up. `fresh` asks for a new request id."""
+    """Wait and try again, or (`wait_s` is None) give up."""
 
     wait_s: float | None
     reason: str
-    fresh: bool = False
     billing: bool = False
 
     @property
@@ -84,7 +83,7 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class RetryRule:
     """What one class does about one event. `tries` limits this event on top of the budget."""
 
     action: Action
@@ -108,7 +107,7 @@ class Rule:
                 return f"{_BASE_S:g}-{self.cap_s:g} s{often}"
 
 
-_RAISE = Rule("raise")
+_RAISE = RetryRule("raise")
 _SUBMIT_TRIES = 11
 _CLASSES: tuple[RetryClass, ...] = ("full", "submit", "none", "sample", "poll")
 _EVENTS: dict[str, str] = {
@@ -131,46 +130,51 @@ _EVENTS: dict[str, str] = {
 
 
 def _row(
-    full: Rule, submit: Rule | None = None, sample: Rule = _RAISE, poll: Rule = _RAISE
-) -> dict[RetryClass, Rule]:
+    full: RetryRule,
+    submit: RetryRule | None = None,
+    sample: RetryRule = _RAISE,
+    poll: RetryRule = _RAISE,
+) -> dict[RetryClass, RetryRule]:
     if submit is None:
-        submit = Rule(full.action, full.tries or _SUBMIT_TRIES, full.cap_s)
+        submit = RetryRule(full.action, full.tries or _SUBMIT_TRIES, full.cap_s)
         submit = _RAISE if full.action == "raise" else submit
     return {"full": full, "submit": submit, "none": _RAISE, "sample": sample, "poll": poll}
 
 
-_BACKOFF = Rule("backoff")
-_SAMPLE_BACKOFF = Rule("backoff", cap_s=10.0)
-_TABLE: dict[str, dict[RetryClass, Rule]] = {
+_BACKOFF = RetryRule("backoff")
+_SAMPLE_BACKOFF = RetryRule("backoff", cap_s=10.0)
+_TABLE: dict[str, dict[RetryClass, RetryRule]] = {
     "connection": _row(_BACKOFF, sample=_SAMPLE_BACKOFF, poll=_BACKOFF),
     "timeout": _row(_BACKOFF, sample=_SAMPLE_BACKOFF, poll=_BACKOFF),
-    "402": _row(Rule("billing"), submit=_RAISE, sample=Rule("billing"), poll=Rule("billing")),
-    "408": _row(_BACKOFF, sample=_SAMPLE_BACKOFF, poll=Rule("backoff", cap_s=1.0)),
+    "402": _row(
+        RetryRule("billing"), submit=_RAISE, sample=RetryRule("billing"), poll=RetryRule("billing")
+    ),
+    "408": _row(_BACKOFF, sample=_SAMPLE_BACKOFF, poll=RetryRule("backoff", cap_s=1.0)),
     # Usually a fact ("already published"), sometimes a race: a short second look is enough.
-    "409": _row(Rule("backoff", tries=3), sample=Rule("backoff", tries=3, cap_s=10.0)),
+    "409": _row(RetryRule("backoff", tries=3), sample=RetryRule("backoff", tries=3, cap_s=10.0)),
     "410": _row(_RAISE),
     # Lost to a restart, so it is sent again; a server that keeps losing results is broken.
     "lost": _row(
-        Rule("again", tries=4, cap_s=10.0),
-        submit=Rule("again", tries=4, cap_s=10.0),
-        sample=Rule("again", tries=10, cap_s=10.0),
+        RetryRule("again", tries=4, cap_s=10.0),
+        submit=RetryRule("again", tries=4, cap_s=10.0),
+        sample=RetryRule("again", tries=10, cap_s=10.0),
     ),
-    "429": _row(Rule("hint"), sample=Rule("hint", cap_s=10.0), poll=Rule("hint")),
-    "5xx": _row(Rule("hint"), sample=Rule("hint", cap_s=10.0), poll=Rule("hint")),
+    "429": _row(RetryRule("hint"), sample=RetryRule("hint", cap_s=10.0), poll=RetryRule("hint")),
+    "5xx": _row(RetryRule("hint"), sample=RetryRule("hint", cap_s=10.0), poll=RetryRule("hint")),
     "4xx": _row(_RAISE),
     "bad_response": _row(_RAISE),
     "failed user": _row(_RAISE),
     # A training step keeps its sequence number, so sending it again finds the same failure.
-    "failed": _row(_RAISE, sample=Rule("again", tries=3, cap_s=10.0)),
+    "failed": _row(_RAISE, sample=RetryRule("again", tries=3, cap_s=10.0)),
     "credential": _row(_RAISE),
 }
 
 
 def decide(
-    outcome: Outcome,
+    outcome: AttemptOutcome,
     retry: RetryClass,
-    progress: Progress = Progress(),  # noqa: B008 - frozen
-    limits: Limits = Limits(),  # noqa: B008 - frozen
+    progress: RetryProgress = RetryProgress(),  # noqa: B008 - frozen
+    limits: RetryLimits = RetryLimits(),  # noqa: B008 - frozen
     *,
     jitter: float = 0.0,
     wall: float = 0.0,
@@ -194,28 +198,28 @@ def decide(
     failures = max(progress.retries, progress.failures)
     wait_s = _wait_s(rule, outcome, failures, jitter, wall)
     # Clipped rather than refused: the last attempt is made when the time is up.
-    return Decision(min(wait_s, left_s), reason, fresh=rule.action == "again")
+    return Decision(min(wait_s, left_s), reason)
 
 
-def outcome_of(error: TinkerError, *, of_result: bool = False) -> Outcome:
+def outcome_of(error: TinkerError, *, of_result: bool = False) -> AttemptOutcome:
     """How an attempt ended, told from the error it raised.
 
     `of_result`: it was raised by asking for the result of an accepted request.
     """
     if of_result and isinstance(error, PromiseLostError):
-        return Outcome("lost")
+        return AttemptOutcome("lost")
     if isinstance(error, APIStatusError):
-        return Outcome("status", error.status_code, error.response.headers)
+        return AttemptOutcome("status", error.status_code, error.response.headers)
     if isinstance(error, APITimeoutError):
-        return Outcome("timeout")
+        return AttemptOutcome("timeout")
     if isinstance(error, APIConnectionError):
-        return Outcome("connection")
+        return AttemptOutcome("connection")
     if isinstance(error, RequestFailedError):
-        return Outcome("failed", category=error.category)
-    return Outcome("credential" if isinstance(error, CredentialError) else "bad_response")
+        return AttemptOutcome("failed", category=error.category)
+    return AttemptOutcome("credential" if isinstance(error, CredentialError) else "bad_response")
 
 
-def event_of(outcome: Outcome) -> str:
+def event_of(outcome: AttemptOutcome) -> str:
     """The row of the table an outcome belongs to."""
     if outcome.kind == "failed":
         return "failed user" if outcome.category == "user" else "failed"
@@ -262,7 +266,7 @@ def retry_table() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _overridden(rule: Rule, outcome: Outcome, retry: RetryClass) -> Rule:
+def _overridden(rule: RetryRule, outcome: AttemptOutcome, retry: RetryClass) -> RetryRule:
     """`x-should-retry` has the last word on HTTP-level retries."""
     if outcome.kind != "status" or retry not in ("full", "submit"):
         return rule
@@ -274,14 +278,16 @@ def _overridden(rule: Rule, outcome: Outcome, retry: RetryClass) -> Rule:
     return rule
 
 
-def _wait_s(rule: Rule, outcome: Outcome, retries: int, jitter: float, wall: float) -> float:
+def _wait_s(
+    rule: RetryRule, outcome: AttemptOutcome, retries: int, jitter: float, wall: float
+) -> float:
     if rule.action == "at once":
         return 0.0
     hint = retry_after_s(outcome.headers, wall) if rule.action == "hint" else None
     return hint if hint is not None else backoff_s(retries, rule.cap_s, jitter)
 
 
-def _reason(outcome: Outcome) -> str:
+def _reason(outcome: AttemptOutcome) -> str:
     match outcome.kind:
         case "status":
             return f"status {outcome.status}"

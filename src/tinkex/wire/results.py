@@ -46,7 +46,7 @@ _CATEGORIES: dict[str, ErrorCategory] = {"unknown": "unknown", "server": "server
 
 
 @dataclass(frozen=True, slots=True)
-class Pending:
+class PendingResult:
     """Not done yet. Without a word from the server the state is `unknown`.
 
     `position` is how many operations go first, where the server says so.
@@ -65,7 +65,7 @@ class MetadataOnly:
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class FailedResult:
     """Accepted, and failed later."""
 
     error: str
@@ -73,13 +73,13 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class ReadyResult:
     """The result itself."""
 
     value: Any
 
 
-Outcome = Pending | MetadataOnly | Failed | Ready
+Outcome = PendingResult | MetadataOnly | FailedResult | ReadyResult
 
 
 def accept_for(request_type: RequestType) -> str:
@@ -98,18 +98,18 @@ def decode_result(
     `sequence_ids` are those of the future's envelope; a sample needs them.
     """
     if MEDIA_PROTOBUF in content_type.lower():
-        return Ready(_decode_protobuf(request_type, body, sequence_ids))
+        return ReadyResult(_decode_protobuf(request_type, body, sequence_ids))
     answer = json_codec.decode_object(body)
     if answer.get("type") == "try_again":
         return _pending(answer)
     if answer.get("status") == "complete_metadata":
         return MetadataOnly(_size(answer.get("response_payload_size")))
     if "error" in answer:
-        return Failed(_message(answer["error"]), parse_category(answer.get("category")))
-    return Ready(_decode_json(request_type, answer, sequence_ids))
+        return FailedResult(_message(answer["error"]), parse_category(answer.get("category")))
+    return ReadyResult(_decode_json(request_type, answer, sequence_ids))
 
 
-def decode_pending(body: bytes) -> Pending | None:
+def decode_pending(body: bytes) -> PendingResult | None:
     """The queue state that a 408 carries; None when it was not written by the API.
 
     Something between client and server answers a 408, too, when it gave up waiting.
@@ -133,7 +133,7 @@ def encode_result(
     accept: str = MEDIA_PROTOBUF,
 ) -> tuple[str, bytes]:
     """The media type and body of an answer, for a reader that sent this Accept header."""
-    if isinstance(outcome, Ready):
+    if isinstance(outcome, ReadyResult):
         return encode_value(request_type, outcome.value, accept=accept)
     return MEDIA_JSON, json_codec.encode(_answer(outcome, request_id))
 
@@ -154,8 +154,10 @@ def encode_value(
     return MEDIA_JSON, json_codec.encode(value)
 
 
-def _answer(outcome: Pending | MetadataOnly | Failed, request_id: str) -> dict[str, Any]:
-    if isinstance(outcome, Failed):
+def _answer(
+    outcome: PendingResult | MetadataOnly | FailedResult, request_id: str
+) -> dict[str, Any]:
+    if isinstance(outcome, FailedResult):
         return {"error": outcome.error, "category": outcome.category}
     if isinstance(outcome, MetadataOnly):
         return {
@@ -171,11 +173,11 @@ def _answer(outcome: Pending | MetadataOnly | Failed, request_id: str) -> dict[s
     return answer
 
 
-def _pending(answer: dict[str, Any]) -> Pending:
+def _pending(answer: dict[str, Any]) -> PendingResult:
     state, reason = answer.get("queue_state"), answer.get("queue_state_reason")
     progress = answer.get("progress")
     place = cast("dict[str, Any]", progress).get("position") if isinstance(progress, dict) else None
-    return Pending(
+    return PendingResult(
         _QUEUE_STATES.get(state, "unknown") if isinstance(state, str) else "unknown",
         reason if isinstance(reason, str) and reason else None,
         place if type(place) is int and place >= 0 else None,

@@ -24,7 +24,7 @@ from tinkex.wire import routes
 
 if TYPE_CHECKING:
     from tests.unit.futures.conftest import Stage
-    from tinkex.wire.results import Pending
+    from tinkex.wire.results import PendingResult
 
 STEP = Ticket("r", "OptimStep")
 DONE = reply({"metrics": {"loss": 1.0}}, x_tinkex_usage='{"queue_s": 1.5, "device_s": 0.25}')
@@ -55,16 +55,16 @@ class Announced:
 class Heard:
     """Keeps every "pending" answer."""
 
-    def __init__(self, heard: list[Pending]) -> None:
+    def __init__(self, heard: list[PendingResult]) -> None:
         self._heard = heard
 
-    def observe(self, promise: Promise[Any], pending: Pending) -> None:
+    def observe(self, promise: Promise[Any], pending: PendingResult) -> None:
         self._heard.append(pending)
 
 
 def wait(stage: Stage, *answers: Any, held_s: float = 0.0, **options: Any):
     api = stage.api(*answers, held_s=held_s)
-    heard: list[Pending] = options.pop("heard", [])
+    heard: list[PendingResult] = options.pop("heard", [])
     known_size = options.pop("known_size", None)
     budget = options.pop("budget", ByteBudget(100))
     limits = {"silence_s": 300.0, "submit_s": 300.0, **options}
@@ -90,7 +90,7 @@ def test_a_result_carries_what_it_cost(stage: Stage):
 @pytest.mark.req("S17")
 def test_pending_is_waited_for_however_long_it_takes(stage: Stage):
     held = [PENDING] * 200
-    heard: list[Pending] = []
+    heard: list[PendingResult] = []
     result = wait(stage, *held, DONE, held_s=30.0, heard=heard)
     assert result.value.metrics == {"loss": 1.0}
     assert len(heard) == 200
@@ -100,7 +100,7 @@ def test_pending_is_waited_for_however_long_it_takes(stage: Stage):
 @pytest.mark.req("S17")
 def test_a_408_with_a_queue_state_is_an_honest_pending(stage: Stage):
     paused = reply({"queue_state": "paused_capacity", "queue_state_reason": "full"}, status=408)
-    heard: list[Pending] = []
+    heard: list[PendingResult] = []
     wait(stage, paused, DONE, heard=heard)
     assert [(item.queue_state, item.reason) for item in heard] == [("paused_capacity", "full")]
 

@@ -11,11 +11,12 @@ import hashlib
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Concatenate, TypeVar
+from typing import TYPE_CHECKING, Concatenate
 
 from tinkex.clients.arguments import one_of
 from tinkex.clients.local_loss import LocalLoss, datums_of, numbers
 from tinkex.clients.loss_graph import load_torch, trace
+from tinkex.clients.portal import wait_for
 from tinkex.clients.training_requests import given
 from tinkex.errors import InputError, InputTypeError, TinkerError
 from tinkex.spans import span
@@ -28,14 +29,12 @@ if TYPE_CHECKING:
     import torch
     import torch.fx
 
-    from tinkex.clients.operations import Operations
+    from tinkex.clients.portal import Operations
     from tinkex.clients.session import Session
     from tinkex.clients.training import TrainingClient
     from tinkex.clients.training_requests import TrainingRequests
     from tinkex.futures.future import APIFuture
     from tinkex.types import CustomLossInputRank, ForwardBackwardOutput
-
-T = TypeVar("T")
 
 CustomLossFnV1 = Callable[
     [list[Datum], "list[torch.Tensor]"], "tuple[torch.Tensor, dict[str, float]]"
@@ -145,10 +144,10 @@ def run_custom(
             return _run_on_server(client, data, loss_fn, loss_fn.loss_id)
         local = _local(client, data, loss_fn)
         with requests.forward_then_backward(local.forward_data()) as (forward, backward):
-            weighted = local.evaluate(_wait(forward))
+            weighted = local.evaluate(wait_for(forward))
             return backward(weighted.data).then(weighted.fold)
     except TinkerError as error:
-        return _refuse(client, error)
+        return client.operations.refuse(error)
 
 
 async def run_custom_async(
@@ -168,21 +167,7 @@ async def run_custom_async(
             weighted = local.evaluate(await forward)
             return backward(weighted.data).then(weighted.fold)
     except TinkerError as error:
-        return _refuse(client, error)
-
-
-def _wait(future: APIFuture[T]) -> T:
-    try:
-        return future.result()
-    except BaseException:
-        future.cancel()  # an interrupted caller takes its operation along
-        raise
-
-
-def _refuse(client: TrainingClient, error: TinkerError) -> APIFuture[Any]:
-    promise = client.operations.promise()
-    promise.fail(error)
-    return promise.future
+        return client.operations.refuse(error)
 
 
 def _run_on_server(

@@ -19,8 +19,9 @@ import msgspec
 from tinkex.errors import InputError
 
 if TYPE_CHECKING:
+    from tinkex.clients.connection import Lease
     from tinkex.clients.sampling import SamplingClient
-    from tinkex.clients.session import Lease
+    from tinkex.clients.session import Session
 
 
 # Extra headers travel with a handle, but none that could be a credential.
@@ -73,12 +74,13 @@ def from_handle(text: str, *, api_key: str | None = None) -> SamplingClient:
     )
 
 
-def _join(handle: _Handle, api_key: str | None) -> Lease:
+def _join(handle: _Handle, api_key: str | None) -> Lease[Session]:
+    from tinkex.clients.connection import Lease
     from tinkex.clients.session import Session
     from tinkex.config import Config
 
     config = Config.load(base_url=handle.base_url, api_key=api_key, headers=handle.headers)
-    lease = Session(config, session_id=handle.session_id).lease()
+    lease = Lease(Session(config, session_id=handle.session_id))
     if api_key is None:
         # A key given for this copy alone must not serve the next one.
         _leases.keep(handle, lease)
@@ -90,18 +92,18 @@ class _Leases:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._by_key: weakref.WeakValueDictionary[tuple[str, str], Lease] = (
+        self._by_key: weakref.WeakValueDictionary[tuple[str, str], Lease[Session]] = (
             weakref.WeakValueDictionary()
         )
 
-    def keep(self, handle: _Handle, lease: Lease) -> None:
+    def keep(self, handle: _Handle, lease: Lease[Session]) -> None:
         with self._lock:
             self._by_key[handle.base_url, handle.session_id] = lease
 
-    def find(self, handle: _Handle) -> Lease | None:
+    def find(self, handle: _Handle) -> Lease[Session] | None:
         with self._lock:
             lease = self._by_key.get((handle.base_url, handle.session_id))
-        return lease if lease is not None and lease.session.usable() else None
+        return lease if lease is not None and lease.connection.usable() else None
 
 
 _leases = _Leases()

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from tinkex.clients.admin import AdminClient, AuditEventType
 from tinkex.clients.arguments import given_text
 from tinkex.clients.base_client import AccessScope, checkpoint_of, page, scope
-from tinkex.clients.operations import submitting
 from tinkex.clients.rest_checkpoints import CheckpointCalls
+from tinkex.clients.twins import submitting
 from tinkex.errors import (
     ExperimentalWarning,
     InputTypeError,

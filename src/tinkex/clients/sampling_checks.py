@@ -1,4 +1,4 @@
-"""What a sampling client is told, and its checks: settings, requests, answers. Pure."""
+"""Settings of a sampling client, and checks of its requests and answers. Pure."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from tinkex.errors import (
     PromiseLostError,
     ResultError,
 )
+from tinkex.types import EncodedTextChunk, ModelInput, SampleRequest, SamplingParams, TensorData
+from tinkex.types.frozen import frozen
 from tinkex.types import ModelInput, SampleRequest, SamplingParams, TensorData
 from tinkex.types.sampling import copy_request
 
@@ -60,24 +62,6 @@ class RetryConfig:
         delay = min(self.retry_delay_base * 2.0 ** min(attempt, 30), self.retry_delay_max)
         jitter = delay * self.jitter_factor * (2.0 * draw - 1.0)
         return min(max(delay + jitter, 0.0), self.retry_delay_max)
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingPolicy:
-    """A `RetryConfig` together with what the server's flags say; see `futures.lifecycle`."""
-
-    config: RetryConfig
-    retries: bool
-    patience_s: float
-
-    @property
-    def retryable_exceptions(self) -> tuple[type[Exception], ...]:
-        """What else is worth another try, in the user's eyes."""
-        return self.config.retryable_exceptions
-
-    def delay_s(self, attempt: int, draw: float) -> float:
-        """The wait before retry number `attempt`."""
-        return self.config.delay_s(attempt, draw)
 
 
 def _check_amount(value: object, name: str) -> None:
@@ -166,7 +150,10 @@ def _check_numbers(request: SampleRequest) -> None:
 
 
 def _check_prompt(request: SampleRequest) -> None:
-    if not request.prompt.chunks or not any(_length(part) for part in request.prompt.chunks):
+    for part in request.prompt.chunks:
+        if not isinstance(part, EncodedTextChunk) or len(part.tokens):
+            break
+    else:
         raise InputError("must hold at least one token", "prompt")
     target = request.target_prompt_logprobs
     if target is None:
@@ -175,11 +162,6 @@ def _check_prompt(request: SampleRequest) -> None:
         raise InputError(f"must be int64, not {target.dtype}", "target_prompt_logprobs")
     if target.shape is None or len(target.shape) != 2:
         raise InputError("must be 2-D: [len(prompt) - 1, K]", "target_prompt_logprobs")
-
-
-def _length(part: object) -> int:
-    tokens = getattr(part, "tokens", None)
-    return 1 if tokens is None else len(tokens)
 
 
 def check_response(response: SampleResponse, request: SampleRequest) -> None:

@@ -6,11 +6,12 @@ import warnings
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from tinkex.clients.arguments import given_text, header_text, named_values, optional_text
-from tinkex.clients.operations import awaited, blocking
+from tinkex.clients.connection import Lease
 from tinkex.clients.sampling import SamplingClient, open_sampler
 from tinkex.clients.session import Session, session_url
 from tinkex.clients.training import TrainingClient
 from tinkex.clients.training_requests import given
+from tinkex.clients.twins import awaited, blocking
 from tinkex.config import Config
 from tinkex.errors import APIStatusError, ClosedError, InputError, NotFoundError, NothingToTrain
 from tinkex.types import (
@@ -27,10 +28,10 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from tinkex.clients.custom_loss import LossHandle, PerDatumLossFn
-    from tinkex.clients.operations import Operations
+    from tinkex.clients.portal import Operations
     from tinkex.clients.rest import RestClient
     from tinkex.clients.sampling_checks import RetryConfig
-    from tinkex.futures.future import APIFuture, Promise
+    from tinkex.futures.future import APIFuture
     from tinkex.telemetry.events import Telemetry
     from tinkex.transport.api import Api
     from tinkex.types import (
@@ -99,7 +100,7 @@ class ServiceClient:
         return client
 
     def _begin(self, session: Session) -> None:
-        self._lease = session.lease()
+        self._lease = Lease(session)
         self._operations = self._lease.operations()
         self._closing: APIFuture[None] | None = None
         # Runs that this client has attached to: two clients of one run would share its numbers.
@@ -113,7 +114,7 @@ class ServiceClient:
     @property
     def holder(self) -> Session:
         """The session behind this client."""
-        return self._lease.session
+        return self._lease.connection
 
     # -- what the server has ------------------------------------------------------------------
 
@@ -395,17 +396,7 @@ class ServiceClient:
     def close(self, status: CloseStatus = "success", detail: str | None = None) -> APIFuture[None]:
         """Finish the session and let go of everything; pending calls end with `ClosedError`."""
         if self._closing is None:
-            session = self.holder
-            promise: Promise[None] = self._operations.promise()
-            self._closing = promise.future
-            if not session.portal.started():
-                session.closed = True
-                promise.finish(None)
-            else:
-                self._operations.post(
-                    promise,
-                    lambda: session.portal.spawn(session.close(promise, status, detail)),
-                )
+            self._closing = self.holder.close(status, detail)
         return self._closing
 
     close_async = awaited(close)

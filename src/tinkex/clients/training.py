@@ -11,11 +11,11 @@ import warnings
 from typing import TYPE_CHECKING, Any, Literal
 
 from tinkex.clients.arguments import given_text
-from tinkex.clients.operations import blocking, deferred, hint_async
 from tinkex.clients.sampling import SamplingClient, open_sampler
 from tinkex.clients.sampling_checks import check_options
 from tinkex.clients.session import training_run_url
 from tinkex.clients.training_requests import TrainingRequests, given, vocabulary
+from tinkex.clients.twins import blocking, deferred, hint_async
 from tinkex.errors import APIError, InputError, InputTypeError, TinkerError
 from tinkex.futures.future import APIFuture, requests_in
 from tinkex.types import (
@@ -42,10 +42,11 @@ from tinkex.wire.bodies import CancelFutureRequest
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Mapping, Sequence
 
+    from tinkex.clients.connection import Lease
     from tinkex.clients.custom_loss import CustomLossFnV1, LossHandle
-    from tinkex.clients.operations import Operations
+    from tinkex.clients.portal import Operations
     from tinkex.clients.sampling_checks import RetryConfig
-    from tinkex.clients.session import Lease, Session
+    from tinkex.clients.session import Session
     from tinkex.telemetry.events import Telemetry
     from tinkex.tokenizers import Tokenizer
     from tinkex.types import Datum, LossFnType, OptimParams
@@ -57,14 +58,19 @@ class TrainingClient:
     """Trains one LoRA adapter. Made by `ServiceClient`, never directly."""
 
     def __init__(
-        self, lease: Lease, model_seq_id: int, model_id: str, *, attached_at: int | None = None
+        self,
+        lease: Lease[Session],
+        model_seq_id: int,
+        model_id: str,
+        *,
+        attached_at: int | None = None,
     ) -> None:
         self.model_id = model_id
         self.model_seq_id = model_seq_id
         self._lease = lease
         self._operations = lease.operations()
         self._calls = TrainingRequests(
-            lease.session,
+            lease.connection,
             self._operations,
             model_id,
             # Looked up at each change, so that replacing the hook on the object works.
@@ -80,7 +86,7 @@ class TrainingClient:
     @property
     def holder(self) -> Session:
         """The session behind this client."""
-        return self._lease.session
+        return self._lease.connection
 
     @property
     def next_seq_id(self) -> int:
@@ -118,7 +124,7 @@ class TrainingClient:
         try:
             params = _one_of(optim_params, adam_params)
         except TinkerError as error:
-            return self._calls.refuse(error)
+            return self._operations.refuse(error)
         return self._calls.json_turn(
             routes.OPTIM_STEP,
             lambda seq_id: OptimStepRequest(
@@ -257,7 +263,7 @@ class TrainingClient:
         try:
             ParsedCheckpointTinkerPath.from_tinker_path(given_text(path, "path"))
         except TinkerError as error:
-            return self._calls.refuse(error)
+            return self._operations.refuse(error)
         return self._calls.json_turn(
             routes.LOAD_WEIGHTS,
             lambda seq_id: LoadWeightsRequest(

@@ -1,4 +1,4 @@
-"""Results: reading answers, noting what they used, and joining those of chunks. Pure."""
+"""Tickets and results of calls, and joining the results of chunks. Pure."""
 
 from __future__ import annotations
 
@@ -6,20 +6,16 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
+from tinkex.types.training import ForwardBackwardOutput
 from tinkex.errors import APIResponseValidationError, InputError, ResponseInfo
 from tinkex.spans import span
 from tinkex.types import Usage
-from tinkex.types.training import ForwardBackwardOutput
 from tinkex.wire.results import decode_result
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from tinkex.transport.base import Reply
     from tinkex.wire import routes
-    from tinkex.wire.results import FailedResult, MetadataOnly, PendingResult, ReadyResult
 
 _log = logging.getLogger(__name__)
 _UINT64 = (1 << 64) - 1
@@ -44,45 +40,6 @@ class CallResult:
     device_s: float | None = None
 
 
-def read_answer(
-    ticket: Ticket, reply: Reply
-) -> PendingResult | MetadataOnly | FailedResult | ReadyResult:
-    """What a reply to a poll says."""
-    media_type = reply.headers.get("content-type", "")
-    try:
-        with span("futures.decode", request_id=ticket.request_id, size_bytes=len(reply.body)):
-            return decode_result(ticket.request_type, media_type, reply.body, ticket.sequence_ids)
-    except InputError as error:
-        response = ResponseInfo(reply.status, {"content-type": media_type})
-        raise APIResponseValidationError(
-            response, None, f"{ticket.request_type} {ticket.request_id}: {error}"
-        ) from error
-
-
-def read_usage(value: Any, usage_header: str | None) -> CallResult:
-    """A value with the times that the server gave in its header, if it did."""
-    if not usage_header:
-        return CallResult(value)
-    try:
-        usage = msgspec.json.decode(usage_header, type=dict[str, float | None])
-    except msgspec.MsgspecError:
-        return CallResult(
-            value
-        )  # a server with another idea of this header; its result still counts
-    return CallResult(value, usage.get("queue_s"), usage.get("device_s"))
-
-
-def charge(result: CallResult, value: object, **tokens: int) -> Usage:
-    """Note on `value` what it used: tokens as counted here, times as the server gave them."""
-    usage = Usage(**tokens, queue_s=result.queue_s, device_s=result.device_s)
-    # The value was decoded a moment ago and nobody else has seen it, so it is still ours to write.
-    if isinstance(value, msgspec.Struct):
-        msgspec.structs.force_setattr(value, "usage", usage)
-    else:
-        object.__setattr__(value, "usage", usage)
-    return usage
-
-
 def combine(outputs: Sequence[ForwardBackwardOutput]) -> ForwardBackwardOutput:
     """One output for all chunks: data in order, each metric reduced by its suffix."""
     first = outputs[0]
@@ -96,31 +53,24 @@ def combine(outputs: Sequence[ForwardBackwardOutput]) -> ForwardBackwardOutput:
 
 
 def _reduce_metrics(outputs: Sequence[ForwardBackwardOutput]) -> dict[str, float]:
-    if len(outputs) == 1:
-        plain = {k: v for k, v in outputs[0].metrics.items() if k.count(":") != 1}
-    else:
-        plain = {}
-    weights = [float(len(output.loss_fn_outputs)) for output in outputs]
+    first, weights = outputs[0].metrics, [float(len(one.loss_fn_outputs)) for one in outputs]
     reduced: dict[str, float] = {}
-    for key in outputs[0].metrics:
-        if key in plain:
+    for key in first:
+        name, _, suffix = key.rpartition(":")
+        rule = _RULES.get(suffix) if name and ":" not in name else None
+        if len(outputs) == 1 and key.count(":") != 1:
             # Not a reducible name, but with a single chunk there is nothing to reduce.
-            reduced[key] = plain[key]
-        elif all(key in output.metrics for output in outputs):
-            values = [output.metrics[key] for output in outputs]
-            reduced.update(_reduce(key, values, weights))
+            reduced[key] = first[key]
+        elif not all(key in output.metrics for output in outputs):
+            continue
+        elif suffix == "unique":
+            for i, output in enumerate(outputs):
+                reduced[key if i == 0 else f"{key}_{i}"] = output.metrics[key]
+        elif rule is not None:
+            reduced[key] = rule([output.metrics[key] for output in outputs], weights)
+        else:
+            _log.debug("metric %r has no known reduction and was dropped", key)
     return reduced
-
-
-def _reduce(key: str, values: list[float], weights: list[float]) -> dict[str, float]:
-    name, _, suffix = key.rpartition(":")
-    if suffix == "unique":
-        return {key if i == 0 else f"{key}_{i}": value for i, value in enumerate(values)}
-    rule = _RULES.get(suffix) if name and ":" not in name else None
-    if rule is None:
-        _log.debug("metric %r has no known reduction and was dropped", key)
-        return {}
-    return {key: rule(values, weights)}
 
 
 def _mean(values: list[float], weights: list[float]) -> float:

@@ -89,10 +89,12 @@ def encode_forward_backward(
     return b"".join(pieces)
 
 
-def renumber_forward_backward(body: bytes, model_id: str, old: int, new: int) -> bytes:
-    """The same batch with another number."""
+def renumber_forward_backward(body: bytes, model_id: str, old: int, seq_id: int) -> bytes:
+    """The batch that was written with the number `old`, with another one."""
+    if seq_id == old:
+        return body
     data = memoryview(body)[len(_before_data(model_id, old)) :]
-    return b"".join([_before_data(model_id, new), data])
+    return b"".join([_before_data(model_id, seq_id), data])
 
 
 def _before_data(model_id: str, seq_id: int | None) -> bytes:

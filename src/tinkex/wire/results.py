@@ -7,7 +7,7 @@ protocol, in the protocol's order.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from tinkex.errors import ErrorCategory, InputError
 from tinkex.wire import json_codec
@@ -82,9 +82,11 @@ class ReadyResult:
 Outcome = PendingResult | MetadataOnly | FailedResult | ReadyResult
 
 
-def accept_for(request_type: RequestType) -> str:
-    """The Accept header for polling a result of this kind."""
-    return MEDIA_PROTOBUF if request_type in PROTOBUF_RESULTS else MEDIA_JSON
+# The Accept header for polling a result of each kind.
+ACCEPT: dict[RequestType, str] = {
+    kind: MEDIA_PROTOBUF if kind in PROTOBUF_RESULTS else MEDIA_JSON
+    for kind in get_args(RequestType)
+}
 
 
 def decode_result(

@@ -16,10 +16,10 @@ from tinkex.errors import (
     RequestFailedError,
     ServerSilentError,
 )
-from tinkex.futures.budget import ByteBudget
+from tinkex.futures.admission import ByteBudget
 from tinkex.futures.future import Promise
-from tinkex.futures.lifecycle import Lifecycle, Wire
-from tinkex.futures.results import Ticket, charge
+from tinkex.futures.lifecycle import CallContext, Lifecycle, charge
+from tinkex.futures.results import Ticket
 from tinkex.wire import routes
 
 if TYPE_CHECKING:
@@ -68,11 +68,13 @@ def wait(stage: Stage, *answers: Any, held_s: float = 0.0, **options: Any):
     known_size = options.pop("known_size", None)
     budget = options.pop("budget", ByteBudget(100))
     limits = {"silence_s": 300.0, "submit_s": 300.0, **options}
-    wire = Wire(api, stage.clock, budget, lambda request_id: None, **limits)
+    wire = CallContext(api, stage.clock, budget, lambda request_id: None, **limits)
 
     async def result() -> Any:
         feed = None if known_size is None else Announced(known_size)
-        life = Lifecycle(wire, routes.OPTIM_STEP, "OptimStep", Promise(), Heard(heard), feed=feed)
+        life = Lifecycle(
+            wire, routes.OPTIM_STEP, "OptimStep", Promise(), Heard(heard).observe, feed=feed
+        )
         async with wire.limit("optim_step", stage.clock.now()):
             return await life.result(STEP)
 
@@ -82,7 +84,7 @@ def wait(stage: Stage, *answers: Any, held_s: float = 0.0, **options: Any):
 def test_a_result_carries_what_it_cost(stage: Stage):
     result = wait(stage, DONE)
     assert result.value.metrics == {"loss": 1.0}
-    usage = charge(result, result.value, trained_tokens=3)
+    usage = charge(result, trained_tokens=3)
     assert (usage.queue_s, usage.device_s, usage.trained_tokens) == (1.5, 0.25, 3)
     assert result.value.usage == usage
 
@@ -125,11 +127,13 @@ def test_waiting_for_the_byte_budget_is_no_silence(stage: Stage):
     async def main() -> Any:
         held = asyncio.ensure_future(hold())
         api = stage.api(announced, reply({}, 503), reply({}, 503), DONE)
-        wire = Wire(api, stage.clock, budget, lambda _: None, silence_s=300.0, submit_s=300.0)
-        await asyncio.sleep(0)
-        result = await Lifecycle(wire, routes.OPTIM_STEP, "OptimStep", Promise(), Heard([])).result(
-            STEP
+        wire = CallContext(
+            api, stage.clock, budget, lambda _: None, silence_s=300.0, submit_s=300.0
         )
+        await asyncio.sleep(0)
+        result = await Lifecycle(
+            wire, routes.OPTIM_STEP, "OptimStep", Promise(), Heard([]).observe
+        ).result(STEP)
         await held
         return result
 

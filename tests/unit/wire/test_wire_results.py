@@ -9,11 +9,11 @@ from tinkex.errors import InputError
 from tinkex.wire.proto_sampling import encode_sample_response
 from tinkex.wire.proto_training import encode_forward_backward_output
 from tinkex.wire.results import (
+    ACCEPT,
     FailedResult,
     MetadataOnly,
     PendingResult,
     ReadyResult,
-    accept_for,
     decode_pending,
     decode_result,
     encode_result,
@@ -192,7 +192,7 @@ def test_what_the_server_answers_is_what_the_client_reads(outcome: object):
 
 
 def test_the_readers_accept_header_decides_the_form_of_a_sample():
-    assert accept_for("Sample") == MEDIA_PROTOBUF
+    assert ACCEPT["Sample"] == MEDIA_PROTOBUF
     media, body = encode_result("Sample", ReadyResult(SAMPLE), accept="application/x-protobuf")
     assert media == MEDIA_PROTOBUF
     assert decode_result("Sample", media, body, ["q-0"]) == ReadyResult(SAMPLE)

@@ -85,7 +85,7 @@ class QueueNotices:
             reason = pending.reason or _DEFAULT_REASONS.get(state, "no reason given")
             _log.warning("%s is paused (%s): %s", self._subject, state, reason)
         if changed:
-            self._report(state, pending.reason, promise.standing.request_id)
+            self._report(state, pending.reason, promise.operation.request_id)
 
     def _report(self, state: str, reason: str | None, request_id: str | None) -> None:
         if self._on_change is not None:

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 from urllib.parse import urljoin, urlsplit
 
 from tinkex import urls
+from tinkex._version import user_agent
 from tinkex.cli.disk_space import writing_into
 from tinkex.cli.failures import CommandError
 from tinkex.cli.output import size
 from tinkex.errors import APIConnectionError, ProxyError
 from tinkex.new_files import new_file
 from tinkex.transport.base import HttpRequest, Pool
-from tinkex.transport.headers import user_agent
 from tinkex.transport.http import MAX_REDIRECTS, REDIRECTS, HttpTransport, describe
 from tinkex.transport.proxy_failure import ProxyFailure
 

@@ -140,7 +140,7 @@ class Connection:
     async def _ask_for_flags(self, api: Api) -> None:
         request = ClientConfigRequest(sdk_version=PROTOCOL_VERSION)
         bootstrap_s = self.config.bootstrap_deadline_s
-        api.client_config = await api.call(routes.CLIENT_CONFIG, request, deadline_s=bootstrap_s)
+        api.follow(await api.call(routes.CLIENT_CONFIG, request, deadline_s=bootstrap_s))
         try:
             api.dynamic_config = await api.call(
                 routes.CLIENT_DYNAMIC_CONFIG, request, deadline_s=bootstrap_s

@@ -166,8 +166,8 @@ class ConnectionPool:
     """Up to `limit` connections; a caller past it waits its turn, in order."""
 
     def __init__(self, dialer: Dialer, clock: Clock, limit: int) -> None:
-        # Mutable state: idle connections (last used on top), free places, who waits for one, and
-        # whether the pool is closed.
+        # Mutable state: idle connections (last used on top), free places, the callers that wait
+        # for one, and whether the pool is closed.
         self._dialer = dialer
         self._clock = clock
         self._idle: list[HttpConnection] = []
@@ -201,7 +201,10 @@ class ConnectionPool:
             self._idle.append(connection)
         else:
             connection.abort()
-        self._leave()
+        if self._waiters:
+            self._leave()
+        else:
+            self._free += 1
 
     async def _wait_turn(self) -> None:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()

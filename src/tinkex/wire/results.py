@@ -100,7 +100,13 @@ def decode_result(
     `sequence_ids` are those of the future's envelope; a sample needs them.
     """
     if MEDIA_PROTOBUF in content_type.lower():
-        return ReadyResult(_decode_protobuf(request_type, body, sequence_ids))
+        if request_type == "Sample":
+            if sequence_ids is None:
+                raise _no_sequence_ids()
+            return ReadyResult(decode_sample_response(body, sequence_ids))
+        if request_type in PROTOBUF_RESULTS:
+            return ReadyResult(decode_forward_backward_output(body))
+        raise InputError(f"a {request_type} result is JSON, not protobuf", "content-type")
     answer = json_codec.decode_object(body)
     if answer.get("type") == "try_again":
         return _pending(answer)
@@ -123,7 +129,7 @@ def decode_pending(body: bytes) -> PendingResult | None:
 
 
 def parse_category(value: Any) -> ErrorCategory:
-    """An error category in any case; one nobody heard of is `unknown`."""
+    """An error category in any case; one that is not known is `unknown`."""
     return _CATEGORIES.get(value.lower(), "unknown") if isinstance(value, str) else "unknown"
 
 
@@ -200,21 +206,13 @@ def _message(value: Any) -> str:
     return "" if value is None else json_codec.encode(value).decode()
 
 
-def _decode_protobuf(
-    request_type: RequestType, body: bytes, sequence_ids: Sequence[str] | None
-) -> Any:
-    if request_type == "Sample":
-        return decode_sample_response(body, _required(sequence_ids))
-    if request_type in PROTOBUF_RESULTS:
-        return decode_forward_backward_output(body)
-    raise InputError(f"a {request_type} result is JSON, not protobuf", "content-type")
-
-
 def _decode_json(
     request_type: RequestType, answer: dict[str, Any], sequence_ids: Sequence[str] | None
 ) -> Any:
     if request_type == "Sample":
-        return read_sample_response(answer, _required(sequence_ids))
+        if sequence_ids is None:
+            raise _no_sequence_ids()
+        return read_sample_response(answer, sequence_ids)
     if request_type in PROTOBUF_RESULTS:
         return read_forward_backward_output(answer)
     metrics = answer.get("metrics")
@@ -226,7 +224,5 @@ def _decode_json(
     return json_codec.convert(_RESULT_TYPES[request_type], answer)
 
 
-def _required(sequence_ids: Sequence[str] | None) -> Sequence[str]:
-    if sequence_ids is None:
-        raise InputError("the future of a sample must carry them", "sample_sequence_ids")
-    return sequence_ids
+def _no_sequence_ids() -> InputError:
+    return InputError("the future of a sample must carry them", "sample_sequence_ids")

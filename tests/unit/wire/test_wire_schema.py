@@ -26,9 +26,9 @@ def test_the_messages_live_in_a_package_of_their_own():
 
 
 def test_the_constants_of_the_codec_are_the_schemas():
-    from tinkex.wire import arrays
     from tinkex.wire import tinkex_pb2 as pb
+    from tinkex.wire import values
 
-    assert (arrays.FLOAT32, arrays.INT64) == (pb.DTYPE_FLOAT32, pb.DTYPE_INT64)
-    assert (arrays.INT32, arrays.BFLOAT16) == (pb.DTYPE_INT32, pb.DTYPE_BFLOAT16)
+    assert (values.FLOAT32, values.INT64) == (pb.DTYPE_FLOAT32, pb.DTYPE_INT64)
+    assert (values.INT32, values.BFLOAT16) == (pb.DTYPE_INT32, pb.DTYPE_BFLOAT16)
     assert (pb.STOP_REASON_STOP, pb.STOP_REASON_LENGTH) == (0, 1)

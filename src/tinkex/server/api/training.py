@@ -30,7 +30,7 @@ from tinkex.types import (
 from tinkex.wire import routes
 from tinkex.wire.json_codec import decode_object
 from tinkex.wire.json_requests import decode_request
-from tinkex.wire.messages import parse
+from tinkex.wire.values import parse
 
 if TYPE_CHECKING:
     from starlette.responses import Response

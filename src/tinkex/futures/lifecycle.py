@@ -219,9 +219,12 @@ class Lifecycle:
                     accepted = await self._post(post, retries)
                 else:
                     async with room():
-                        if (waited_s := clock.now() - began) > 0.0:
-                            self._not_counted(waited_s)
-                            began += waited_s
+                        waited_s = clock.now() - began
+                        began += waited_s
+                        # Waiting in this process says nothing about the server.
+                        self.last_life += waited_s
+                        if self._trouble_at is not None:
+                            self._trouble_at += waited_s
                         accepted = await self._post(post, retries)
             except TinkerError as error:
                 wait_s = self._submit_wait_s(error, began)
@@ -370,12 +373,6 @@ class Lifecycle:
         assert self._policy is not None
         return self._policy.delay_s(tries, random.random())
 
-    def _not_counted(self, seconds: float) -> None:
-        """Time spent waiting in this process says nothing about the server."""
-        self.last_life += seconds
-        if self._trouble_at is not None:
-            self._trouble_at += seconds
-
     # -- the result -----------------------------------------------------------------------------
 
     async def finish(
@@ -454,8 +451,8 @@ class Lifecycle:
     async def _reserve(self, size_bytes: int) -> None:
         began = self._context.clock.now()
         await self._context.response_bytes.take(size_bytes)
-        if (waited_s := self._context.clock.now() - began) > 0.0:
-            self._not_counted(waited_s)
+        # Waiting in this process says nothing about the server.
+        self.last_life += self._context.clock.now() - began
 
     async def _ask(self, poll: _Poll) -> CallResult | MetadataOnly | None:
         """One poll, with the pause that must follow it; None when it brought nothing."""

@@ -15,6 +15,8 @@ from tinkex.wire.results import decode_result
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from tinkex.types import LossFnOutput
+    from tinkex.types.usage import Usage
     from tinkex.wire import routes
 
 _log = logging.getLogger(__name__)
@@ -42,32 +44,37 @@ class CallResult:
 
 def combine(outputs: Sequence[ForwardBackwardOutput]) -> ForwardBackwardOutput:
     """One output for all chunks: data in order, each metric reduced by its suffix."""
-    first = outputs[0]
-    usages = [output.usage for output in outputs if output.usage is not None]
+    data: list[LossFnOutput] = []
+    usage: Usage | None = None
+    for output in outputs:
+        data += output.loss_fn_outputs
+        if output.usage is not None:
+            usage = output.usage if usage is None else usage + output.usage
     return ForwardBackwardOutput(
-        loss_fn_output_type=first.loss_fn_output_type,
-        loss_fn_outputs=[item for output in outputs for item in output.loss_fn_outputs],
+        loss_fn_output_type=outputs[0].loss_fn_output_type,
+        loss_fn_outputs=data,
         metrics=_reduce_metrics(outputs),
-        usage=sum(usages[1:], start=usages[0]) if usages else None,
+        usage=usage,
     )
 
 
 def _reduce_metrics(outputs: Sequence[ForwardBackwardOutput]) -> dict[str, float]:
-    first, weights = outputs[0].metrics, [float(len(one.loss_fn_outputs)) for one in outputs]
+    weights = [float(len(one.loss_fn_outputs)) for one in outputs]
     reduced: dict[str, float] = {}
-    for key in first:
+    for key in outputs[0].metrics:
+        values = [output.metrics[key] for output in outputs if key in output.metrics]
         name, _, suffix = key.rpartition(":")
         rule = _RULES.get(suffix) if name and ":" not in name else None
         if len(outputs) == 1 and key.count(":") != 1:
             # Not a reducible name, but with a single chunk there is nothing to reduce.
-            reduced[key] = first[key]
-        elif not all(key in output.metrics for output in outputs):
+            reduced[key] = values[0]
+        elif len(values) < len(outputs):
             continue
         elif suffix == "unique":
-            for i, output in enumerate(outputs):
-                reduced[key if i == 0 else f"{key}_{i}"] = output.metrics[key]
+            for i, value in enumerate(values):
+                reduced[key if i == 0 else f"{key}_{i}"] = value
         elif rule is not None:
-            reduced[key] = rule([output.metrics[key] for output in outputs], weights)
+            reduced[key] = rule(values, weights)
         else:
             _log.debug("metric %r has no known reduction and was dropped", key)
     return reduced

@@ -1,12 +1,14 @@
-"""What `RestClient` and `AdminClient` share: a connection set, one way to send, and an end.
+"""What clients share: a connection set, `with` blocks, and one way to send without a session.
 
-Neither needs a session. Standing alone, a client owns its connections and connects when first
-used; made by a `ServiceClient` it borrows that one's, and closing it leaves them open.
+`RestClient` and `AdminClient` need no session. Made by itself, such a client owns its connections
+and connects when first used; made by a `ServiceClient` it borrows the connections of that client,
+and closing it leaves them open.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar
 
 from tinkex.clients.arguments import given_text, one_of, whole_number
 from tinkex.clients.connection import Connection, Lease
@@ -29,9 +31,69 @@ AccessScope = Literal["owned", "accessible"]
 
 ReqT = TypeVar("ReqT")
 RepT = TypeVar("RepT")
+ConnT = TypeVar("ConnT", bound=Connection)
 
 
-class ResourceClient:
+class BaseClient(Generic[ConnT]):
+    """What every client has: its connection set, and where its work runs."""
+
+    def __init__(self, connection: ConnT, operations: Operations) -> None:
+        self._connection = connection
+        self._operations = operations
+
+    @property
+    def operations(self) -> Operations:
+        """Where this client's work runs; for the twins of its methods."""
+        return self._operations
+
+    @property
+    def holder(self) -> ConnT:
+        """The connection set, or the session, behind this client."""
+        return self._connection
+
+    def get_telemetry(self) -> Telemetry | None:
+        """The telemetry of the connection set, or None when it is off."""
+        return self._connection.telemetry
+
+
+class ClosableClient(BaseClient[ConnT]):
+    """A client that ends with `close()`, or with its `with` or `async with` block."""
+
+    _closing: APIFuture[None] | None = None
+
+    @abstractmethod
+    def _leave(self, error: BaseException | None) -> APIFuture[None]:
+        """Close at the end of a block, which `error` has ended unless it is None."""
+
+    def _closed(self) -> ClosedError:
+        return ClosedError(f"{type(self).__name__} is closed")
+
+    def __enter__(self) -> Self:
+        if self._closing is not None:
+            raise self._closed()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        self._leave(error).result()
+
+    async def __aenter__(self) -> Self:
+        return self.__enter__()
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        await self._leave(error)
+
+
+class ResourceClient(ClosableClient[Connection]):
     """Asks a server about what it keeps; constructing one does no I/O."""
 
     def __init__(
@@ -45,27 +107,13 @@ class ResourceClient:
             raise InputError("give either a holder or base_url and api_key, not both", "_holder")
         self._owns = _holder is None
         # Held by this client and by its pending futures: keeps the connections open.
-        self._lent = _holder or Lease(Connection(Config.load(base_url=base_url, api_key=api_key)))
-        held = self._lent
-        self._connection = held if isinstance(held, Connection) else held.connection
-        self._closing: APIFuture[None] | None = None
-        self._operations = Operations(
-            self._connection.portal, self._connection.clock, keep_alive=self._lent
+        self._lent = held = _holder or Lease(
+            Connection(Config.load(base_url=base_url, api_key=api_key))
         )
-
-    @property
-    def operations(self) -> Operations:
-        """Where this client's work runs; for the twins of its methods."""
-        return self._operations
-
-    @property
-    def holder(self) -> Connection:
-        """The connection set behind this client."""
-        return self._connection
-
-    def get_telemetry(self) -> Telemetry | None:
-        """The connection's telemetry, or None when it is off."""
-        return self._connection.telemetry
+        connection = held if isinstance(held, Connection) else held.connection
+        super().__init__(
+            connection, Operations(connection.portal, connection.clock, keep_alive=held)
+        )
 
     async def _call(
         self,
@@ -78,7 +126,7 @@ class ResourceClient:
         headers: Mapping[str, str] | None = None,
         body: bytes | None = None,
     ) -> RepT:
-        """Send one request in the name of a public method."""
+        """Send one request for the public method that is named in a header."""
         route.url(**(params or {}))  # refuses a bad id before anything is sent
 
         async def send() -> RepT:
@@ -99,13 +147,10 @@ class ResourceClient:
             raise self._closed()
         return await self._connection.connected()
 
-    def _closed(self) -> ClosedError:
-        return ClosedError(f"{type(self).__name__} is closed")
-
     # -- the end ------------------------------------------------------------------------------
 
     def close(self) -> APIFuture[None]:
-        """Let go of the client's own connections; calls under way end with `ClosedError`."""
+        """Close the client's own connections; calls under way end with `ClosedError`."""
         if self._closing is None:
             if self._owns:
                 self._closing = self._connection.close()
@@ -117,29 +162,8 @@ class ResourceClient:
 
     close_async = awaited(close)
 
-    def __enter__(self) -> Self:
-        if self._closing is not None:
-            raise self._closed()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
-        self.close().result()
-
-    async def __aenter__(self) -> Self:
-        return self.__enter__()
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
-        await self.close_async()
+    def _leave(self, error: BaseException | None) -> APIFuture[None]:
+        return self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
         name = type(self).__name__

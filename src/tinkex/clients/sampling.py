@@ -13,13 +13,15 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from tinkex.clients.arguments import given_text
+from tinkex.clients.base_client import BaseClient
 from tinkex.clients.sampling_checks import (
     RetryConfig,
     build_request,
     check_options,
     check_response,
 )
-from tinkex.clients.twins import awaited, blocking
+from tinkex.clients.session import Session
+from tinkex.clients.twins import awaited, blocking, on_loop
 from tinkex.errors import InputError, TinkerError
 from tinkex.futures.admission import input_bytes, text_tokens
 from tinkex.futures.feed import CompletionFeed
@@ -38,12 +40,9 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine
 
     from tinkex.clients.connection import Lease
-    from tinkex.clients.portal import Operations
-    from tinkex.clients.session import Session
     from tinkex.futures.future import APIFuture, Promise
     from tinkex.futures.lifecycle import CallContext
     from tinkex.futures.results import Ticket
-    from tinkex.telemetry.events import Telemetry
     from tinkex.tokenizers import Tokenizer
     from tinkex.types import ModelInput, SampleRequest, SampleResponse, TensorData
 
@@ -57,7 +56,7 @@ _SCHEME = "tinker://"
 _HEADERS = {"X-Tinker-Sampling-Backpressure": "1"}
 
 
-class SamplingClient:
+class SamplingClient(BaseClient[Session]):
     """Samples from a base model or from saved weights. Made by the other clients.
 
     It can be pickled and sent to other processes, and turned into a text handle; neither holds a
@@ -75,8 +74,8 @@ class SamplingClient:
     ) -> None:
         # Mutable state, touched on the loop only: the next request number (once the clone id is
         # known), the completion feed, and the places for samples under way.
-        self._lease = lease
-        self._operations = lease.operations()
+        super().__init__(lease.connection, lease.operations())
+        self.lease = lease  # keeps the session alive
         self._sampling_session_id = sampling_session_id
         self._record_stability_info = record_stability_info
         self._clone_id = clone_id
@@ -91,21 +90,6 @@ class SamplingClient:
             lease.connection.telemetry,
         )
         self.retry_config = retry_config or RetryConfig()
-
-    @property
-    def operations(self) -> Operations:
-        """Where this client's work runs; for the twins of its methods."""
-        return self._operations
-
-    @property
-    def holder(self) -> Session:
-        """The session behind this client."""
-        return self._lease.connection
-
-    @property
-    def lease(self) -> Lease[Session]:
-        """What keeps the session alive."""
-        return self._lease
 
     @property
     def sampling_session_id(self) -> str:
@@ -179,7 +163,7 @@ class SamplingClient:
         self, request: SampleRequest, promise: Promise[SampleResponse]
     ) -> SampleResponse:
         """Draw within the total deadline, which counts from here."""
-        session = self._lease.connection
+        session = self._connection
         if session.context is None or session.closed:
             await session.opened()
         context = session.context
@@ -194,7 +178,7 @@ class SamplingClient:
         self, context: CallContext, request: SampleRequest, promise: Promise[SampleResponse]
     ) -> SampleResponse:
         """One lifecycle, with another number each time that the server has lost the sample."""
-        session, flags = self._lease.connection, context.api.client_config
+        session, flags = self._connection, context.api.client_config
         # A copy learns its clone id with them, by which the server knows its completions.
         numbers = self._numbers or await self._number()
         estimate = input_bytes(request.prompt, per_token=_BYTES_PER_TOKEN)
@@ -258,7 +242,7 @@ class SamplingClient:
         estimate_bytes: int,
     ) -> Ticket:
         """Send the sample under its next number; returns when the server has accepted it."""
-        session = self._lease.connection
+        session = self._connection
         assert session.context is not None
         assert session.admission is not None
         promise.note(state="queued", request_id=None)
@@ -307,11 +291,9 @@ class SamplingClient:
 
     # -- about this sampler -------------------------------------------------------------------
 
+    @on_loop
     async def get_base_model_async(self) -> str:
         """The name of the model under the weights."""
-        return await self._operations.run(self._base_model)
-
-    async def _base_model(self) -> str:
         api = await self.holder.opened()
         sampler = await api.call(routes.GET_SAMPLER, params={"sampler": self._sampling_session_id})
         return sampler.base_model
@@ -346,10 +328,6 @@ class SamplingClient:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (SamplingClient.from_sampler_handle, (self.get_sampler_handle(),))
-
-    def get_telemetry(self) -> Telemetry | None:
-        """The session's telemetry, or None when it is off."""
-        return self.holder.telemetry
 
     def on_queue_state_change(self, queue_state: str, queue_state_reason: str | None) -> None:
         """Called whenever the server's queue pauses or moves again; override or replace it."""

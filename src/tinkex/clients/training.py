@@ -11,11 +11,12 @@ import warnings
 from typing import TYPE_CHECKING, Any, Literal
 
 from tinkex.clients.arguments import given_text
+from tinkex.clients.base_client import BaseClient
 from tinkex.clients.sampling import SamplingClient, open_sampler
 from tinkex.clients.sampling_checks import check_options
-from tinkex.clients.session import training_run_url
+from tinkex.clients.session import Session, training_run_url
 from tinkex.clients.training_requests import TrainingRequests, given, vocabulary
-from tinkex.clients.twins import blocking, deferred, hint_async
+from tinkex.clients.twins import blocking, deferred, hint_async, on_loop
 from tinkex.errors import APIError, InputError, InputTypeError, TinkerError
 from tinkex.futures.future import APIFuture, requests_in
 from tinkex.types import (
@@ -44,17 +45,14 @@ if TYPE_CHECKING:
 
     from tinkex.clients.connection import Lease
     from tinkex.clients.custom_loss import CustomLossFnV1, LossHandle
-    from tinkex.clients.portal import Operations
     from tinkex.clients.sampling_checks import RetryConfig
-    from tinkex.clients.session import Session
-    from tinkex.telemetry.events import Telemetry
     from tinkex.tokenizers import Tokenizer
     from tinkex.types import Datum, LossFnType, OptimParams
 
 _log = logging.getLogger(__name__)
 
 
-class TrainingClient:
+class TrainingClient(BaseClient[Session]):
     """Trains one LoRA adapter. Made by `ServiceClient`, never directly."""
 
     def __init__(
@@ -68,7 +66,7 @@ class TrainingClient:
         self.model_id = model_id
         self.model_seq_id = model_seq_id
         self._lease = lease
-        self._operations = lease.operations()
+        super().__init__(lease.connection, lease.operations())
         self._calls = TrainingRequests(
             lease.connection,
             self._operations,
@@ -77,16 +75,6 @@ class TrainingClient:
             lambda state, reason: self.on_queue_state_change(state, reason),
             attached_at,
         )
-
-    @property
-    def operations(self) -> Operations:
-        """Where this client's work runs; for the twins of its methods."""
-        return self._operations
-
-    @property
-    def holder(self) -> Session:
-        """The session behind this client."""
-        return self._lease.connection
 
     @property
     def next_seq_id(self) -> int:
@@ -130,7 +118,6 @@ class TrainingClient:
             lambda seq_id: OptimStepRequest(
                 optim_params=params, model_id=self.model_id, seq_id=seq_id
             ),
-            lambda value: value,
         )
 
     optim_step_async = deferred(optim_step)
@@ -185,7 +172,6 @@ class TrainingClient:
                 overwrite=overwrite,
                 user_metadata=user_metadata,
             ),
-            lambda value: value,
         )
 
     save_state_async = deferred(save_state)
@@ -273,7 +259,6 @@ class TrainingClient:
                 optimizer=optimizer,
                 weights_access_token=weights_access_token,
             ),
-            lambda value: value,
         )
 
     # -- sampling -----------------------------------------------------------------------------
@@ -358,11 +343,9 @@ class TrainingClient:
 
     # -- about this run -----------------------------------------------------------------------
 
+    @on_loop
     async def get_info_async(self) -> GetInfoResponse:
         """What the server knows about this run."""
-        return await self._operations.run(self._get_info)
-
-    async def _get_info(self) -> GetInfoResponse:
         api = await self.holder.opened()
         info = await api.call(routes.GET_INFO, GetInfoRequest(model_id=self.model_id))
         tokenizer_id = info.model_data.tokenizer_id
@@ -393,10 +376,6 @@ class TrainingClient:
     def get_console_url(self) -> str:
         """Where this run can be looked at."""
         return training_run_url(self.model_id)
-
-    def get_telemetry(self) -> Telemetry | None:
-        """The session's telemetry, or None when it is off."""
-        return self.holder.telemetry
 
     def on_queue_state_change(self, queue_state: str, queue_state_reason: str | None) -> None:
         """Called whenever the server's queue pauses or moves again; override or replace it."""

@@ -170,7 +170,7 @@ class TrainingRequests:
         self,
         route: routes.Route[Any, Any],
         make: Callable[[int], msgspec.Struct],
-        convert: Callable[[Any], T],
+        convert: Callable[[Any], T] | None = None,
     ) -> APIFuture[T]:
         """One JSON request in its turn; it is tried once now, so bad input never takes a turn."""
         try:
@@ -181,7 +181,8 @@ class TrainingRequests:
 
         def fold(results: list[CallResult]) -> T:
             self._session.usage += charge(results[0])
-            return convert(results[0].value)
+            value = results[0].value
+            return value if convert is None else convert(value)
 
         def encode(seq_id: int) -> bytes:
             return json_codec.encode(replace(snapshot, seq_id=seq_id))

@@ -43,6 +43,18 @@ def blocking(
     return _renamed(call, method.__name__, method.__name__.removesuffix("_async"))
 
 
+def on_loop(
+    method: Callable[Concatenate[S, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[S, P], Coroutine[Any, Any, T]]:
+    """An async method whose body runs on the client's loop, whichever loop awaits it."""
+
+    @functools.wraps(method)
+    async def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await self.operations.run(lambda: method(self, *args, **kwargs))
+
+    return call
+
+
 def submitting(
     method: Callable[Concatenate[S, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[S, P], APIFuture[T]]:

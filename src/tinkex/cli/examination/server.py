@@ -13,7 +13,6 @@ import msgspec
 from tinkex.cli.connect import load_config
 from tinkex.cli.examination.finding import Finding
 from tinkex.cli.failures import describe, next_step
-from tinkex.clients.base_client import Owned
 from tinkex.clients.connection import Connection
 from tinkex.config import DATA_DIR, DEFAULT_BASE_URL, server_environment
 from tinkex.credentials import credentials_path
@@ -165,11 +164,11 @@ def embedded_server(config: Config) -> Finding:
 
 def look(config: Config) -> Seen:
     """Ask a server about itself; raises what keeps us from it."""
-    owned = Owned(Connection(config))
+    connection = Connection(config)
     try:
-        return owned.connection.operations.block(lambda: _ask(owned.connection))
+        return connection.operations.block(lambda: _ask(connection))
     finally:
-        owned.close().result()
+        connection.close().result()
 
 
 async def _ask(connection: Connection) -> Seen:

@@ -356,7 +356,7 @@ async def open_sampler(
         assert session.session_id is not None
         request = CreateSamplingSessionRequest(
             session_id=session.session_id,
-            sampling_session_seq_id=session.next_sampling_session_seq_id(),
+            sampling_session_seq_id=next(session.sampling_session_seq_ids),
             base_model=base_model,
             model_path=model_path,
         )

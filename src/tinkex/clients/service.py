@@ -162,7 +162,7 @@ class ServiceClient(ClosableClient[Session]):
         )
         session = self.holder
         await session.opened()
-        number = session.next_model_seq_id()
+        number = next(session.model_seq_ids)
         session_id = given(session.session_id, "session_id", "create_session")
         request = draft.model_copy(update={"session_id": session_id, "model_seq_id": number})
         created = await self._submit(routes.CREATE_MODEL, request)
@@ -248,7 +248,7 @@ class ServiceClient(ClosableClient[Session]):
     async def _create_by_loading(self, draft: LoadWeightsRequest) -> TrainingClient:
         session = self.holder
         session_id = given(session.session_id, "session_id", "create_session")
-        number = session.next_model_seq_id()
+        number = next(session.model_seq_ids)
         request = draft.model_copy(update={"session_id": session_id, "model_seq_id": number})
         loaded = await self._submit(routes.LOAD_WEIGHTS, request)
         # The protocol fixes the id of a run that is created this way.

@@ -92,9 +92,10 @@ class Session(Connection):
         self.context: CallContext | None = None
         self.admission: SampleAdmission | None = None
         self._opened = Once(self.portal, self._open)
-        self._model_seq_ids = itertools.count()
-        self._sampling_session_seq_ids = itertools.count()
-        self._custom_loss_seq_ids = itertools.count()
+        # Each names a training run, a sampler or a custom loss of this session for ever.
+        self.model_seq_ids = itertools.count()
+        self.sampling_session_seq_ids = itertools.count()
+        self.custom_loss_seq_ids = itertools.count()
         self.custom_losses: set[str] = set()
         self._abandoned: set[str] = set()
         self._cancelling = False
@@ -202,20 +203,6 @@ class Session(Connection):
                         missed_s,
                         error,
                     )
-
-    # -- numbers ------------------------------------------------------------------------------
-
-    def next_model_seq_id(self) -> int:
-        """Names one training run of this session, for ever."""
-        return next(self._model_seq_ids)
-
-    def next_sampling_session_seq_id(self) -> int:
-        """Names one sampler of this session, for ever."""
-        return next(self._sampling_session_seq_ids)
-
-    def next_custom_loss_seq_id(self) -> int:
-        """Names one uploaded loss of this session, for ever."""
-        return next(self._custom_loss_seq_ids)
 
     # -- abandoned samples --------------------------------------------------------------------
 

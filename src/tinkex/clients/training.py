@@ -275,7 +275,7 @@ class TrainingClient(BaseClient[Session]):
             warnings.warn("name is ignored: the weights are not kept", DeprecationWarning, 2)
         # One number for all attempts; the turn is taken now, so that the snapshot has its place
         # among the other operations.
-        number = self.holder.next_sampling_session_seq_id()
+        number = next(self.holder.sampling_session_seq_ids)
         saved = self._calls.json_turn(
             routes.SAVE_WEIGHTS_FOR_SAMPLER,
             lambda seq_id: SaveWeightsForSamplerRequest(

@@ -1,9 +1,8 @@
-"""When to try again: one table, one pure function, nothing that waits.
+"""When to try again: one table and one pure function.
 
 `decide` is asked by the owner of a call's only retry loop: `futures.lifecycle` for everything that
 has a future, `Api.call` for what is answered directly. `full`, `submit` and `sample` are classes of
-requests, `poll` is asking for a result; nothing retries `none`. `retry_table` prints the rules in
-Markdown from the same data.
+requests, `poll` is asking for a result; nothing retries `none`.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ from tinkex.errors import (
 )
 
 RetryClass = Literal["full", "submit", "none", "sample", "poll"]
-Action = Literal["raise", "backoff", "hint", "at once", "billing", "again"]
+Action = Literal["raise", "backoff", "hint", "billing", "again"]
 
 MAX_HINT_S: Final = 60.0
 BILLING_STEP_S: Final = 5.0
-_BASE_S = 0.5
+BASE_S = 0.5
 _JITTER = 0.25
-# Less than this left is nothing left: a rounding error of time would otherwise be waited for.
+# A budget with less than this left is spent: a rounding error is no time to wait.
 _SHORTEST_S = 0.001
 
 
@@ -90,43 +89,9 @@ class RetryRule:
     tries: int | None = None
     cap_s: float = 30.0
 
-    def __str__(self) -> str:
-        often = f", at most {self.tries} tries" if self.tries else ""
-        match self.action:
-            case "raise":
-                return "raise"
-            case "at once":
-                return f"at once{often}"
-            case "billing":
-                return f"pause {BILLING_STEP_S:g} s"
-            case "again":
-                return f"send as new, {_BASE_S:g}-{self.cap_s:g} s{often}"
-            case "hint":
-                return f"server's hint, else {_BASE_S:g}-{self.cap_s:g} s{often}"
-            case "backoff":
-                return f"{_BASE_S:g}-{self.cap_s:g} s{often}"
-
 
 _RAISE = RetryRule("raise")
 _SUBMIT_TRIES = 11
-_CLASSES: tuple[RetryClass, ...] = ("full", "submit", "none", "sample", "poll")
-_EVENTS: dict[str, str] = {
-    "connection": "connection lost or refused",
-    "timeout": "time-out",
-    "400 empty": "400 without a body",
-    "402": "402",
-    "408": "408 (of a poll: without a queue state)",
-    "409": "409",
-    "410": "410",
-    "lost": "result lost (410 to a poll)",
-    "429": "429",
-    "5xx": "5xx",
-    "4xx": "any other 4xx or 3xx",
-    "bad_response": "answer that breaks the protocol",
-    "failed user": "future failed, category `user`",
-    "failed": "future failed, category `server` or `unknown`",
-    "credential": "no usable credential",
-}
 
 
 def _row(
@@ -143,7 +108,7 @@ def _row(
 
 _BACKOFF = RetryRule("backoff")
 _SAMPLE_BACKOFF = RetryRule("backoff", cap_s=10.0)
-_TABLE: dict[str, dict[RetryClass, RetryRule]] = {
+TABLE: dict[str, dict[RetryClass, RetryRule]] = {
     "connection": _row(_BACKOFF, sample=_SAMPLE_BACKOFF, poll=_BACKOFF),
     "timeout": _row(_BACKOFF, sample=_SAMPLE_BACKOFF, poll=_BACKOFF),
     "402": _row(
@@ -181,7 +146,7 @@ def decide(
 ) -> Decision:
     """What to do after a failed attempt. `jitter` is uniform in [0, 1); `wall` is epoch seconds."""
     event = event_of(outcome)
-    rule = _overridden(_TABLE[event][retry], outcome, retry)
+    rule = _overridden(TABLE[event][retry], outcome, retry)
     reason = _reason(outcome)
     if rule.action == "raise":
         return Decision(None, f"{reason}: trying again would not help")
@@ -228,11 +193,11 @@ def event_of(outcome: AttemptOutcome) -> str:
     if outcome.status >= 500:
         return "5xx"
     known = str(outcome.status)
-    return known if known in _TABLE else "4xx"
+    return known if known in TABLE else "4xx"
 
 
 def retry_after_s(headers: Mapping[str, str], wall: float) -> float | None:
-    """The server's wish, in (0, 60] seconds, or None when there is none that makes sense.
+    """The wait that the server asks for, in (0, 60] seconds, or None without a usable one.
 
     `retry-after-ms` beats `retry-after` in seconds beats `retry-after` as an HTTP date.
     """
@@ -251,19 +216,7 @@ def retry_after_s(headers: Mapping[str, str], wall: float) -> float | None:
 def backoff_s(retries: int, cap_s: float, jitter: float) -> float:
     """0.5, 1, 2 … `cap_s` seconds, each made up to a quarter shorter by `jitter` in [0, 1)."""
     # The exponent is bounded because 2.0**1024 overflows.
-    return min(_BASE_S * 2.0 ** min(retries, 16), cap_s) * (1.0 - _JITTER * jitter)
-
-
-def retry_table() -> str:
-    """The truth table as Markdown."""
-    head = "| event | " + " | ".join(f"`{name}`" for name in _CLASSES) + " |"
-    lines = [head, "|---" * (len(_CLASSES) + 1) + "|"]
-    for event, title in _EVENTS.items():
-        # An edge in front of the server answers an empty 400 when it drops a connection.
-        row = _TABLE["connection" if event == "400 empty" else event]
-        cells = (str(row[name]) for name in _CLASSES)
-        lines.append(f"| {title} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+    return min(BASE_S * 2.0 ** min(retries, 16), cap_s) * (1.0 - _JITTER * jitter)
 
 
 def _overridden(rule: RetryRule, outcome: AttemptOutcome, retry: RetryClass) -> RetryRule:
@@ -274,15 +227,13 @@ def _overridden(rule: RetryRule, outcome: AttemptOutcome, retry: RetryClass) -> 
     if wish == "false":
         return _RAISE
     if wish == "true" and rule.action == "raise":
-        return _TABLE["5xx"][retry]
+        return TABLE["5xx"][retry]
     return rule
 
 
 def _wait_s(
     rule: RetryRule, outcome: AttemptOutcome, retries: int, jitter: float, wall: float
 ) -> float:
-    if rule.action == "at once":
-        return 0.0
     hint = retry_after_s(outcome.headers, wall) if rule.action == "hint" else None
     return hint if hint is not None else backoff_s(retries, rule.cap_s, jitter)
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.docs.blocks import page_named
-from tinkex.transport import retry
+from tests.docs.retry_table import retry_table
 from tinkex.transport.retry import AttemptOutcome, Decision, RetryLimits, RetryProgress, decide
 
 CLASSES = ("full", "submit", "none", "sample", "poll")
@@ -148,7 +148,7 @@ def test_the_servers_hint_is_used_for_429_and_5xx():
 
 
 def test_the_printed_table_has_a_row_per_event_and_a_column_per_class():
-    lines = retry.retry_table().splitlines()
+    lines = retry_table().splitlines()
     assert lines[0] == "| event | `full` | `submit` | `none` | `sample` | `poll` |"
     assert len(lines) == 2 + 15
     assert all(line.count("|") == 7 for line in lines)
@@ -157,9 +157,7 @@ def test_the_printed_table_has_a_row_per_event_and_a_column_per_class():
 
 
 def test_the_printed_table_says_what_the_function_does():
-    rows = {
-        row.split(" | ")[0][2:]: row.split(" | ")[1:] for row in retry.retry_table().splitlines()
-    }
+    rows = {row.split(" | ")[0][2:]: row.split(" | ")[1:] for row in retry_table().splitlines()}
     outcomes = {
         "408 (of a poll: without a queue state)": status(408),
         "409": status(409),
@@ -198,4 +196,4 @@ def test_no_input_makes_it_crash_or_wait_longer_than_a_minute(
 def test_the_docs_show_the_table_the_function_prints():
     page = page_named("retries.md").read_text()
     shown = page.split("<!-- retry table: begin -->\n")[1].split("<!-- retry table: end -->")[0]
-    assert shown == retry.retry_table()
+    assert shown == retry_table()

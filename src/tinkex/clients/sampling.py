@@ -16,9 +16,10 @@ from tinkex.clients.arguments import given_text
 from tinkex.clients.base_client import BaseClient
 from tinkex.clients.sampling_checks import (
     RetryConfig,
-    build_request,
+    check_kinds,
     check_options,
     check_response,
+    checked_copy,
 )
 from tinkex.clients.session import Session
 from tinkex.clients.twins import awaited, blocking, on_loop
@@ -32,6 +33,7 @@ from tinkex.spans import span
 from tinkex.types import (
     CreateSamplingSessionRequest,
     JoinSamplingSessionRequest,
+    SampleRequest,
     SamplingParams,
 )
 from tinkex.wire import json_codec, routes
@@ -44,7 +46,7 @@ if TYPE_CHECKING:
     from tinkex.futures.lifecycle import CallContext
     from tinkex.futures.results import Ticket
     from tinkex.tokenizers import Tokenizer
-    from tinkex.types import ModelInput, SampleRequest, SampleResponse, TensorData
+    from tinkex.types import ModelInput, SampleResponse, TensorData
 
 # Copies of a sampler number their requests from blocks of their own.
 CLONE_BLOCK = 1_000_000_000
@@ -123,18 +125,21 @@ class SamplingClient(BaseClient[Session]):
         `prompt_logprobs_last_n` scores only the last tokens, with `include_prompt_logprobs`.
         """
         try:
-            request = build_request(
-                prompt,
-                num_samples,
-                sampling_params,
-                include_prompt_logprobs=include_prompt_logprobs,
-                topk_prompt_logprobs=topk_prompt_logprobs,
-                topk_sample_logprobs=topk_sample_logprobs,
-                target_prompt_logprobs=target_prompt_logprobs,
-                prompt_alt_tokens_k=prompt_alt_tokens_k,
-                prompt_logprobs_last_n=prompt_logprobs_last_n,
-                record_stability_info=self._record_stability_info,
-                sampling_session_id=self._sampling_session_id,
+            check_kinds(prompt, sampling_params)
+            request = checked_copy(
+                SampleRequest(
+                    num_samples=num_samples,
+                    prompt=prompt,
+                    sampling_params=sampling_params,
+                    sampling_session_id=self._sampling_session_id,
+                    prompt_logprobs=include_prompt_logprobs,
+                    topk_prompt_logprobs=topk_prompt_logprobs,
+                    topk_sample_logprobs=topk_sample_logprobs,
+                    target_prompt_logprobs=target_prompt_logprobs,
+                    prompt_alt_tokens_k=prompt_alt_tokens_k,
+                    prompt_logprobs_last_n=prompt_logprobs_last_n,
+                    record_stability_info=self._record_stability_info,
+                )
             )
         except TinkerError as error:
             return self._operations.refuse(error)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Generic, Literal, TypeVar, cast
+from typing import Any, Generic, Literal, TypedDict, TypeVar, Unpack, cast
 from urllib.parse import quote
 
 from tinkex import types as t
@@ -119,6 +119,15 @@ _CHECKPOINT = f"{_RUN}/checkpoints/{{ckpt}}"
 _SESSION = f"{PREFIX}/sessions/{{session}}"
 
 
+class _Options(TypedDict, total=False):
+    timeout_s: float
+    retry: Retry
+    request_encoding: Encoding
+    query: tuple[str, ...]
+    follow_redirects: bool
+    legacy: bool
+
+
 def _post(
     name: str,
     request: type[ReqT],
@@ -126,37 +135,32 @@ def _post(
     pool: Pool,
     *,
     path: str | None = None,
-    timeout_s: float = 60.0,
-    retry: Retry = "full",
+    **options: Unpack[_Options],
 ) -> Route[ReqT, RepT]:
     """A POST with a JSON body and a direct answer."""
-    return Route(name, "POST", path or f"{PREFIX}/{name}", request, reply, pool, timeout_s, retry)
+    return Route(name, "POST", path or f"{PREFIX}/{name}", request, reply, pool, **options)
 
 
 def _submit(
     name: str,
     request: type[ReqT],
-    result: type[Any],
+    future: type[Any],
     request_type: RequestType,
     *,
     pool: Pool = Pool.TRAIN,
-    retry: Retry = "full",
-    request_encoding: Encoding = "json",
-    legacy: bool = False,
+    **options: Unpack[_Options],
 ) -> Route[ReqT, t.UntypedAPIFuture]:
     """A POST that is answered with a future."""
     return Route(
-        name=name,
-        method="POST",
-        path=f"{PREFIX}/{name}",
-        request=request,
-        reply=t.UntypedAPIFuture,
-        pool=pool,
-        retry=retry,
-        request_encoding=request_encoding,
-        future=result,
+        name,
+        "POST",
+        f"{PREFIX}/{name}",
+        request,
+        t.UntypedAPIFuture,
+        pool,
+        future=future,
         request_type=request_type,
-        legacy=legacy,
+        **options,
     )
 
 
@@ -165,28 +169,11 @@ def _rest(
     method: Method,
     path: str,
     reply: type[RepT] | None,
-    *,
-    query: tuple[str, ...] = (),
-    timeout_s: float = 60.0,
-    retry: Retry = "full",
-    follow_redirects: bool = False,
-    legacy: bool = False,
+    **options: Unpack[_Options],
 ) -> Route[None, RepT]:
     """A call without a body."""
-    return Route(
-        name=name,
-        method=method,
-        path=path,
-        request=None,
-        reply=reply,
-        pool=Pool.REST,
-        timeout_s=timeout_s,
-        retry=retry,
-        request_encoding="none",
-        query=query,
-        follow_redirects=follow_redirects,
-        legacy=legacy,
-    )
+    options.setdefault("request_encoding", "none")
+    return Route(name, method, path, None, reply, Pool.REST, **options)
 
 
 def _nothing(

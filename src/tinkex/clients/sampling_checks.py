@@ -20,7 +20,7 @@ from tinkex.types import ModelInput, SampleRequest, SamplingParams, TensorData
 from tinkex.types.sampling import copy_request
 
 if TYPE_CHECKING:
-    from tinkex.types import SampleResponse
+    from tinkex.types import SampleResponse, TensorData
 
 
 @dataclass(unsafe_hash=True)

@@ -14,9 +14,7 @@ from tinkex.errors import (
     PromiseLostError,
     ResultError,
 )
-from tinkex.types import EncodedTextChunk, ModelInput, SampleRequest, SamplingParams
-from tinkex.types.frozen import frozen
-from tinkex.types import ModelInput, SampleRequest, SamplingParams, TensorData
+from tinkex.types import EncodedTextChunk, ModelInput, SampleRequest, SamplingParams, TensorData
 from tinkex.types.sampling import copy_request
 
 if TYPE_CHECKING:
@@ -103,7 +101,7 @@ def checked_copy(request: SampleRequest) -> SampleRequest:
     """A copy that the caller cannot change, or an error that names the argument."""
     _check_numbers(request)
     # What is checked is what is sent, now and if it has to be sent again.
-    request = frozen(request)
+    request = copy_request(request)
     for part in request.prompt.chunks:
         if not isinstance(part, EncodedTextChunk) or len(part.tokens):
             break

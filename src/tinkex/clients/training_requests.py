@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -14,14 +15,10 @@ from tinkex.futures.admission import input_bytes, text_tokens
 from tinkex.futures.lifecycle import charge
 from tinkex.futures.queue_notices import QueueNotices
 from tinkex.futures.results import CallResult, combine
-from tinkex.types.checks import batch_to_send
-from tinkex.types.frozen import frozen
-from tinkex.types.training import loss_config
-from tinkex.wire import json_codec, routes
-from tinkex.wire.proto_training import encode_forward_backward, renumber_forward_backward
 from tinkex.types.datum import copy_datum
 from tinkex.types.training import batch_to_send, loss_config
-from tinkex.wire import json_codec, proto_training, routes
+from tinkex.wire import json_codec, routes
+from tinkex.wire.proto_training import encode_forward_backward, renumber_forward_backward
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping, Sequence
@@ -160,7 +157,7 @@ class TrainingRequests:
             Outgoing(
                 routes.FORWARD_BACKWARD,
                 kind,
-                functools.partial(write, data=[frozen(datum) for datum in part]),
+                functools.partial(write, data=[copy_datum(datum, "Datum") for datum in part]),
                 size_bytes,
             )
             for part, size_bytes in chunks

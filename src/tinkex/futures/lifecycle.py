@@ -59,7 +59,7 @@ from tinkex.transport.retry import (
     retry_after_s,
 )
 from tinkex.types import FutureRetrieveRequest
-from tinkex.types.usage import Usage
+from tinkex.types.value import Usage
 from tinkex.wire import json_codec, routes
 from tinkex.wire.results import (
     ACCEPT,

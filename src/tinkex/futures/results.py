@@ -6,17 +6,14 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tinkex.types.training import ForwardBackwardOutput
-from tinkex.errors import APIResponseValidationError, InputError, ResponseInfo
-from tinkex.spans import span
 from tinkex.types import Usage
-from tinkex.wire.results import decode_result
+from tinkex.types.training import ForwardBackwardOutput
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from tinkex.types import LossFnOutput
-    from tinkex.types.usage import Usage
+    from tinkex.types.value import Usage
     from tinkex.wire import routes
 
 _log = logging.getLogger(__name__)

@@ -10,7 +10,6 @@ import pytest
 from tinkex.errors import APIConnectionError, APITimeoutError
 from tinkex.testing.asgi import AsgiTransport
 from tinkex.testing.fake_clock import FakeClock
-from tinkex.transport.asgi import AsgiTransport
 from tinkex.transport.base import HttpRequest, Pool
 
 pytestmark = pytest.mark.anyio

@@ -36,9 +36,8 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
     from tinkex.server.api.call import Call
-    from tinkex.server.store.records import Model, OpKind
+    from tinkex.server.store.records import OpKind
     from tinkex.types import LoraConfig
-    from tinkex.wire.proto_codec import DecodedForwardBackward
     from tinkex.wire.proto_training import DecodedForwardBackward
 
 

@@ -25,8 +25,8 @@ from tinkex.config import DEFAULT_MODEL
 from tinkex.demo import HELD_OUT, PROMPTS, TRAINING
 from tinkex.errors import MissingPackageError
 from tinkex.loops import SftJob, SftSettings, run
-from tinkex.loops.run import ended
 from tinkex.loops.run_folder import RunFolder
+from tinkex.loops.runner import ended
 from tinkex.tracking.figure import write_picture
 from tinkex.tracking.history import METRICS, read_metrics
 from tinkex.tracking.series import series_of

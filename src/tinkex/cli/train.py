@@ -16,8 +16,8 @@ from tinkex.cli.output import say, show_one
 from tinkex.errors import InputError, MissingPackageError
 from tinkex.loops.dpo import DpoJob
 from tinkex.loops.rl import RlJob
-from tinkex.loops.run import ended, run
 from tinkex.loops.run_folder import RunFolder
+from tinkex.loops.runner import ended, run
 from tinkex.loops.settings import DpoSettings, RlSettings, Settings, SftSettings
 from tinkex.loops.sft import SftJob
 from tinkex.tracking.figure import write_picture
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from tinkex.clients.service import ServiceClient
     from tinkex.loops.loop import Outcome
-    from tinkex.loops.run import Job
+    from tinkex.loops.runner import Job
 
 S = TypeVar("S", bound=Settings)
 

@@ -1,17 +1,33 @@
 """Ready-made training loops on the public clients: supervised, preferences, reinforcement.
 
-`run` does a whole `Job` in a run folder: it can be interrupted at any step and goes on from there
-to the same adapter. The recipes (`sft`, `dpo`, `rl`) say what a step is; `loop` says when.
+`run` runs a `Job` in a run folder: it can be interrupted at any step, and the resumed run ends with
+the same adapter. The jobs (`sft`, `dpo`, `rl`) define a step; `loop` orders the steps. Names are
+loaded when they are first used, so that a run imports only its own kind.
 """
 
 from __future__ import annotations
 
-from tinkex.loops.dpo import DpoJob
-from tinkex.loops.loop import Outcome
-from tinkex.loops.rl import RlJob
-from tinkex.loops.run import Job, run
-from tinkex.loops.settings import DpoSettings, RlSettings, Settings, SftSettings
-from tinkex.loops.sft import SftJob
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from tinkex.loops.dpo import DpoJob
+    from tinkex.loops.loop import Outcome
+    from tinkex.loops.rl import RlJob
+    from tinkex.loops.runner import Job, run
+    from tinkex.loops.settings import DpoSettings, RlSettings, Settings, SftSettings
+    from tinkex.loops.sft import SftJob
+
+_HOMES = {
+    "DpoJob": "dpo",
+    "DpoSettings": "settings",
+    "Job": "runner",
+    "Outcome": "loop",
+    "RlJob": "rl",
+    "RlSettings": "settings",
+    "Settings": "settings",
+    "SftJob": "sft",
+    "SftSettings": "settings",
+    "run": "runner",
+}
 
 __all__ = [
     "DpoJob",
@@ -25,3 +41,18 @@ __all__ = [
     "SftSettings",
     "run",
 ]
+
+
+if not TYPE_CHECKING:  # a module __getattr__ would make checkers accept any name
+
+    def __getattr__(name: str) -> object:
+        home = _HOMES.get(name)
+        if home is None:
+            raise AttributeError(f"module 'tinkex.loops' has no attribute {name!r}")
+        import importlib
+
+        return getattr(importlib.import_module(f"tinkex.loops.{home}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

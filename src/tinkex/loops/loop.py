@@ -1,9 +1,9 @@
 """The loop: submits steps ahead of their results, evaluates, saves, stops.
 
-A step is submitted before the last one's result is awaited, so that the server is never idle. What
-it computes follows from the order in which things are submitted, never from when results arrive.
-When the loop is interrupted, the step that is being computed is the last: the one that was
-submitted behind it is withdrawn where the server can do that, and finished where it cannot.
+A step is submitted before the previous one's result is awaited, so that the server is never idle.
+Results depend on the order of submission only, never on when results arrive. When the loop is
+interrupted, the step that is being computed is the last: the step submitted after it is withdrawn
+where the server supports that, and finished otherwise.
 """
 
 from __future__ import annotations
@@ -14,25 +14,26 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from tinkex.errors import InputError
-from tinkex.loops.run_folder import Checkpoint
+from tinkex.loops.run_folder import RunCheckpoint
 from tinkex.types import AdamParams
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from pathlib import Path
 
+    from tinkex.clients.service import ServiceClient
     from tinkex.clients.training import TrainingClient
     from tinkex.clock import Clock
     from tinkex.futures.future import APIFuture
-    from tinkex.loops.early_stop import Patience
-    from tinkex.loops.graceful_stop import Interruption
+    from tinkex.loops.graceful_stop import GracefulStop
 
 
 @dataclass(frozen=True, slots=True)
-class Pending:
-    """What was submitted: `values` waits for it and gives its numbers.
+class Submission:
+    """Submitted work: `values` waits for it and returns its numbers.
 
-    `last` ends when all of it has; None where nothing had to be sent. `withdraw` takes it back
-    and says whether that was possible.
+    `last` is the future that completes last; None where nothing had to be sent. `withdraw` tries
+    to withdraw the work and returns whether that succeeded.
     """
 
     values: Callable[[], dict[str, float]]
@@ -41,53 +42,105 @@ class Pending:
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
+class PreparedStep:
     """A step whose preparation was submitted.
 
-    `submit` submits the step itself: one forward and backward pass and one optimizer step. It may
-    wait for the preparation, not for the step; `tokens` is among the numbers. `abandon` ends the
+    `submit` submits the step itself: one forward-backward pass and one optimizer step. It may wait
+    for the preparation, not for the step; `tokens` is among its numbers. `abandon` cancels the
     preparation of a step that is not submitted.
     """
 
-    submit: Callable[[AdamParams], Pending]
+    submit: Callable[[AdamParams], Submission]
     abandon: Callable[[], None] = lambda: None
 
 
 Ending = Literal["finished", "stopped early", "interrupted"]
 
 
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What a recipe gets when its model exists; `note` shows a line to the user."""
+
+    service: ServiceClient
+    training: TrainingClient
+    folder: Path
+    note: Callable[[str], None]
+
+
 class Recipe(Protocol):
-    """What a step is."""
+    """What a step computes, over data that is already rendered to tokens."""
 
     @property
     def ahead(self) -> bool:
-        """Whether a step can be submitted before the one before it has ended."""
+        """Whether a step can be submitted before the previous one has completed."""
         ...
 
-    def begin(self, step: int) -> Begun:
-        """Submit what a step must know first; that changes no weights."""
+    @property
+    def judged_by(self) -> str | None:
+        """The evaluation metric that decides which step is best; None: nothing to evaluate."""
         ...
 
-    def evaluate(self) -> Pending:
-        """Submit an evaluation of the weights as they are after the steps submitted so far."""
+    @property
+    def higher_is_better(self) -> bool: ...
+
+    @property
+    def rendered(self) -> str:
+        """A fingerprint of the tokens; a resumed run must have the same."""
+        ...
+
+    def start(self, start: Start) -> None:
+        """Called once, before the first step."""
+        ...
+
+    def begin(self, step: int) -> PreparedStep:
+        """Submit what a step needs to know first; that changes no weights."""
+        ...
+
+    def evaluate(self) -> Submission:
+        """Submit an evaluation of the weights after the steps submitted so far."""
         ...
 
 
-class Diary(Protocol):
-    """Who is told what happened, in order."""
+class Recorder(Protocol):
+    """Receives what happens, in order."""
 
     def stage(self, text: str) -> None: ...
 
     def step(self, step: int, values: Mapping[str, float]) -> None: ...
 
-    def saved(self, checkpoint: Checkpoint) -> None: ...
+    def saved(self, checkpoint: RunCheckpoint) -> None: ...
 
     def note(self, text: str) -> None: ...
 
 
+class Patience:
+    """Follows one metric over the evaluations; without a limit it only knows which was best."""
+
+    def __init__(self, limit: int | None, *, higher_is_better: bool) -> None:
+        self.limit = limit
+        self._sign = -1.0 if higher_is_better else 1.0
+        # Mutable state: the best evaluation, and how many have followed it.
+        self.best_step: int | None = None
+        self._best = math.inf
+        self._since = 0
+
+    def see(self, step: int, value: float) -> bool:
+        """Take in an evaluation; returns whether it is the best so far."""
+        if self._sign * value < self._best:
+            self._best, self.best_step, self._since = self._sign * value, step, 0
+            return True
+        self._since += 1
+        return False
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether `limit` evaluations in a row were no better than the best."""
+        return self.limit is not None and self._since >= self.limit
+
+
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """What is due when. `judged_by` is the number that patience looks at; None: no evaluation."""
+class LoopPlan:
+    """When to save and evaluate. `judged_by`: the metric for patience; None: no evaluation."""
 
     total: int
     rate: Callable[[int], float]
@@ -108,8 +161,8 @@ class Outcome:
 
     ending: Ending
     step: int
-    checkpoint: Checkpoint
-    best: Checkpoint
+    checkpoint: RunCheckpoint
+    best: RunCheckpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,97 +170,94 @@ class _InFlight:
     step: int
     measured: Callable[[], dict[str, float]] | None
     evaluated: Callable[[], dict[str, float]] | None
-    saved: Callable[[], Checkpoint] | None
-    pending: Pending | None = None
+    saved: Callable[[], RunCheckpoint] | None
+    submission: Submission | None = None
 
     def withdraw(self) -> bool:
-        """Take the step back. One with an evaluation or a save behind it stays: those would run."""
+        """Withdraw the step, unless an evaluation or a save follows it: those would still run."""
         alone = self.evaluated is None and self.saved is None
-        return alone and self.pending is not None and self.pending.withdraw()
+        return alone and self.submission is not None and self.submission.withdraw()
 
 
-class Loop:
+class TrainingLoop:
     """Runs a recipe from the step after `checkpoints[-1]`, or from the first."""
 
     def __init__(
         self,
         recipe: Recipe,
         training: TrainingClient,
-        plan: Plan,
-        diary: Diary,
+        plan: LoopPlan,
+        recorder: Recorder,
         patience: Patience,
         clock: Clock,
         *,
-        checkpoints: list[Checkpoint],
+        checkpoints: list[RunCheckpoint],
         spent_s: float = 0.0,
     ) -> None:
         self._recipe = recipe
         self._training = training
         self._plan = plan
-        self._diary = diary
+        self._recorder = recorder
         self._patience = patience
         self._clock = clock
-        # Mutable state: what was submitted and not yet awaited, oldest first; the saves; the last
-        # step that was finished, and when it was.
+        # Mutable state: submitted and not yet awaited steps, oldest first; the saves; the last
+        # finished step, and when it finished.
         self._in_flight: deque[_InFlight] = deque()
         self._checkpoints = {one.step: one for one in checkpoints}
         self._finished = max(self._checkpoints, default=0)
         self._begun_s = clock.now() - spent_s
         self._last_s = clock.now()
 
-    def run(self, interruption: Interruption) -> Outcome:
-        """Train until the last step, until patience ends, or until a signal comes."""
+    def run(self, stop: GracefulStop) -> Outcome:
+        """Train until the last step, until patience is exhausted, or until a signal comes."""
         step = self._finished
         if step == 0 and self._plan.judged_by is not None:
-            self._diary.stage("evaluating the model before training")
+            self._recorder.stage("evaluating the model before training")
             self._finish(_InFlight(0, None, self._recipe.evaluate().values, None))
             self._last_s = self._clock.now()
-        self._diary.stage(f"computing step {step + 1}")
-        while step < self._plan.total and not interruption.asked and not self._enough:
+        self._recorder.stage(f"computing step {step + 1}")
+        while step < self._plan.total and not stop.asked and not self._patience.exhausted:
             step += 1
-            begun = self._recipe.begin(step)
+            prepared = self._recipe.begin(step)
             if not self._recipe.ahead:
-                self._settle(interruption, leave=0)
-                if interruption.asked and self._finished:
-                    begun.abandon()
+                self._settle(stop, leave=0)
+                if stop.asked and self._finished:
+                    prepared.abandon()
                     break
-            self._in_flight.append(self._submit(step, begun))
-            self._settle(interruption, leave=0 if self._must_know(step) else 1)
-        self._settle(interruption, leave=0)
+            self._in_flight.append(self._submit(step, prepared))
+            self._settle(stop, leave=0 if self._must_know(step) else 1)
+        self._settle(stop, leave=0)
         return self._outcome(self._finished)
 
-    @property
-    def _enough(self) -> bool:
-        return self._patience.exhausted
-
     def _must_know(self, step: int) -> bool:
-        """Whether an evaluation decides about what comes next."""
+        """Whether the evaluation after this step may end the run, so that no step can be ahead."""
         return self._patience.limit is not None and self._plan.evaluates(step)
 
-    def _submit(self, step: int, begun: Begun) -> _InFlight:
+    def _submit(self, step: int, prepared: PreparedStep) -> _InFlight:
         rate = self._plan.rate(step)
-        pending = begun.submit(AdamParams(learning_rate=rate))
+        submission = prepared.submit(AdamParams(learning_rate=rate))
         return _InFlight(
             step,
-            self._timed(pending, rate),
+            self._timed(submission, rate),
             self._recipe.evaluate().values if self._plan.evaluates(step) else None,
             self._save(step) if self._plan.saves(step) else None,
-            pending,
+            submission,
         )
 
-    def _save(self, step: int) -> Callable[[], Checkpoint]:
+    def _save(self, step: int) -> Callable[[], RunCheckpoint]:
         name = f"step-{step:06}"
         state = self._training.save_state(name)
         sampler = self._training.save_weights_for_sampler(name)
-        return lambda: Checkpoint(step, state.result().path, sampler.result().path)
+        return lambda: RunCheckpoint(step, state.result().path, sampler.result().path)
 
     # -- results ------------------------------------------------------------------------------
 
-    def _settle(self, interruption: Interruption, *, leave: int) -> None:
+    def _settle(self, stop: GracefulStop, *, leave: int) -> None:
+        """Await the oldest steps until only `leave` are in flight."""
         while len(self._in_flight) > leave:
             one = self._in_flight.popleft()
-            last = None if one.pending is None else one.pending.last
-            asked = interruption.asked if last is None else interruption.until(last)
+            last = None if one.submission is None else one.submission.last
+            asked = stop.asked if last is None else stop.until(last)
             if asked and self._in_flight and self._in_flight[-1].withdraw():
                 self._in_flight.pop()
             self._finish(one)
@@ -216,27 +266,28 @@ class Loop:
         values = {} if one.measured is None else one.measured()
         if one.evaluated is not None:
             values |= one.evaluated()
-        self._refuse_nonsense(one.step, values)
-        self._diary.step(one.step, values)
+        self._refuse_diverged(one.step, values)
+        self._recorder.step(one.step, values)
         self._finished = one.step
         better = self._judge(one.step, values)
         if one.saved is not None:
             self._keep(one.saved())
         elif better and self._patience.limit is not None:
-            # What is best so far must be there in the end; nothing is in flight now.
+            # The best step must have a checkpoint in the end; nothing is in flight now, so the
+            # weights are still those of this step.
             self._keep(self._save(one.step)())
 
-    def _timed(self, pending: Pending, rate: float) -> Callable[[], dict[str, float]]:
-        """The numbers of a step and how fast it was, from the moment the one before it ended.
+    def _timed(self, submission: Submission, rate: float) -> Callable[[], dict[str, float]]:
+        """The numbers of a step and its speed, measured from the end of the previous step.
 
-        Its own end is noted when it comes, which may be well before anybody asks.
+        A callback notes when the step ends, which may be well before its result is awaited.
         """
-        ended: list[float] = [] if pending.last is not None else [self._clock.now()]
-        if pending.last is not None:
-            pending.last.add_done_callback(lambda _: ended.append(self._clock.now()))
+        ended: list[float] = [] if submission.last is not None else [self._clock.now()]
+        if submission.last is not None:
+            submission.last.add_done_callback(lambda _: ended.append(self._clock.now()))
 
         def values() -> dict[str, float]:
-            found = pending.values()
+            found = submission.values()
             end = ended[0] if ended else self._clock.now()
             taken, self._last_s = end - self._last_s, end
             speed = found["tokens"] / taken if taken > 0 else 0.0
@@ -245,7 +296,7 @@ class Loop:
 
         return values
 
-    def _refuse_nonsense(self, step: int, values: dict[str, float]) -> None:
+    def _refuse_diverged(self, step: int, values: dict[str, float]) -> None:
         loss = values.get("loss", 0.0)
         if not math.isfinite(loss):
             raise InputError(
@@ -258,12 +309,12 @@ class Loop:
         name = self._plan.judged_by
         if name is None or name not in values:
             return False
-        # The untrained model is looked at for comparison; patience begins with the first step.
+        # The untrained model is evaluated for comparison only; patience begins with the first step.
         return step > 0 and self._patience.see(step, values[name])
 
-    def _keep(self, checkpoint: Checkpoint) -> None:
+    def _keep(self, checkpoint: RunCheckpoint) -> None:
         self._checkpoints[checkpoint.step] = checkpoint
-        self._diary.saved(checkpoint)
+        self._recorder.saved(checkpoint)
 
     # -- the end ------------------------------------------------------------------------------
 
@@ -275,7 +326,7 @@ class Loop:
         if self._patience.limit is not None and self._patience.best_step is not None:
             best = self._checkpoints.get(self._patience.best_step, last)
         ending: Ending = "finished"
-        if self._enough:
+        if self._patience.exhausted:
             ending = "stopped early"
         elif step < self._plan.total:
             ending = "interrupted"

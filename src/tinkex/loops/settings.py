@@ -1,7 +1,7 @@
-"""What can be set about a run. Bad values are refused by the name of the setting.
+"""The settings of a run. An InputError for a bad value names the setting.
 
-A setting that is None is filled in by what the run turns out to be: `save_every` and `eval_every`
-are a tenth of its steps, and `steps` comes from `epochs` and the number of examples.
+A setting that is None gets its value from the run: `save_every` and `eval_every` are a tenth of its
+steps, and `steps` follows from `epochs` and the number of examples.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ Schedule = Literal["constant", "linear", "cosine"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What all three kinds of run have in common."""
+    """The settings that all three kinds of run share."""
 
     kind: ClassVar[str]
-    # What changes no number of a run, so that a resumed one may have it otherwise.
+    # Settings that change no result, so that a resumed run may have other values.
     free: ClassVar[frozenset[str]] = frozenset({"save_every"})
 
     model: str = DEFAULT_MODEL
@@ -40,7 +40,7 @@ class Settings:
 
     @property
     def base_model(self) -> str:
-        """What the server calls the model; `model` may be NAME=FOLDER for one of our own."""
+        """The model's name on the server; `model` may be NAME=FOLDER for a local model."""
         return self.model.partition("=")[0]
 
     def __post_init__(self) -> None:
@@ -59,7 +59,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnData(Settings):
-    """What a run over a file of examples has besides."""
+    """The settings of a run over a file of examples."""
 
     epochs: int | None = None
     eval_fraction: float | None = None
@@ -89,7 +89,7 @@ class SftSettings(OnData):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DpoSettings(OnData):
-    """Direct preference optimization; `beta` is how dear it is to leave the base model."""
+    """Direct preference optimization; `beta` is the strength of the KL penalty."""
 
     kind = "dpo"
     learning_rate: float = 5e-5
@@ -118,12 +118,12 @@ class RlSettings(Settings):
 
 
 def at_least(number: int | None, least: int, name: str) -> None:
-    """Refuse a number below `least`; None is no number."""
+    """Raise InputError for a number below `least`; None passes."""
     if number is not None and number < least:
         raise InputError(f"must be at least {least}, not {number}", name)
 
 
 def more_than_zero(number: float, name: str) -> None:
-    """Refuse what is no finite number above zero."""
+    """Raise InputError for anything but a finite number above zero."""
     if not (math.isfinite(number) and number > 0):
         raise InputError(f"must be a finite number above 0, not {number}", name)

@@ -22,8 +22,7 @@ from tinkex.cli.export import export_adapter
 from tinkex.cli.failures import CommandError
 from tinkex.cli.main import DONE, FAILED, MISUSED
 from tinkex.clients.service import ServiceClient
-from tinkex.loops.run_folder import Checkpoint as RunCheckpoint
-from tinkex.loops.run_folder import Record, RunFolder
+from tinkex.loops.run_folder import Record, RunCheckpoint, RunFolder
 from tinkex.testing import FakeServer, faults
 
 if TYPE_CHECKING:

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tinkex.errors import InputError
-from tinkex.loops.early_stop import Patience
-from tinkex.loops.graceful_stop import Interruption
-from tinkex.loops.loop import Begun, Loop, Outcome, Pending, Plan
-from tinkex.loops.run_folder import Checkpoint
+from tinkex.loops.graceful_stop import GracefulStop
+from tinkex.loops.loop import LoopPlan, Outcome, Patience, PreparedStep, Submission, TrainingLoop
+from tinkex.loops.run_folder import RunCheckpoint
 from tinkex.testing import FakeClock
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ class Saved:
 
 @dataclass
 class World:
-    """A recipe, a training client and a diary in one; `events` has what happened, in order."""
+    """A recipe, a training client and a recorder in one; `events` has what happened, in order."""
 
     evaluations: list[float] = field(default_factory=list[float])
     on_step: Callable[[int], None] = lambda step: None
@@ -44,12 +43,14 @@ class World:
 
     # -- the recipe
 
-    def begin(self, step: int) -> Begun:
+    def begin(self, step: int) -> PreparedStep:
         self.events.append(f"begin {step}")
         self.on_begin(step)
-        return Begun(lambda adam: self._submit(step), lambda: self.events.append(f"abandon {step}"))
+        return PreparedStep(
+            lambda adam: self._submit(step), lambda: self.events.append(f"abandon {step}")
+        )
 
-    def _submit(self, step: int) -> Pending:
+    def _submit(self, step: int) -> Submission:
         self._now = step
         self.events.append(f"submit {step}")
         self.on_step(step)
@@ -62,12 +63,12 @@ class World:
             self.events.append(f"withdraw {step}")
             return self.can_withdraw
 
-        return Pending(values, withdraw=withdraw)
+        return Submission(values, withdraw=withdraw)
 
-    def evaluate(self) -> Pending:
+    def evaluate(self) -> Submission:
         step = self._now
         self.events.append(f"look {step}")
-        return Pending(lambda: {"eval_loss": self.evaluations[step]})
+        return Submission(lambda: {"eval_loss": self.evaluations[step]})
 
     # -- the training client
 
@@ -80,7 +81,7 @@ class World:
 
 
 @dataclass
-class Diary:
+class Recording:
     world: World
     stages: list[str] = field(default_factory=list[str])
 
@@ -91,7 +92,7 @@ class Diary:
         self.world.events.append(f"tell {step}")
         self.world.rows.append((step, dict(values)))
 
-    def saved(self, checkpoint: Checkpoint) -> None:
+    def saved(self, checkpoint: RunCheckpoint) -> None:
         self.world.events.append(f"kept {checkpoint.step}")
 
     def note(self, text: str) -> None:
@@ -107,22 +108,24 @@ def run(
     judged_by: str | None = None,
     patience: int | None = None,
     done: int = 0,
-    interruption: Interruption | None = None,
-    diary: Diary | None = None,
+    interruption: GracefulStop | None = None,
+    diary: Recording | None = None,
 ) -> Outcome:
-    plan = Plan(total, lambda step: 0.1 * step, save_every, eval_every, judged_by)
+    plan = LoopPlan(total, lambda step: 0.1 * step, save_every, eval_every, judged_by)
     saves = [checkpoint(done)] if done else []
     world._now = done
     client: Any = world
     judge = Patience(patience, higher_is_better=False)
-    diary = diary or Diary(world)
-    loop = Loop(world, client, plan, diary, judge, FakeClock(), checkpoints=saves)
-    return loop.run(interruption or Interruption())
+    diary = diary or Recording(world)
+    loop = TrainingLoop(world, client, plan, diary, judge, FakeClock(), checkpoints=saves)
+    return loop.run(interruption or GracefulStop())
 
 
-def checkpoint(step: int) -> Checkpoint:
+def checkpoint(step: int) -> RunCheckpoint:
     name = f"step-{step:06}"
-    return Checkpoint(step, f"tinker://run/weights/{name}", f"tinker://run/sampler_weights/{name}")
+    return RunCheckpoint(
+        step, f"tinker://run/weights/{name}", f"tinker://run/sampler_weights/{name}"
+    )
 
 
 def test_a_step_is_submitted_before_the_one_before_it_is_awaited():
@@ -174,9 +177,9 @@ def test_a_resumed_run_does_only_the_steps_that_are_left():
     assert outcome.checkpoint == checkpoint(6)
 
 
-def asked_in(world: World, step: int) -> Interruption:
+def asked_in(world: World, step: int) -> GracefulStop:
     """Ctrl-C when a step has just been submitted; the one before it is being computed."""
-    interruption = Interruption()
+    interruption = GracefulStop()
 
     def on_step(submitted: int) -> None:
         interruption.asked = submitted == step
@@ -214,7 +217,7 @@ def test_the_first_step_is_finished_when_it_is_the_one_that_is_computed():
 
 
 def test_where_steps_follow_from_each_other_an_interrupted_one_ends_before_the_next():
-    interruption = Interruption()
+    interruption = GracefulStop()
 
     def on_begin(step: int) -> None:
         interruption.asked = step == 3
@@ -233,7 +236,7 @@ def test_where_steps_follow_from_each_other_each_is_told_before_the_next_is_subm
 
 def test_what_is_done_before_the_first_step_is_told():
     world = World(evaluations=[1.0] * 9)
-    diary = Diary(world)
+    diary = Recording(world)
     run(world, 2, judged_by="eval_loss", diary=diary)
     assert diary.stages == ["evaluating the model before training", "computing step 1"]
     run(World(), 6, done=4, diary=diary)
@@ -241,7 +244,7 @@ def test_what_is_done_before_the_first_step_is_told():
 
 
 def test_an_interruption_at_the_last_step_is_none():
-    interruption = Interruption()
+    interruption = GracefulStop()
 
     def on_step(step: int) -> None:
         interruption.asked = step == 4
@@ -251,7 +254,7 @@ def test_an_interruption_at_the_last_step_is_none():
 
 
 def test_a_save_that_was_due_is_not_made_again_by_an_interruption():
-    interruption = Interruption()
+    interruption = GracefulStop()
 
     def on_step(step: int) -> None:
         interruption.asked = step == 2

@@ -9,8 +9,15 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tinkex.errors import InputError, StorageError
-from tinkex.loops.resume import record_of, refuse_other_run, refuse_other_tokens
-from tinkex.loops.run_folder import CHECKPOINTS, Checkpoint, Record, RunFolder
+from tinkex.loops.run_folder import (
+    CHECKPOINTS,
+    Record,
+    RunCheckpoint,
+    RunFolder,
+    record_of,
+    refuse_other_run,
+    refuse_other_tokens,
+)
 from tinkex.loops.settings import DpoSettings, SftSettings
 from tinkex.tracking.history import METRICS
 
@@ -28,7 +35,7 @@ RECORD = Record(
     version="0",
     began=1.5,
 )
-FIRST, SECOND = (Checkpoint(step, f"tinker://r/weights/{step}", f"s{step}") for step in (3, 6))
+FIRST, SECOND = (RunCheckpoint(step, f"tinker://r/weights/{step}", f"s{step}") for step in (3, 6))
 
 
 @pytest.fixture

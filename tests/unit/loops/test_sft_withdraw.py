@@ -10,7 +10,7 @@ import pytest
 
 from tinkex.clients.service import ServiceClient
 from tinkex.errors import RequestFailedError
-from tinkex.loops.submitted import Submitted
+from tinkex.loops.sft import SubmittedStep
 from tinkex.testing import API_KEY, FakeServer, faults
 from tinkex.testing.engine import FakeEngine
 from tinkex.types import AdamParams, Datum, ModelInput
@@ -55,9 +55,9 @@ class World:
 
         server.faults.on("retrieve_future", faults.drop(), when=note, times=None)
 
-    def step(self, token: int) -> Submitted:
+    def step(self, token: int) -> SubmittedStep:
         data = [Datum(ModelInput.from_ints([1, 2]), {"target_tokens": [2, token]})]
-        return Submitted(self.training, data, "cross_entropy", ADAM)
+        return SubmittedStep(self.training, data, "cross_entropy", ADAM)
 
     def loss(self) -> float:
         """What the weights make of some text."""
@@ -78,7 +78,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
             engine.may_end.release(9)  # a test that failed leaves nothing that waits
 
 
-def begin(world: World) -> tuple[Submitted, Submitted]:
+def begin(world: World) -> tuple[SubmittedStep, SubmittedStep]:
     """A step that is being computed, and one behind it."""
     first, second = world.step(3), world.step(4)
     assert world.engine.begun.acquire(timeout=WAIT_S)

@@ -1,4 +1,4 @@
-"""`tinkex billing`: usage by the hour, and what is stored."""
+"""`tinkex billing`: usage by the hour, and the storage of checkpoints."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from tinkex.cli.commands import Argument, Command
 from tinkex.cli.connect import admin_client
 from tinkex.cli.output import plain, show
 
@@ -118,3 +119,27 @@ def _opened(target: str) -> Generator[TextIO]:
         return
     with open(target, "w", encoding="utf-8", newline="") as file:
         yield file
+
+
+_CSV = Argument("--csv", metavar="FILE", help="write CSV to FILE instead; - is standard output")
+
+VERBS = {
+    "usage": Command(
+        usage,
+        "show usage by the hour",
+        Argument("starting_on", metavar="STARTING_ON", help="a full UTC hour, included"),
+        Argument(
+            "ending_before",
+            metavar="ENDING_BEFORE",
+            help="a full UTC hour, excluded; at most 14 days later",
+        ),
+        _CSV,
+        Argument("--sessions-csv", metavar="FILE", help="write the metadata of sessions as CSV"),
+    ),
+    "checkpoint-storage": Command(
+        checkpoint_storage,
+        "show the storage used by checkpoints",
+        Argument("--project-id", metavar="ID", help="only this project"),
+        _CSV,
+    ),
+}

@@ -1,11 +1,11 @@
-"""What a person reads when a command fails: a heading, the details, the next step."""
+"""What a failed command prints: a heading, the details and the next step; and its log lines."""
 
 from __future__ import annotations
 
+import logging
 import sys
 from typing import TYPE_CHECKING
 
-from tinkex.cli.log_output import was_shown
 from tinkex.cli.main import FAILED, MISUSED
 from tinkex.errors import (
     APIConnectionError,
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 _SIGN_IN = "Sign in with `tinkex auth login`, or set TINKER_API_KEY."
 _REACH = "Check TINKER_BASE_URL, your network, and that the server runs."
 
-# The first row whose type fits; subclasses come before their bases.
+# The first row whose type matches counts; subclasses come before their bases.
 _TABLE: tuple[tuple[type[Exception], str, str], ...] = (
     (CredentialError, "No usable API key", _SIGN_IN),
     (AuthenticationError, "Authentication failed", f"The server refused the key. {_SIGN_IN}"),
@@ -69,7 +69,7 @@ _TABLE: tuple[tuple[type[Exception], str, str], ...] = (
 
 
 class CommandError(Exception):
-    """A command cannot do what it was asked; `hint` says what to do about it."""
+    """A command cannot be carried out; `hint` is the next step."""
 
     def __init__(self, message: str, hint: str = "", *, status: int = FAILED) -> None:
         super().__init__(message)
@@ -82,8 +82,15 @@ def misuse(message: str, hint: str = "") -> CommandError:
     return CommandError(message, hint, status=MISUSED)
 
 
+def unknown_checkpoint(path: str) -> CommandError:
+    """The error for a checkpoint that the server does not have."""
+    return CommandError(
+        f"There is no checkpoint {path}", "`tinkex checkpoint list` shows those there are."
+    )
+
+
 def report(error: Exception) -> int:
-    """Say on standard error why a command failed; returns the exit status."""
+    """Print on standard error why a command failed; returns the exit status."""
     for line in _lines(error):
         print(line, file=sys.stderr)
     if isinstance(error, CommandError):
@@ -116,7 +123,7 @@ def _lines(error: Exception) -> Iterator[str]:
 
 
 def next_step(error: Exception) -> str:
-    """What to do about an error; empty where its message says it."""
+    """The next step after an error; empty where its message has it."""
     if isinstance(error, DataError) and error.problems[0].line > 0:
         what = "this line" if len(error.problems) == 1 else "these lines"
         return f"Correct {what} and run the command again."
@@ -126,7 +133,7 @@ def next_step(error: Exception) -> str:
 
 
 def describe(error: Exception) -> str:
-    """The error in one line: what the server said where it said something."""
+    """The error in one line: the server's own message where there is one."""
     body = error.body if isinstance(error, APIStatusError) else None
     if isinstance(body, dict):
         detail: object = body.get("detail") or body.get("message") or body.get("error")  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType] - a server's free-form JSON
@@ -146,3 +153,37 @@ def _unexpected(error: Exception) -> Iterator[str]:
     yield f"Error: Unexpected error occurred: {type(error).__name__}: {error}"
     if sys.stderr.isatty():
         yield "".join(traceback.format_exception(error)).rstrip()
+
+
+# -- log lines -----------------------------------------------------------------------------------
+
+
+class _Shown(logging.Handler):
+    """Prints records on standard error and keeps their messages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+        # Mutable state: the printed messages.
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            print(self.format(record), file=sys.stderr, flush=True)
+        except (OSError, ValueError):  # standard error is closed
+            return
+        self.messages.append(record.getMessage())
+
+
+def show_log(level: int) -> None:
+    """Print log lines of this level and above; a second call only changes the level."""
+    root = logging.getLogger()
+    root.setLevel(level)
+    if not any(isinstance(handler, _Shown) for handler in root.handlers):
+        root.addHandler(_Shown())
+
+
+def was_shown(text: str) -> bool:
+    """Whether a printed log line contains this text."""
+    shown = (handler for handler in logging.getLogger().handlers if isinstance(handler, _Shown))
+    return any(text in message for handler in shown for message in handler.messages)

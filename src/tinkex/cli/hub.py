@@ -9,18 +9,16 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tinkex.cli.commands import PATH_OR_RUN, Argument, Command
 from tinkex.cli.connect import service_client
-from tinkex.cli.download import check_downloadable, fetch_checkpoint
 from tinkex.cli.failures import CommandError
 from tinkex.cli.output import say, show_one
-from tinkex.cli.target import checkpoint
-from tinkex.clients.rest import RestClient
 from tinkex.errors import TinkerError
-from tinkex.types import ParsedCheckpointTinkerPath
 
 if TYPE_CHECKING:
     import argparse
 
+    from tinkex.clients.rest import RestClient
     from tinkex.types import WeightsInfoResponse
 
 _CONFIG = "adapter_config.json"
@@ -28,8 +26,12 @@ _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 
 
 def push(args: argparse.Namespace) -> None:
-    """Download an adapter, describe it, and upload it."""
-    chosen = checkpoint(args.path)
+    """Download an adapter, write its model card, and upload both."""
+    from tinkex.cli.checkpoint_files import check_downloadable, fetch_checkpoint
+    from tinkex.cli.target import checkpoint_named
+    from tinkex.clients.rest import RestClient
+
+    chosen = checkpoint_named(args.path)
     path = chosen.model
     check_downloadable(path)
     hub = _hub()
@@ -100,6 +102,8 @@ def _destination(
     """Repository and branch; derived from run and checkpoint when no repository is given."""
     if args.repo:
         return args.repo, args.revision
+    from tinkex.types import ParsedCheckpointTinkerPath
+
     parsed = ParsedCheckpointTinkerPath.from_tinker_path(path)
     model = info.base_model.split("/")[-1] if info else "adapter"
     return (
@@ -114,7 +118,7 @@ def _safe(name: str) -> str:
 
 
 def _complete_config(file: Path, info: WeightsInfoResponse | None) -> None:
-    """Name the base model where the exported configuration does not."""
+    """Add the base model where the exported configuration lacks it."""
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -182,3 +186,18 @@ def _checkpoint_in(hub: Any, repo: str, revision: str | None) -> str | None:
     text = Path(file).read_text(encoding="utf-8", errors="replace")
     found = re.search(r"tinker://[^\s`]+", text)
     return found[0] if found else None
+
+
+PUSH = Command(
+    push,
+    "upload an adapter to the Hugging Face hub",
+    PATH_OR_RUN,
+    Argument("-r", "--repo", metavar="ID", help="repository (default: from model and run)"),
+    Argument("--public", action="store_true", help="make the repository public"),
+    Argument("--revision", metavar="R", help="branch to upload to"),
+    Argument("--commit-message", metavar="M", help="message of the commit"),
+    Argument("--create-pr", action="store_true", help="open a pull request"),
+    Argument("--allow-pattern", action="append", metavar="P", help="upload only these files"),
+    Argument("--ignore-pattern", action="append", metavar="P", help="do not upload these files"),
+    Argument("--no-model-card", action="store_true", help="write no README.md"),
+)

@@ -1,4 +1,4 @@
-"""`tinkex run plot`: the curves of runs, in the terminal or as a picture."""
+"""`tinkex run plot`: the curves of runs, in the terminal or as a figure."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tinkex.cli.commands import Argument, Command
 from tinkex.cli.failures import CommandError, misuse
 from tinkex.cli.output import print_json, say
 from tinkex.tracking.figure import write_picture
@@ -57,7 +58,7 @@ def _series(folders: list[Path], metrics: list[str]) -> dict[str, Points]:
 
 
 def _labels(folders: list[Path]) -> list[str]:
-    """The folders' own names where they differ, else their whole paths."""
+    """The names of the folders where they differ, else their paths."""
     names = [folder.resolve().name for folder in folders]
     return names if len(set(names)) == len(names) else [str(folder) for folder in folders]
 
@@ -84,3 +85,19 @@ def _title(folders: list[Path]) -> str:
 
 def _plain(points: Points) -> list[tuple[float, float | None]]:
     return [(x, y if math.isfinite(y) else None) for x, y in points]
+
+
+PLOT = Command(
+    plot,
+    "plot metrics in the terminal, or write a figure",
+    Argument("folders", nargs="+", metavar="FOLDER", help="a run's folder; several overlay"),
+    Argument(
+        "-m",
+        "--metric",
+        dest="metrics",
+        action="append",
+        metavar="NAME",
+        help="such as loss or reward; may be repeated (default: the run's main metric)",
+    ),
+    Argument("-o", "--output", metavar="FILE", help="write a figure: FILE.svg or FILE.png"),
+)

@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tinkex.cli.commands import Argument
 from tinkex.cli.failures import CommandError, misuse
-from tinkex.config import server_environment
 from tinkex.errors import InputError, MissingPackageError
 
 if TYPE_CHECKING:
@@ -17,18 +17,36 @@ if TYPE_CHECKING:
 
     from tinkex.serving.settings import HostSettings
 
-_FLAGS = (
-    "host",
-    "port",
-    "data_dir",
-    "database",
-    "artifacts",
-    "base_models",
-    "device",
-    "dtype",
-    "threads",
-    "log_level",
-    "log_format",
+# Each of these is a setting; `_settings` reads the others.
+_SETTINGS = (
+    Argument(
+        "--base-model",
+        dest="base_models",
+        action="append",
+        metavar="NAME[=FOLDER]",
+        help="a model to serve; may be repeated (default: HuggingFaceTB/SmolLM2-135M-Instruct)",
+    ),
+    Argument("--host", metavar="ADDRESS", help="the address to listen on (default: 127.0.0.1)"),
+    Argument("--port", metavar="N", help="0 for any free port (default: 8000)"),
+    Argument("--data-dir", metavar="DIR", help="the server's data (default: ./tinkex-data)"),
+    Argument("--database", metavar="URL", help="postgresql://… instead of a file in DIR"),
+    Argument("--artifacts", metavar="URL", help="store adapters in s3://… instead of DIR"),
+    Argument("--device", metavar="NAME", help="such as cpu or cuda (default: cuda if available)"),
+    Argument("--dtype", metavar="NAME", help="float32, bfloat16 or float16"),
+    Argument("--threads", metavar="N", help="threads of one computation on the CPU"),
+    Argument("--log-level", metavar="LEVEL", help="debug, info, warning or error"),
+    Argument("--log-format", metavar="FORMAT", help="text or json"),
+)
+
+ARGUMENTS = (
+    *_SETTINGS,
+    Argument(
+        "--no-auth",
+        action="store_true",
+        help="accept any key, all as one tenant; for this machine only",
+    ),
+    Argument("--config", metavar="FILE", help="settings (default: DIR/tinkex.toml, if it exists)"),
+    Argument("--set", action="append", metavar="NAME=VALUE", help="any other setting"),
 )
 
 
@@ -54,7 +72,7 @@ def serve(args: argparse.Namespace) -> None:
         try:
             run_host(host, settings.data_dir)
         except InputError as error:
-            # The settings were fine by themselves; what they name is not.
+            # The settings are valid, but a model or folder that they name is not.
             raise CommandError(f"the server cannot start: {error}") from error
 
 
@@ -69,10 +87,13 @@ def _say_ready(args: argparse.Namespace, settings: HostSettings, url: str) -> No
 
 
 def _settings(args: argparse.Namespace) -> HostSettings:
+    from tinkex.config import server_environment
     from tinkex.serving.settings import load_settings
 
+    names = [argument.settings.get("dest", argument.names[0][2:]) for argument in _SETTINGS]
+    flags = [name.replace("-", "_") for name in names]
     given: dict[str, Any] = {
-        name: value for name in _FLAGS if (value := getattr(args, name)) is not None
+        name: value for name in flags if (value := getattr(args, name)) is not None
     }
     if args.no_auth:
         given["auth"] = "none"

@@ -1,4 +1,8 @@
-"""`tinkex train`: ready-made loops, each in a run folder of its own."""
+"""`tinkex train`: ready-made training loops, each run in its own folder.
+
+The arguments have no defaults here: a missing one comes from the settings in `tinkex.loops`, or for
+a resumed run from the run's folder.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +12,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from tinkex.cli.commands import Argument, Command
 from tinkex.cli.connect import service_client
 from tinkex.cli.export import export_adapter
 from tinkex.cli.failures import misuse
 from tinkex.cli.main import INTERRUPTED
 from tinkex.cli.output import say, show_one
 from tinkex.errors import InputError, MissingPackageError
-from tinkex.loops.dpo import DpoJob
-from tinkex.loops.rl import RlJob
-from tinkex.loops.run_folder import RunFolder
-from tinkex.loops.runner import ended, run
-from tinkex.loops.settings import DpoSettings, RlSettings, Settings, SftSettings
-from tinkex.loops.sft import SftJob
 from tinkex.tracking.figure import write_picture
 from tinkex.tracking.history import read_metrics
 from tinkex.tracking.series import series_of
@@ -31,9 +30,11 @@ if TYPE_CHECKING:
 
     from tinkex.clients.service import ServiceClient
     from tinkex.loops.loop import Outcome
+    from tinkex.loops.run_folder import RunFolder
     from tinkex.loops.runner import Job
+    from tinkex.loops.settings import Settings
 
-S = TypeVar("S", bound=Settings)
+    S = TypeVar("S", bound=Settings)
 
 ADAPTER = "adapter"
 _PICTURES = ("curve.svg", "curve.png")
@@ -41,6 +42,9 @@ _PICTURES = ("curve.svg", "curve.png")
 
 def sft(args: argparse.Namespace) -> int | None:
     """Supervised fine-tuning on a file of examples."""
+    from tinkex.loops.settings import SftSettings
+    from tinkex.loops.sft import SftJob
+
     with _named_as_options():
         place = _place(args, Path(args.data), "sft")
         settings = _settings(args, place, SftSettings)
@@ -49,6 +53,9 @@ def sft(args: argparse.Namespace) -> int | None:
 
 def dpo(args: argparse.Namespace) -> int | None:
     """Preference optimization on a file of pairs."""
+    from tinkex.loops.dpo import DpoJob
+    from tinkex.loops.settings import DpoSettings
+
     with _named_as_options():
         place = _place(args, Path(args.data), "dpo")
         settings = _settings(args, place, DpoSettings)
@@ -57,16 +64,21 @@ def dpo(args: argparse.Namespace) -> int | None:
 
 def rl(args: argparse.Namespace) -> int | None:
     """Reinforcement learning on a task."""
+    from tinkex.loops.rl import RlJob
+    from tinkex.loops.settings import RlSettings
+
     with _named_as_options():
         place = _place(args, Path(args.task), "rl")
         return _train(args, place, RlJob(_settings(args, place, RlSettings), Path(args.task)))
 
 
-# -- what was asked for ------------------------------------------------------------------------
+# -- arguments ------------------------------------------------------------------------
 
 
 def _place(args: argparse.Namespace, source: Path, kind: str) -> RunFolder:
-    """The run's folder; refused where a run was begun that is not to be resumed, or is not."""
+    """The run's folder; raises a `CommandError` when it does not fit `--resume`."""
+    from tinkex.loops.run_folder import RunFolder
+
     place = RunFolder(Path(args.output or Path("runs") / f"{source.stem}-{kind}"))
     if args.resume and place.read() is None:
         raise misuse(
@@ -83,7 +95,7 @@ def _place(args: argparse.Namespace, source: Path, kind: str) -> RunFolder:
 
 
 def _settings(args: argparse.Namespace, place: RunFolder, kind: type[S]) -> S:
-    """What was given; for the rest, what the run was begun with, or the defaults."""
+    """The given settings; the others from the resumed run, or the defaults."""
     names = {field.name for field in dataclasses.fields(kind)}
     given = {name: value for name in names if (value := getattr(args, name, None)) is not None}
     record = place.read() if args.resume else None
@@ -93,7 +105,7 @@ def _settings(args: argparse.Namespace, place: RunFolder, kind: type[S]) -> S:
 
 @contextmanager
 def _named_as_options() -> Generator[None]:
-    """A setting's error comes out under the name that it has on the command line."""
+    """Rename a setting in an error to its option on the command line."""
     try:
         yield
     except InputError as error:
@@ -115,24 +127,26 @@ def _resume_command(kind: str, source: Path, place: RunFolder) -> str:
     return shlex.join(words)
 
 
-# -- doing it ----------------------------------------------------------------------------------
+# -- training ----------------------------------------------------------------------------------
 
 
 def _train(args: argparse.Namespace, place: RunFolder, job: Job) -> int | None:
+    from tinkex.loops.runner import ended, run
+
     adapter = place.path / ADAPTER
     outcome = ended(job, place, place.read() if args.resume else None)
     if outcome is None or not adapter.exists():
         again = _resume_command(job.settings.kind, next(iter(job.files.values())), place)
         with service_client(job.settings.model) as service:
             _connect(service, job.settings)
-            with _told_how_to_go_on(place, again):
+            with _hint_to_resume(place, again):
                 report = tuple(args.report or ())
                 outcome = run(service, job, place.path, resume=args.resume, report=report)
             if outcome.ending == "interrupted":
                 say(f"Interrupted after step {outcome.step}; everything up to there is saved.")
                 say(f"Resume it with:\n  {again}")
                 _summary(args, place, outcome, None)
-                # Nothing was raised here, so the server has to be told.
+                # No exception tells the server that the session was interrupted.
                 service.close("interrupted", f"stopped after step {outcome.step}").result()
                 return INTERRUPTED
             with doing("Drawing the curves"):
@@ -145,7 +159,7 @@ def _train(args: argparse.Namespace, place: RunFolder, job: Job) -> int | None:
 
 
 def _connect(service: ServiceClient, settings: Settings) -> None:
-    """Reach the server; one of our own has to start and load its models first."""
+    """Reach the server; an embedded server starts and loads its models first."""
     config = service.holder.config
     if config.embedded:
         what = f"Starting the embedded server with {settings.base_model}"
@@ -156,7 +170,7 @@ def _connect(service: ServiceClient, settings: Settings) -> None:
 
 
 def _next_steps(place: RunFolder) -> str:
-    """Commands that do something with what was trained."""
+    """Commands for the trained adapter."""
     folder, name = str(place.path), place.path.resolve().name
     commands = (
         ("chat", folder),
@@ -171,8 +185,8 @@ def _next_steps(place: RunFolder) -> str:
 
 
 @contextmanager
-def _told_how_to_go_on(place: RunFolder, again: str) -> Generator[None]:
-    """Whatever ends a run that was begun, its next step is said."""
+def _hint_to_resume(place: RunFolder, again: str) -> Generator[None]:
+    """Print how to resume when an exception ends a run."""
     try:
         yield
     except BaseException:
@@ -219,3 +233,132 @@ def _summary(
 
 def _short(value: object) -> object:
     return f"{value:.4g}" if isinstance(value, float) else value
+
+
+# -- commands ----------------------------------------------------------------------------------
+
+_DATA = Argument("data", metavar="DATA.jsonl", help="training data: see `tinkex data view`")
+_MODEL = Argument(
+    "--model",
+    metavar="NAME[=FOLDER]",
+    help="the model to start from (default: HuggingFaceTB/SmolLM2-135M-Instruct)",
+)
+_OUTPUT = Argument("--output", metavar="DIR", help="the run's folder (default: runs/FILE-KIND)")
+_EVAL = Argument("--eval", metavar="FILE", help="evaluate with these examples")
+_EVAL_FRACTION = Argument(
+    "--eval-fraction",
+    type=float,
+    metavar="X",
+    help="hold out this fraction of the data to evaluate with",
+)
+_STEPS = Argument("--steps", type=int, metavar="N", help="the number of steps")
+_RANK = Argument("--rank", type=int, metavar="N", help="of the LoRA adapter (default: 16)")
+_SCHEDULE = Argument(
+    "--lr-schedule",
+    choices=("constant", "linear", "cosine"),
+    metavar="NAME",
+    help="constant, linear (decay to 0) or cosine",
+)
+_WARMUP = Argument("--warmup", type=int, metavar="N", help="warmup steps of the learning rate")
+_SEED = Argument(
+    "--seed", type=int, metavar="N", help="for initialization and data order (default: 0)"
+)
+_SAVE_EVERY = Argument(
+    "--save-every", type=int, metavar="N", help="save every N steps (default: 10 times in all)"
+)
+_EVAL_EVERY = Argument(
+    "--eval-every", type=int, metavar="N", help="evaluate every N steps (default: 10 times in all)"
+)
+_PATIENCE = Argument(
+    "--patience",
+    type=int,
+    metavar="N",
+    help="stop after N evaluations without improvement; the best step is kept",
+)
+_REPORT = Argument(
+    "--report",
+    action="append",
+    metavar="WHERE",
+    help="also log to tensorboard, wandb or wandb:PROJECT; may be repeated",
+)
+_RESUME = Argument("--resume", action="store_true", help="continue the run in the folder")
+
+_COMMON = (_RANK, _SCHEDULE, _WARMUP, _SEED, _SAVE_EVERY, _EVAL_EVERY, _PATIENCE, _REPORT, _RESUME)
+
+
+def _epochs(default: int) -> Argument:
+    text = f"passes over the data (default: {default})"
+    return Argument("--epochs", type=int, metavar="N", help=text)
+
+
+def _batch_size(what: str) -> Argument:
+    return Argument("--batch-size", type=int, metavar="N", help=f"{what} per step (default: 8)")
+
+
+def _learning_rate(default: str) -> Argument:
+    text = f"the peak learning rate (default: {default})"
+    return Argument("--learning-rate", type=float, metavar="X", help=text)
+
+
+def _max_tokens(what: str, default: int) -> Argument:
+    return Argument("--max-tokens", type=int, metavar="N", help=f"{what} (default: {default})")
+
+
+VERBS = {
+    "sft": Command(
+        sft,
+        "supervised fine-tuning on examples",
+        _DATA,
+        _MODEL,
+        _OUTPUT,
+        _EVAL,
+        _EVAL_FRACTION,
+        _STEPS,
+        _epochs(3),
+        _batch_size("examples"),
+        _learning_rate("3e-4"),
+        Argument(
+            "--train-on",
+            choices=("all", "last"),
+            metavar="WHICH",
+            help="all of an assistant's messages, or the last (default: all)",
+        ),
+        _max_tokens("the longest allowed example", 2048),
+        *_COMMON,
+    ),
+    "dpo": Command(
+        dpo,
+        "direct preference optimization on pairs of answers",
+        _DATA,
+        _MODEL,
+        _OUTPUT,
+        _EVAL,
+        _EVAL_FRACTION,
+        _STEPS,
+        _epochs(1),
+        _batch_size("pairs"),
+        _learning_rate("5e-5"),
+        Argument(
+            "--beta",
+            type=float,
+            metavar="X",
+            help="strength of the KL penalty towards the base model (default: 0.1)",
+        ),
+        _max_tokens("the longest allowed example", 2048),
+        *_COMMON,
+    ),
+    "rl": Command(
+        rl,
+        "reinforcement learning with a reward function",
+        Argument("task", metavar="TASK.py", help="has prompts() and reward(prompt, answer)"),
+        _MODEL,
+        _OUTPUT,
+        _STEPS,
+        _batch_size("prompts"),
+        _learning_rate("3e-4"),
+        Argument("--group-size", type=int, metavar="N", help="answers per prompt (default: 8)"),
+        _max_tokens("per answer", 128),
+        Argument("--temperature", type=float, metavar="X", help="of the answers (default: 1)"),
+        *_COMMON,
+    ),
+}

@@ -15,7 +15,7 @@ import pytest
 from msgspec.structs import replace
 
 from tinkex.cli.main import DONE, FAILED, MISUSED
-from tinkex.cli.watch_server import changes
+from tinkex.cli.watch import changes
 from tinkex.clients.service import ServiceClient
 from tinkex.testing import FakeClock
 from tinkex.tracking.history import METRICS, write_line

@@ -1,62 +1,38 @@
-"""`tinkex checkpoint download`: a checkpoint's files in a folder, all of them or none."""
+"""The files of a checkpoint: fetched into a temporary folder, which is renamed when complete."""
 
 from __future__ import annotations
 
 import shutil
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
-from tinkex.cli.connect import service_client
-from tinkex.cli.disk_space import WORK_PREFIX, writing_into
-from tinkex.cli.failures import CommandError
-from tinkex.cli.fetch import fetch
-from tinkex.cli.output import say, show_one, size, utc_now
-from tinkex.cli.target import checkpoint
+from tinkex.adapters.archive import unpack
+from tinkex.adapters.folder import make_peft
+from tinkex.cli.failures import CommandError, unknown_checkpoint
+from tinkex.cli.fetch import WORK_PREFIX, fetch, writing_into
+from tinkex.cli.output import say, utc_now
 from tinkex.clients.rest import RestClient
-from tinkex.errors import TinkerError
+from tinkex.errors import APIStatusError, InputError, NotFoundError, TinkerError
 from tinkex.new_files import new_folder
 from tinkex.types import ParsedCheckpointTinkerPath
 
 if TYPE_CHECKING:
-    import argparse
     from collections.abc import Generator
+    from pathlib import Path
 
+    from tinkex.adapters.folder import Adapter
     from tinkex.clients.service import ServiceClient
     from tinkex.types import ExternalWeightsUrlsResponse
 
+_ARCHIVE = ".archive.tar"
 _EXPORT_TTL_S = 3600
 _SIGN_AGAIN = timedelta(minutes=5)
 
 
-def download(args: argparse.Namespace) -> None:
-    """Download a checkpoint into a new folder."""
-    chosen = checkpoint(args.path)
-    path = chosen.model
-    check_downloadable(path)
-    parent = Path(args.output or ".")
-    target = parent / path.removeprefix("tinker://").replace("/", "_")
-    if target.exists() and not args.force:
-        raise CommandError(
-            f"{target} exists already", "Pass --force to replace it, or -o for another place."
-        )
-    with service_client(chosen.source) as service, folder_in(parent) as folder:
-        size_bytes = fetch_checkpoint(service, path, folder)
-        put_in_place(folder, target)
-    show_one(
-        args,
-        {
-            "checkpoint_path": path,
-            "destination": str(target),
-            "file_size_bytes": size_bytes,
-        },
-        [("Checkpoint Path", path), ("Total Size", size(size_bytes)), ("Saved to", target)],
-    )
-
-
 def check_downloadable(path: str) -> None:
-    """Refuse what cannot be downloaded."""
+    """Raise a `CommandError` for a checkpoint that cannot be downloaded."""
     if ParsedCheckpointTinkerPath.from_tinker_path(path).checkpoint_type == "sampler":
         raise CommandError(
             "Sampler weights cannot be downloaded",
@@ -92,7 +68,7 @@ def exported(service: ServiceClient, rest: RestClient, path: str) -> Generator[s
 
 
 def fetch_export(rest: RestClient, path: str, folder: Path, *, temporary: bool) -> int:
-    """Download the files of exported weights; a `temporary` export is kept until it is here."""
+    """Download the files of exported weights; a `temporary` export is kept until then."""
     links = _sign(rest, path, temporary)
     if not links.urls:
         raise CommandError(f"{path} has no files")
@@ -108,13 +84,13 @@ def fetch_export(rest: RestClient, path: str, folder: Path, *, temporary: bool) 
 
 def _sign(rest: RestClient, path: str, temporary: bool) -> ExternalWeightsUrlsResponse:
     links = rest.get_external_weights_urls(path).result()
-    if temporary:  # must not expire before its links do
+    if temporary:  # it must not expire before its links do
         rest.set_checkpoint_ttl_from_tinker_path(path, _EXPORT_TTL_S).result()
     return links
 
 
 def _inside(name: str) -> PurePosixPath:
-    """A file name of the server's that stays in its folder."""
+    """A file name from the server, checked to stay inside its folder."""
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or not path.parts or "\\" in name or "\0" in name:
         raise CommandError(
@@ -126,9 +102,9 @@ def _inside(name: str) -> PurePosixPath:
 
 @contextmanager
 def folder_in(parent: Path) -> Generator[Path]:
-    """A new folder beside its final place, removed unless it has been moved there.
+    """A new folder in `parent`, removed in the end unless it was renamed.
 
-    What had to be made around it goes, too, if it holds nothing else.
+    Parents that had to be created are removed too, if they are empty.
     """
     missing = [folder for folder in (parent, *parent.parents) if not folder.exists()]
     parent.mkdir(parents=True, exist_ok=True)
@@ -144,7 +120,7 @@ def folder_in(parent: Path) -> Generator[Path]:
 
 
 def put_in_place(folder: Path, target: Path) -> None:
-    """Rename a finished folder to its name, instead of what may be there."""
+    """Rename a complete folder to `target`, replacing an existing one."""
     if not target.exists():
         folder.rename(target)
         return
@@ -155,3 +131,58 @@ def put_in_place(folder: Path, target: Path) -> None:
         except OSError:
             (aside / "old").rename(target)
             raise
+
+
+def fetch_adapter(
+    service: ServiceClient, path: str, folder: Path, base_model: str | None = None
+) -> Adapter:
+    """Fetch a checkpoint's adapter into an empty folder, in PEFT's layout, and check it.
+
+    Exports have a link for each file. Other checkpoints come as an archive where the server has
+    archives; otherwise a training checkpoint is exported temporarily.
+    """
+    rest = RestClient(service.holder)
+    kind = ParsedCheckpointTinkerPath.from_tinker_path(path).checkpoint_type
+    if kind == "external":
+        fetch_export(rest, path, folder, temporary=False)
+    elif not _fetch_archive(rest, path, folder):
+        if kind == "sampler":
+            raise CommandError(
+                "Sampler weights cannot be downloaded from this server",
+                "Export a training checkpoint of the run (tinker://RUN/weights/NAME).",
+            )
+        with exported(service, rest, path) as export:
+            fetch_export(rest, export, folder, temporary=True)
+    try:
+        with writing_into(folder):
+            return make_peft(folder, base_model)
+    except InputError as error:
+        # The path of the temporary folder would not help the user.
+        why = error.reason if error.path == str(folder) else str(error)
+        raise CommandError(
+            f"{path} cannot be exported: {why}",
+            "`tinkex checkpoint download` saves the files as the server has them.",
+        ) from error
+
+
+def _fetch_archive(rest: RestClient, path: str, folder: Path) -> bool:
+    """Fetch and unpack the archive; returns whether the server has one."""
+    try:
+        url = rest.get_checkpoint_archive_url_from_tinker_path(path).result().url
+    except APIStatusError:  # no archives; an error about the path is raised elsewhere
+        return False
+    archive = folder / _ARCHIVE
+    size_bytes = fetch(url, archive, "the adapter", rest.holder.config)
+    with writing_into(folder, size_bytes):
+        unpack(archive, folder)
+    archive.unlink()
+    return True
+
+
+def base_model_of(service: ServiceClient, path: str) -> str:
+    """The base model of a checkpoint; raises a `CommandError` where there is no such checkpoint."""
+    rest = RestClient(service.holder)
+    try:
+        return rest.get_weights_info_by_tinker_path(path).result().base_model
+    except NotFoundError as error:
+        raise unknown_checkpoint(path) from error

@@ -1,9 +1,10 @@
-"""`tinkex model`: what the server can train and sample."""
+"""`tinkex model`: the models that the server can train and sample."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tinkex.cli.commands import Argument, Command
 from tinkex.cli.connect import service_client
 from tinkex.cli.failures import CommandError
 from tinkex.cli.output import plain, show
@@ -34,3 +35,12 @@ def list_all(args: argparse.Namespace) -> None:
         ],
         empty="The server offers no models.",
     )
+
+
+VERBS = {
+    "list": Command(
+        list_all,
+        "list the server's models",
+        Argument("substring", nargs="?", metavar="SUBSTRING", help="only names that contain it"),
+    ),
+}

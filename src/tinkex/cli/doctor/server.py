@@ -1,4 +1,4 @@
-"""The settings, the credential, and the server that they lead to."""
+"""Checks of the settings, the credential and the server."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from tinkex.cli.connect import load_config
-from tinkex.cli.examination.finding import Finding
+from tinkex.cli.doctor.machine import Finding
 from tinkex.cli.failures import describe, next_step
 from tinkex.clients.base_client import Owned
 from tinkex.clients.connection import Connection
@@ -39,8 +39,8 @@ _DESCRIPTION: Route[None, None] = Route(
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """What a server says of itself."""
+class ServerAnswer:
+    """The models and version of a server, and its latency."""
 
     models: list[str]
     latency_s: float
@@ -48,9 +48,9 @@ class Seen:
 
 
 def findings() -> Iterator[Finding]:
-    """Where commands and programs would go, and whether they would get there."""
+    """Which server commands and programs would use, and whether they can reach it."""
     try:
-        # Errors only: what a warning would say is about to be a finding.
+        # Errors only: a warning would repeat a finding.
         config = load_config(log_level=logging.ERROR)
     except (TinkerError, OSError) as error:
         yield Finding("settings", "fail", describe(error), "Correct or unset it.")
@@ -64,9 +64,9 @@ def findings() -> Iterator[Finding]:
 
 
 def settings(config: Config) -> Finding:
-    """What was said, and where it leads; never a secret."""
+    """The server that the settings name, and the other settings; never a secret."""
     if config.embedded:
-        where = "commands start a server of their own, here"
+        where = "commands start an embedded server on this machine"
     elif config.base_url == DEFAULT_BASE_URL:
         where = f"hosted Tinker at {config.base_url}"
     else:
@@ -107,9 +107,9 @@ def own_server_settings(config: Config) -> Iterator[Finding]:
 
 
 def credential_of(config: Config) -> Finding:
-    """Whether there is one and where it comes from; it is not shown."""
+    """Whether there is a credential and where it comes from; it is not shown."""
     if config.embedded:
-        return Finding("credential", "ok", "none, and none is needed here")
+        return Finding("credential", "ok", "none; the embedded server needs none")
     try:
         source = choose(config)
     except TinkerError as error:
@@ -124,20 +124,20 @@ def credential_of(config: Config) -> Finding:
 
 
 def server(config: Config) -> Finding:
-    """A server elsewhere: can it be reached, does it take the credential, what does it offer."""
+    """A remote server: whether it can be reached and accepts the credential, and its models."""
     try:
         seen = look(
             replace(config, bootstrap_deadline_s=_PATIENCE_S, submit_deadline_s=_PATIENCE_S)
         )
     except TinkerError as error:
-        # What a proxy refuses is said with its own next step.
+        # A proxy's error has its own next step.
         start = "" if isinstance(error, ProxyError) else _START
         return Finding("server", "fail", describe(error), next_step(error) or start)
     return Finding("server", "ok", _offer(seen))
 
 
 def embedded_server(config: Config) -> Finding:
-    """A server of one's own: started here, with a throwaway folder, and asked."""
+    """The embedded server: started with a temporary folder and asked for its models."""
     folder = config.data_dir or DATA_DIR
     owner = owner_of(folder)
     if owner is not None:
@@ -160,11 +160,11 @@ def embedded_server(config: Config) -> Finding:
         return Finding("server", "fail", describe(error), "Do one of these.")
     except TinkerError as error:
         return Finding("server", "fail", describe(error), next_step(error) or "Try again.")
-    return Finding("server", "ok", f"one can be started here; {_offer(seen)}")
+    return Finding("server", "ok", f"an embedded server starts; {_offer(seen)}")
 
 
-def look(config: Config) -> Seen:
-    """Ask a server about itself; raises what keeps us from it."""
+def look(config: Config) -> ServerAnswer:
+    """Ask a server for its models; raises the error if it cannot be reached."""
     owned = Owned(Connection(config))
     try:
         return owned.connection.operations.block(lambda: _ask(owned.connection))
@@ -172,7 +172,7 @@ def look(config: Config) -> Seen:
         owned.close().result()
 
 
-async def _ask(connection: Connection) -> Seen:
+async def _ask(connection: Connection) -> ServerAnswer:
     api = await connection.connected()
     # Not `call`: with an account that cannot pay, that would wait for it to recover.
     reply = await api.send(routes.GET_SERVER_CAPABILITIES, None)
@@ -184,11 +184,11 @@ async def _ask(connection: Connection) -> Seen:
         await api.send(routes.HEALTHZ, None)
         rounds.append(connection.clock.now() - asked)
     names = [str(model.get("model_name")) for model in offered.get("supported_models", ())]
-    return Seen(names, min(rounds), await _version(api))
+    return ServerAnswer(names, min(rounds), await _version(api))
 
 
 async def _version(api: Api) -> str | None:
-    """The version of a server of ours; others do not say."""
+    """The version of a tinkex server; other servers have no such page."""
     try:
         reply = await api.send(_DESCRIPTION, None)
         info = msgspec.json.decode(reply.body, type=dict[str, Any])["info"]
@@ -197,7 +197,7 @@ async def _version(api: Api) -> str | None:
     return f"{info.get('title')} {info.get('version')}" if reply.status == 200 else None
 
 
-def _offer(seen: Seen) -> str:
+def _offer(seen: ServerAnswer) -> str:
     shown = ", ".join(seen.models[:_SHOWN_MODELS])
     more = len(seen.models) - _SHOWN_MODELS
     names = f"{shown} and {more} more" if more > 0 else shown

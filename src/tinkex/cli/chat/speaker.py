@@ -1,4 +1,4 @@
-"""One side of a chat: somebody who answers, piece by piece where the server can do that."""
+"""A model in a chat: it answers piece by piece where the server can stream."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from tinkex.chat.renderer import Renderer
 from tinkex.chat.text_streams import text_pieces
-from tinkex.cli.target import Target
+from tinkex.cli.target import SamplingTarget
 from tinkex.errors import APIStatusError
 from tinkex.types import ModelInput, SamplingParams
 
@@ -29,7 +29,7 @@ _NO_SUCH_ROUTE = (404, 405)
 
 @dataclass(frozen=True, slots=True)
 class Manner:
-    """How answers are drawn."""
+    """The sampling settings."""
 
     temperature: float
     top_p: float
@@ -40,7 +40,7 @@ class Manner:
 class Speaker:
     """A model or a checkpoint that takes part in a chat."""
 
-    def __init__(self, service: ServiceClient, target: Target) -> None:
+    def __init__(self, service: ServiceClient, target: SamplingTarget) -> None:
         self.name = target.name
         self._model = target.model
         self._service = service
@@ -48,18 +48,18 @@ class Speaker:
         tokenizer = self._sampler.get_tokenizer()
         self._renderer = Renderer.of(tokenizer)
         self._stop = self._renderer.stop
-        # The route for streams takes them as text.
+        # The streaming route takes stop sequences as text.
         self._stop_texts = [text for token in self._stop if (text := tokenizer.decode([token]))]
-        # Mutable state: whether the server streams, as far as we know.
+        # Mutable state: False once the server has refused to stream.
         self._streams = True
 
     @property
-    def base(self) -> Target:
-        """The model underneath."""
-        return Target(base_model=self._sampler.get_base_model())
+    def base(self) -> SamplingTarget:
+        """Its base model."""
+        return SamplingTarget(base_model=self._sampler.get_base_model())
 
     def begin(self, messages: Sequence[Message], manner: Manner, hear: Hear) -> APIFuture[None]:
-        """Begin to answer; raises at once what the model's template cannot render."""
+        """Start an answer; raises at once if the chat template cannot render the messages."""
         prompt = self._renderer.prompt(messages)
 
         async def answer() -> None:
@@ -68,7 +68,7 @@ class Speaker:
                     await self._stream(prompt, manner, hear)
                     return
                 except APIStatusError as error:
-                    # Not this way, then; sampling says what is wrong, if something is.
+                    # Sample instead; if the request is bad, sampling reports the error.
                     self._streams = error.status_code not in _NO_SUCH_ROUTE
             hear(await self._whole(prompt, manner))
 
@@ -101,9 +101,9 @@ class Speaker:
 
 
 def hear_all(beginnings: Sequence[Begin]) -> Iterator[tuple[int, str | None]]:
-    """Begin several answers and give their pieces as they come; None is the end of that one.
+    """Start several answers and yield their pieces as they arrive; None ends an answer.
 
-    Raises what made an answer fail. Leaving the iterator stops those that are not finished.
+    Raises the error of a failed answer. Closing the iterator cancels unfinished answers.
     """
     heard: queue.SimpleQueue[tuple[int, str | None]] = queue.SimpleQueue()
     futures: list[APIFuture[None]] = []

@@ -1,4 +1,4 @@
-"""`tinkex doctor`: what is installed, configured and reachable, and what to do about the rest."""
+"""`tinkex doctor`: what is installed, configured and reachable, and the next step otherwise."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import sys
 import textwrap
 from typing import TYPE_CHECKING
 
-from tinkex.cli.examination import machine, server
 from tinkex.cli.main import FAILED
 from tinkex.cli.output import print_json, text
 
@@ -15,14 +14,17 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterator
 
-    from tinkex.cli.examination.finding import Finding
+    from tinkex.cli.commands import Argument
+    from tinkex.cli.doctor.machine import Finding
+
+ARGUMENTS: tuple[Argument, ...] = ()
 
 _NAME_WIDTH = 14
 _INDENT = " " * (len("fail") + 2)
 
 
 def doctor(args: argparse.Namespace) -> int | None:
-    """Examine everything; fails when something that is in use does not work."""
+    """Run all checks; fails when something that is in use does not work."""
     found: list[Finding] = []
     for finding in _findings():
         found.append(finding)
@@ -37,6 +39,8 @@ def doctor(args: argparse.Namespace) -> int | None:
 
 
 def _findings() -> Iterator[Finding]:
+    from tinkex.cli.doctor import machine, server
+
     yield from machine.findings()
     yield from server.findings()
 
@@ -46,7 +50,7 @@ def _lines(finding: Finding, width: int) -> str:
     found = text(finding.found)
     lines = _wrap(found, width, head, " " * len(head))
     if any(len(line) > width for line in lines):
-        # A long path gets a line with less before it, so that the terminal does not break it.
+        # A long path gets a line of its own, so that the terminal does not break it.
         lines = [head.rstrip(), *_wrap(found, width, _INDENT, _INDENT)]
     if finding.todo:
         lines += _wrap(text(finding.todo), width, f"{_INDENT}-> ", f"{_INDENT}   ")
@@ -54,7 +58,7 @@ def _lines(finding: Finding, width: int) -> str:
 
 
 def _wrap(words: str, width: int, first: str, then: str) -> list[str]:
-    """Lines broken at spaces only: paths and commands stay in one piece."""
+    """Lines broken at spaces only: paths and commands stay whole."""
     return textwrap.wrap(
         words,
         width,

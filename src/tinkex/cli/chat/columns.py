@@ -1,4 +1,4 @@
-"""Two texts side by side while both grow: a row is shown when neither can change it any more."""
+"""Two growing texts in adjacent columns: a row is printed when neither can change it any more."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ _NARROWEST = 10
 _WORD = re.compile(r" *[^ ]+| +")
 
 
-class Columns:
-    """Feed it pieces; it gives back the rows that are complete."""
+class TextColumns:
+    """Takes pieces of both texts and returns the rows that are complete."""
 
     def __init__(self, width: int) -> None:
         self.column = max((width - len(_BETWEEN)) // 2, _NARROWEST)
-        # Mutable state: both texts, whether they have ended, and how many rows are out.
+        # Mutable state: both texts, whether they have ended, and how many rows were returned.
         self._texts = ["", ""]
         self._ended = [False, False]
         self._shown = 0
 
     def grow(self, side: int, piece: str) -> list[str]:
-        """Take a piece of one text."""
+        """Append a piece to one text."""
         self._texts[side] += piece.expandtabs(4)
         return self._complete()
 
     def end(self, side: int) -> list[str]:
-        """That text will not grow any more."""
+        """Mark one text as complete."""
         self._ended[side] = True
         self._texts[side] = self._texts[side].rstrip()
         return self._complete()
 
     def _complete(self) -> list[str]:
         left, right = sides = [wrap(text, self.column) for text in self._texts]
-        # The last row of a text that goes on may still change.
+        # The last row of a text that still grows may change.
         safe = [len(rows) - 1 for rows, ended in zip(sides, self._ended, strict=True) if not ended]
         until = min(safe) if safe else max(map(len, sides))
         new = range(self._shown, until)
@@ -49,7 +49,7 @@ class Columns:
 
 def heading(left: str, right: str, width: int) -> list[str]:
     """The names above the columns, and a line below them."""
-    columns = Columns(width)
+    columns = TextColumns(width)
     rows = [*columns.grow(0, left), *columns.end(0), *columns.grow(1, right), *columns.end(1)]
     rule = "-" * columns.column
     return [*rows, f"{rule}-+-{rule}"]

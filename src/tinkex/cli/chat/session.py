@@ -1,41 +1,73 @@
-"""A chat: who takes part, what was said, and what happens with a line that was typed."""
+"""A chat: its models and their conversations, and the slash commands."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinkex.cli import target as targets
+from tinkex.cli.chat.speaker import Speaker, hear_all
 from tinkex.cli.failures import CommandError, misuse
-from tinkex.cli.talking.conversation import Conversation
-from tinkex.cli.talking.speaker import Speaker, hear_all
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from tinkex.cli.talking.speaker import Begin, Manner
+    from tinkex.cli.chat.speaker import Begin, Manner
     from tinkex.clients.service import ServiceClient
 
 HELP = """\
-/compare OTHER    let OTHER answer, too, side by side: a model, a path, a run's
-                  folder, or `base` for the model underneath; `off` ends it
-/reset            forget what was said
-/system TEXT      set the system message and begin anew; without TEXT remove it
-/temperature T    0 takes the likeliest token
-/save FILE        add the conversation to FILE, as a line to train on
+/compare OTHER    show the answers of OTHER in a second column: a model, a path,
+                  a run's folder, or `base` for the base model; `off` ends it
+/reset            forget the conversation
+/system TEXT      set the system message and start over; without TEXT remove it
+/temperature T    sampling temperature; 0 is greedy
+/save FILE        append the conversation to FILE, as a line of training data
 /help             this list
-/quit             leave; Ctrl-D does, too
-Ctrl-C stops an answer. Write two slashes to begin a message with one."""
+/quit             leave; so does Ctrl-D
+Ctrl-C stops an answer. Write // for a message that begins with a slash."""
 
 
 class Leave(Exception):
-    """The person wants to go."""
+    """The user leaves the chat."""
+
+
+@dataclass(slots=True)
+class Conversation:
+    """The messages of a chat, an optional system message first."""
+
+    system: str | None = None
+    turns: list[dict[str, str]] = field(default_factory=list[dict[str, str]])
+
+    def messages(self) -> list[dict[str, str]]:
+        """All messages, as a chat template takes them."""
+        first = [] if self.system is None else [_message("system", self.system)]
+        return [*first, *self.turns]
+
+    def asking(self, text: str) -> list[dict[str, str]]:
+        """All messages and one more question."""
+        return [*self.messages(), _message("user", text)]
+
+    def add(self, question: str, answer: str) -> None:
+        """Add a question and its answer."""
+        self.turns += [_message("user", question), _message("assistant", answer)]
+
+    def reset(self) -> None:
+        """Remove all messages but the system message."""
+        self.turns.clear()
+
+    def copy(self) -> Conversation:
+        """An independent copy."""
+        return replace(self, turns=list(self.turns))
+
+
+def _message(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
 
 
 class ChatSession:
-    """Speakers with their conversations; the second pair is there while two are compared."""
+    """Models with their conversations; there is a second pair while two are compared."""
 
     def __init__(
         self, service: ServiceClient, first: Speaker, manner: Manner, system: str | None
@@ -47,13 +79,13 @@ class ChatSession:
 
     @property
     def names(self) -> list[str]:
-        """Who takes part."""
+        """The names of the models."""
         return [speaker.name for speaker, _ in self.pairs]
 
     def answers(self, question: str, texts: list[str]) -> Iterator[tuple[int, str | None]]:
-        """The answers of everybody, piece by piece; `texts` grows to the whole of each.
+        """The answers of all models, piece by piece; `texts` grows to the whole of each.
 
-        However the iterator ends, what was said until then is remembered, if it was anything.
+        However the iterator ends, the conversations keep the text up to then, unless it is empty.
         """
         texts[:] = [""] * len(self.pairs)
         try:
@@ -72,11 +104,11 @@ class ChatSession:
     # -- commands -----------------------------------------------------------------------------
 
     def command(self, line: str) -> str:
-        """Do what a line with a slash says; returns what to tell the person."""
+        """Run a slash command; returns its message."""
         name, _, rest = line.removeprefix("/").partition(" ")
         run = self._commands().get(name.lower())
         if run is None:
-            raise misuse(f"There is no /{name}", "/help lists what there is.")
+            raise misuse(f"There is no /{name}", "/help lists the commands.")
         return run(rest.strip())
 
     def _commands(self) -> dict[str, Callable[[str], str]]:
@@ -93,28 +125,32 @@ class ChatSession:
 
     def _compare(self, other: str) -> str:
         if not other:
-            raise misuse("/compare needs to know with whom", "/compare MODEL, or /compare off")
+            raise misuse("/compare needs a model", "/compare MODEL, or /compare off")
         first, conversation = self.pairs[0]
         if other == "off":
             del self.pairs[1:]
             return f"Only {first.name} answers."
         target = first.base if other == "base" else targets.find(other)
         speaker = Speaker(self._service, target)
-        # Both begin anew: what one has said would lead the other.
+        # Both start over: an earlier answer of one would influence the other.
         conversation.reset()
         self.pairs[1:] = [(speaker, conversation.copy())]
-        return f"{first.name} on the left, {speaker.name} on the right; both begin anew."
+        return f"{first.name} on the left, {speaker.name} on the right; both start over."
 
     def _reset(self, _: str) -> str:
         for pair in self.pairs:
             pair[1].reset()
-        return "Forgot what was said."
+        return "The conversation is forgotten."
 
     def _system(self, text: str) -> str:
         for _, conversation in self.pairs:
             conversation.system = text or None
             conversation.reset()
-        return "The system message is set; begun anew." if text else "No system message."
+        return (
+            "The system message is set; the conversation starts over."
+            if text
+            else "No system message."
+        )
 
     def _temperature(self, text: str) -> str:
         try:
@@ -130,7 +166,7 @@ class ChatSession:
         if not name:
             raise misuse("/save needs a file", "/save chat.jsonl")
         if not self.pairs[0][1].turns:
-            raise CommandError("Nothing was said yet")
+            raise CommandError("The conversation is empty")
         path = Path(name).expanduser()
         lines = [_line(speaker.name, conversation) for speaker, conversation in self.pairs]
         with path.open("a", encoding="utf-8") as file:

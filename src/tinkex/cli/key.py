@@ -1,30 +1,32 @@
-"""`tinkex key`: the keys of a server, made and revoked in its store beside it."""
+"""`tinkex key`: the API keys of a server, created and revoked directly in its database."""
 
 from __future__ import annotations
 
-import asyncio
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
+from tinkex.cli.commands import Argument, Command, whole_number
 from tinkex.cli.failures import CommandError, misuse
 from tinkex.cli.output import print_json, say, show, when
 from tinkex.clock import SystemClock
-from tinkex.config import server_environment
 from tinkex.errors import MissingPackageError
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncGenerator, Coroutine
+    from typing import TypeVar
 
     from tinkex.server.store.base import Store
     from tinkex.server.store.records import ApiKey
     from tinkex.serving.settings import HostSettings
 
+    T = TypeVar("T")
+
 
 def create(args: argparse.Namespace) -> None:
-    """Make a key and print it, alone, so that `KEY=$(tinkex key create)` works."""
-    key, kept = asyncio.run(_create(args))
+    """Create a key and print only the key, so that `KEY=$(tinkex key create)` works."""
+    key, kept = _await(_create(args))
     if args.format == "json":
         print_json({"key": key, **_plain(kept)})
     else:
@@ -42,14 +44,14 @@ async def _create(args: argparse.Namespace) -> tuple[str, ApiKey]:
 
 
 def list_all(args: argparse.Namespace) -> None:
-    """List the keys, revoked ones too."""
-    keys = asyncio.run(_keys(args))
+    """List the keys, including revoked ones."""
+    keys = _await(_keys(args))
     show(
         args,
         [_plain(key) for key in keys],
         ("ID", "Owner", "Name", "Note", "Created", "Revoked"),
         [(k.key_id, k.owner, k.name, k.note, when(_time(k.created_at)), _revoked(k)) for k in keys],
-        empty="There are no keys. Make one: tinkex key create",
+        empty="There are no keys. Create one: tinkex key create",
     )
 
 
@@ -59,8 +61,8 @@ async def _keys(args: argparse.Namespace) -> list[ApiKey]:
 
 
 def revoke(args: argparse.Namespace) -> None:
-    """Revoke a key; a running server lets it in no more within two seconds."""
-    if not asyncio.run(_revoke(args)):
+    """Revoke a key; a running server refuses it within two seconds."""
+    if not _await(_revoke(args)):
         raise CommandError(f"There is no key {args.key_id} in use", "See `tinkex key list`.")
     if args.format == "json":
         print_json({"key_id": args.key_id, "revoked": True})
@@ -77,7 +79,7 @@ async def _revoke(args: argparse.Namespace) -> bool:
 
 @asynccontextmanager
 async def _store(args: argparse.Namespace, *, new: bool = False) -> AsyncGenerator[Store]:
-    """The store of a server, which may be running; a `new` one is made where there is none."""
+    """The store of a server, which may be running; with `new` it is created if it is missing."""
     try:
         from tinkex.server.store.sql import SqlStore
         from tinkex.serving.store import DATABASE
@@ -100,6 +102,7 @@ async def _store(args: argparse.Namespace, *, new: bool = False) -> AsyncGenerat
 
 
 def _settings(args: argparse.Namespace) -> HostSettings:
+    from tinkex.config import server_environment
     from tinkex.serving.settings import load_settings
 
     given = {"data_dir": args.data_dir, "database": args.database}
@@ -107,7 +110,7 @@ def _settings(args: argparse.Namespace) -> HostSettings:
 
 
 def _plain(key: ApiKey) -> dict[str, object]:
-    """A record without its hash, which is nobody's business."""
+    """A record without its hash."""
     return {
         "key_id": key.key_id,
         "owner": key.owner,
@@ -124,3 +127,38 @@ def _revoked(key: ApiKey) -> str | None:
 
 def _time(at: float) -> datetime:
     return datetime.fromtimestamp(at, UTC)
+
+
+def _await(work: Coroutine[Any, Any, T]) -> T:
+    import asyncio
+
+    return asyncio.run(work)
+
+
+_SERVER = (
+    Argument("--data-dir", metavar="DIR", help="the server's folder (default: ./tinkex-data)"),
+    Argument("--database", metavar="URL", help="its database, if that is not in the folder"),
+)
+
+VERBS = {
+    "create": Command(
+        create,
+        "create a key and print it; it cannot be shown again",
+        Argument("--owner", metavar="NAME", help="the key's tenant (default: a new tenant)"),
+        Argument("--name", default="", metavar="TEXT", help="a name for the key"),
+        Argument("--note", default="", metavar="TEXT", help="a note about the key"),
+        *_SERVER,
+    ),
+    "list": Command(
+        list_all,
+        "list keys; the keys themselves are not stored",
+        Argument("--owner", metavar="NAME", help="only the keys of this tenant"),
+        *_SERVER,
+    ),
+    "revoke": Command(
+        revoke,
+        "revoke a key",
+        Argument("key_id", type=whole_number(1), metavar="ID", help="as in `tinkex key list`"),
+        *_SERVER,
+    ),
+}

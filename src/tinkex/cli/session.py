@@ -6,11 +6,10 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tinkex.cli.commands import Argument, Command
 from tinkex.cli.connect import admin_client, rest_client
 from tinkex.cli.failures import CommandError, misuse
-from tinkex.cli.fetch import fetch
 from tinkex.cli.output import plain, print_json, say, show_one, size, utc_now
-from tinkex.clients.admin import LONGEST_USAGE_WINDOW
 
 if TYPE_CHECKING:
     import argparse
@@ -28,7 +27,7 @@ def usage(args: argparse.Namespace) -> None:
     totals: dict[str, int] = dict.fromkeys(_TOTALS, 0)
     seen = False
     with admin_client() as admin:
-        # All windows at once: asking for them one after the other would take as many trips.
+        # All windows at once: one after the other would take as many round trips.
         pages = [admin.get_billing_usage(start, end) for start, end in _windows(since)]
         for event in (event for page in pages for event in page.result().data):
             if event.session_id == args.session_id:
@@ -53,7 +52,9 @@ def usage(args: argparse.Namespace) -> None:
 
 
 def export_trace(args: argparse.Namespace) -> None:
-    """Save the session's trace, or print where it is."""
+    """Save the session's trace, or print its link."""
+    from tinkex.cli.fetch import fetch
+
     target = Path(args.output or f"{args.session_id}.pftrace")
     with rest_client() as rest:
         if args.format == "table" and not args.url_only:
@@ -91,11 +92,13 @@ def _amounts(info: BillingEventInfo) -> Iterable[tuple[str, int]]:
             yield "generated_tokens", event["token_count"]
         case "checkpoint":
             yield "checkpoints", event["count"]
-        case _:  # storage belongs to checkpoints, not to what a session did
+        case _:  # storage belongs to checkpoints, not to a session
             pass
 
 
 def _since(text: str | None) -> datetime:
+    from tinkex.clients.admin import LONGEST_USAGE_WINDOW
+
     now = utc_now()
     if text is None:
         return _hour(now) + _HOUR - LONGEST_USAGE_WINDOW
@@ -110,7 +113,9 @@ def _since(text: str | None) -> datetime:
 
 
 def _windows(since: datetime) -> Iterator[tuple[datetime, datetime]]:
-    """From `since` to the end of this hour, in pieces that the server answers."""
+    """From `since` to the end of this hour, in windows that the server accepts."""
+    from tinkex.clients.admin import LONGEST_USAGE_WINDOW
+
     end = _hour(utc_now()) + _HOUR
     while since < end:
         stop = min(since + LONGEST_USAGE_WINDOW, end)
@@ -120,3 +125,24 @@ def _windows(since: datetime) -> Iterator[tuple[datetime, datetime]]:
 
 def _hour(time: datetime) -> datetime:
     return time.astimezone(UTC).replace(minute=0, second=0, microsecond=0)
+
+
+_SESSION = Argument("session_id", metavar="SESSION_ID")
+
+VERBS = {
+    "usage": Command(
+        usage,
+        "show a session's token totals",
+        _SESSION,
+        Argument(
+            "--since", metavar="DATE", help="count from this UTC hour on (default: 14 days ago)"
+        ),
+    ),
+    "export-trace": Command(
+        export_trace,
+        "save a trace for Perfetto",
+        _SESSION,
+        Argument("-o", "--output", metavar="FILE", help="default: SESSION_ID.pftrace"),
+        Argument("--url-only", action="store_true", help="print a link and save nothing"),
+    ),
+}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 from tinkex.cli.failures import CommandError
 from tinkex.cli.output import harmless, say, text
-from tinkex.tracking.atomic_write import replacing
+from tinkex.new_files import replacing
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -25,8 +25,7 @@ from tinkex.demo import HELD_OUT, PROMPTS, TRAINING
 from tinkex.errors import MissingPackageError
 from tinkex.tracking.figure import write_picture
 from tinkex.tracking.history import METRICS, read_metrics
-from tinkex.tracking.layout import bar_line, plain_line
-from tinkex.tracking.numbers import cut, duration, number
+from tinkex.tracking.layout import bar_line, cut, duration, number, plain_line
 from tinkex.tracking.series import series_of
 from tinkex.tracking.state import RunState
 from tinkex.tracking.terminal_plot import plot

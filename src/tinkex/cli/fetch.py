@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 from contextlib import contextmanager
 from http import HTTPStatus
@@ -14,7 +13,7 @@ from tinkex.cli.failures import CommandError
 from tinkex.cli.output import size
 from tinkex.engine.storage import free_bytes, full_disk
 from tinkex.errors import APIConnectionError, ProxyError, StorageError
-from tinkex.new_files import new_file
+from tinkex.new_files import replacing
 from tinkex.transport import urls
 from tinkex.transport.base import Pool, Request
 from tinkex.transport.headers import user_agent
@@ -39,15 +38,9 @@ WORK_PREFIX: Final = ".tinkex-download-"
 def fetch(url: str, target: Path, label: str, config: Config) -> int:
     """Download to `target` atomically; returns its size. Of the settings only the proxy is used."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    handle, part = new_file(target.parent, f".{target.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            download = _Download(file, target.parent, label, config)
-            asyncio.run(download.run(url))
-        part.replace(target)
-    except BaseException:
-        part.unlink()
-        raise
+    with replacing(target) as file:
+        download = _Download(file, target.parent, label, config)
+        asyncio.run(download.run(url))
     return download.received
 
 

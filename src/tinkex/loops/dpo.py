@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,6 +22,7 @@ from tinkex.loops.batches import fingerprint, tokens_of, trained_logprobs, weigh
 from tinkex.loops.dataset import FileJob
 from tinkex.loops.loop import PreparedStep, Submission
 from tinkex.loops.schedule import batch
+from tinkex.new_files import replacing
 from tinkex.types import ModelInput
 
 if TYPE_CHECKING:
@@ -168,9 +168,8 @@ def reference_logprobs(
     sampler = start.service.create_sampling_client(base_model=model)
     asked = [sampler.compute_logprobs(ModelInput.from_ints(one.tokens)) for one in examples]
     found = [_sum(one, future.result()) for one, future in zip(examples, asked, strict=True)]
-    part = file.with_suffix(".part")
-    part.write_text(json.dumps({"rendered": rendered, "logprobs": found}))
-    os.replace(part, file)
+    with replacing(file) as new:
+        new.write(json.dumps({"rendered": rendered, "logprobs": found}).encode())
     return found
 
 

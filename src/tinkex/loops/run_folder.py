@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from tinkex.errors import InputError, StorageError
-from tinkex.tracking.atomic_write import replacing
+from tinkex.new_files import replacing
 from tinkex.tracking.history import METRICS, keep_until, read_metrics
 from tinkex.tracking.run_info import RUN
 
@@ -170,7 +170,7 @@ class RunFolder:
 def _unwritable(path: Path, error: OSError) -> StorageError:
     why = error.strerror or str(error)
     return StorageError(
-        f"Cannot write {path}: {why}. Free some space or mend the folder.", str(path)
+        f"Cannot write {path}: {why}. Free some space or fix the folder.", str(path)
     )
 
 

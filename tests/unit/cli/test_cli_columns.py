@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tinkex.cli.chat.columns import TextColumns, wrap
-from tinkex.tracking.numbers import columns_of
+from tinkex.tracking.layout import columns_of
 
 LETTERS = st.text("ab c\n\t字é", max_size=60)
 PIECES = st.lists(st.tuples(st.integers(0, 1), LETTERS), max_size=20)

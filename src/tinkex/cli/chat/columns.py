@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from tinkex.tracking.numbers import columns_of
+from tinkex.tracking.layout import columns_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from tinkex.tracking.numbers import as_many_as_fit, columns_of, cut, duration, number, sparkline
+from tinkex.tracking.layout import as_many_as_fit, columns_of, cut, duration, number, sparkline
 
 
 @pytest.mark.parametrize(

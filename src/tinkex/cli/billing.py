@@ -121,25 +121,21 @@ def _opened(target: str) -> Generator[TextIO]:
         yield file
 
 
-_CSV = Argument("--csv", metavar="FILE", help="write CSV to FILE instead; - is standard output")
+_CSV = Argument("--csv FILE", "write CSV to FILE instead; - is standard output")
 
 VERBS = {
     "usage": Command(
         usage,
         "show usage by the hour",
-        Argument("starting_on", metavar="STARTING_ON", help="a full UTC hour, included"),
-        Argument(
-            "ending_before",
-            metavar="ENDING_BEFORE",
-            help="a full UTC hour, excluded; at most 14 days later",
-        ),
+        Argument("starting_on STARTING_ON", "a full UTC hour, included"),
+        Argument("ending_before ENDING_BEFORE", "a full UTC hour, excluded; at most 14 days later"),
         _CSV,
-        Argument("--sessions-csv", metavar="FILE", help="write the metadata of sessions as CSV"),
+        Argument("--sessions-csv FILE", "write the metadata of sessions as CSV"),
     ),
     "checkpoint-storage": Command(
         checkpoint_storage,
         "show the storage used by checkpoints",
-        Argument("--project-id", metavar="ID", help="only this project"),
+        Argument("--project-id ID", "only this project"),
         _CSV,
     ),
 }

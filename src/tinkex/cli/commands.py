@@ -42,11 +42,26 @@ PROGRAMS = {
 
 
 class Argument:
-    """The parameters of one `add_argument` call."""
+    """The parameters of one `add_argument` call.
 
-    def __init__(self, *names: str, **settings: Any) -> None:
+    `spec` is the argument as help shows it: the names of an option and its metavar, or the name of
+    a positional argument and its metavar. An option without a metavar is a flag. A default value
+    is added to the help text.
+    """
+
+    def __init__(self, spec: str, text: str | None = None, **settings: Any) -> None:
+        *names, last = spec.split()
+        if names and not last.startswith("-"):
+            settings["metavar"] = last
+        else:
+            names.append(last)
+            settings.setdefault("action", "store_true")
+        default = settings.get("default")
+        if default:
+            shown = f"{default:g}" if isinstance(default, float) else default
+            text = f"{text} (default: {shown})"
         self.names = names
-        self.settings = settings
+        self.settings: dict[str, Any] = {**settings, "help": text}
 
 
 class Command:
@@ -113,31 +128,21 @@ def real_number(fits: Callable[[float], bool], what: str) -> Callable[[str], flo
     return read
 
 
-PATH = Argument("path", metavar="PATH", help="a checkpoint, such as tinker://RUN/weights/NAME")
+PATH = Argument("path PATH", "a checkpoint, such as tinker://RUN/weights/NAME")
 PATH_OR_RUN = Argument(
-    "path",
-    metavar="PATH",
-    help="a checkpoint (tinker://RUN/weights/NAME), or the folder of a training run",
+    "path PATH", "a checkpoint (tinker://RUN/weights/NAME), or the folder of a training run"
 )
-FORCE = Argument("--force", action="store_true", help="replace the folder if it exists")
-LIMIT = Argument(
-    "--limit",
-    type=whole_number(0),
-    default=20,
-    metavar="N",
-    help="show at most N; 0 shows all (default: 20)",
-)
+FORCE = Argument("--force", "replace the folder if it exists")
+LIMIT = Argument("--limit N", "show at most N; 0 shows all", type=whole_number(0), default=20)
 TEMPERATURE = Argument(
-    "--temperature",
+    "--temperature T",
+    "sampling temperature; 0 is greedy",
     type=real_number(lambda number: number >= 0, "of 0 or more"),
     default=0.7,
-    metavar="T",
-    help="sampling temperature; 0 is greedy (default: 0.7)",
 )
 TOP_P = Argument(
-    "--top-p",
+    "--top-p P",
+    "nucleus sampling: the probability mass to sample from",
     type=real_number(lambda number: 0 < number <= 1, "above 0 and at most 1"),
     default=1.0,
-    metavar="P",
-    help="nucleus sampling: the probability mass to sample from (default: 1)",
 )

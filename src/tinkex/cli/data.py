@@ -211,32 +211,28 @@ def _colour_console() -> Any:
     return None if console.no_color or console.color_system is None else console
 
 
-_FILE = Argument("file", metavar="DATA.jsonl", help="one JSON object per line")
+_FILE = Argument("file DATA.jsonl", "one JSON object per line")
 _SETTINGS = (
     Argument(
-        "--model",
-        metavar="NAME",
-        help="the model whose template and tokenizer are used "
+        "--model NAME",
+        "the model whose template and tokenizer are used "
         "(default: HuggingFaceTB/SmolLM2-135M-Instruct)",
     ),
     Argument(
-        "--kind",
+        "--kind KIND",
+        "sft or preference (default: as the first line)",
         choices=("sft", "preference"),
-        metavar="KIND",
-        help="sft or preference (default: as the first line)",
     ),
     Argument(
-        "--train-on",
+        "--train-on WHICH",
+        "all answers of a conversation, or the last",
         choices=("all", "last"),
         default="all",
-        metavar="WHICH",
-        help="all answers of a conversation, or the last (default: all)",
     ),
     Argument(
-        "--max-tokens",
-        type=whole_number(2),  # an example of one token has nothing to predict
-        metavar="N",
-        help="the longest allowed example (default: the model's context length)",
+        "--max-tokens N",
+        "the longest allowed example (default: the model's context length)",
+        type=whole_number(2),
     ),
 )
 
@@ -245,13 +241,7 @@ VERBS = {
         view,
         "show examples, with trained tokens in colour or in [[brackets]]",
         _FILE,
-        Argument(
-            "--limit",
-            type=whole_number(0),
-            default=5,
-            metavar="N",
-            help="show at most N; 0 shows all (default: 5)",
-        ),
+        Argument("--limit N", "show at most N; 0 shows all", type=whole_number(0), default=5),
         *_SETTINGS,
     ),
     "check": Command(check, "report every line that cannot be trained on", _FILE, *_SETTINGS),

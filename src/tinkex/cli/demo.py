@@ -47,16 +47,8 @@ if TYPE_CHECKING:
     from tinkex.clock import Clock
 
 ARGUMENTS = (
-    Argument(
-        "-o",
-        "--output",
-        metavar="DIR",
-        default="runs/demo",
-        help="the folder of the run (default: runs/demo)",
-    ),
-    Argument(
-        "--steps", type=whole_number(1), default=32, metavar="N", help="of training (default: 32)"
-    ),
+    Argument("-o --output DIR", "the folder of the run", default="runs/demo"),
+    Argument("--steps N", "of training", type=whole_number(1), default=32),
 )
 
 _STORY = "demo.json"

@@ -243,7 +243,7 @@ DOWNLOAD = Command(
     download,
     "download a checkpoint's files",
     PATH_OR_RUN,
-    Argument("-o", "--output", metavar="DIR", help="where to create the folder"),
+    Argument("-o --output DIR", "where to create the folder"),
     FORCE,
 )
 
@@ -251,20 +251,18 @@ EXPORT = Command(
     export,
     "write a checkpoint in a format of other programs, and check it",
     PATH_OR_RUN,
-    Argument("-o", "--output", metavar="DIR", required=True, help="the folder to write"),
+    Argument("-o --output DIR", "the folder to write", required=True),
     Argument(
-        "--layout",
+        "--layout NAME",
+        "peft: the adapter alone; merged: a whole model",
         choices=("peft", "merged"),
         default="peft",
-        metavar="NAME",
-        help="peft: the adapter alone; merged: a whole model (default: peft)",
     ),
-    Argument("--base", metavar="MODEL", help=f"{_BASE} (default: its name)"),
+    Argument("--base MODEL", f"{_BASE} (default: its name)"),
     Argument(
-        "--dtype",
+        "--dtype NAME",
+        "of a merged model: float32, bfloat16, float16 (default: its base's)",
         choices=("float32", "bfloat16", "float16"),
-        metavar="NAME",
-        help="of a merged model: float32, bfloat16, float16 (default: its base's)",
     ),
     FORCE,
 )
@@ -272,15 +270,14 @@ EXPORT = Command(
 IMPORT = Command(
     import_,
     "upload a PEFT adapter to a tinkex server, and check it there",
-    Argument("folder", metavar="PEFT_DIR", help="a folder with an adapter"),
-    Argument("--model", metavar="NAME", help="its base model (default: as the folder says)"),
-    Argument("--name", metavar="NAME", help="the checkpoint's name (default: imported)"),
+    Argument("folder PEFT_DIR", "a folder with an adapter"),
+    Argument("--model NAME", "its base model (default: as the folder says)"),
+    Argument("--name NAME", "the checkpoint's name (default: imported)"),
     Argument(
-        "--kind",
+        "--kind KIND",
+        "weights to train and sample; sampler_weights to sample",
         choices=("weights", "sampler_weights"),
         default="weights",
-        metavar="KIND",
-        help="weights to train and sample; sampler_weights to sample (default: weights)",
     ),
-    Argument("--base", metavar="MODEL", help=f"{_BASE}, to compare with"),
+    Argument("--base MODEL", f"{_BASE}, to compare with"),
 )

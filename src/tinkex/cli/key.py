@@ -136,29 +136,29 @@ def _await(work: Coroutine[Any, Any, T]) -> T:
 
 
 _SERVER = (
-    Argument("--data-dir", metavar="DIR", help="the server's folder (default: ./tinkex-data)"),
-    Argument("--database", metavar="URL", help="its database, if that is not in the folder"),
+    Argument("--data-dir DIR", "the server's folder (default: ./tinkex-data)"),
+    Argument("--database URL", "its database, if that is not in the folder"),
 )
 
 VERBS = {
     "create": Command(
         create,
         "create a key and print it; it cannot be shown again",
-        Argument("--owner", metavar="NAME", help="the key's tenant (default: a new tenant)"),
-        Argument("--name", default="", metavar="TEXT", help="a name for the key"),
-        Argument("--note", default="", metavar="TEXT", help="a note about the key"),
+        Argument("--owner NAME", "the key's tenant (default: a new tenant)"),
+        Argument("--name TEXT", "a name for the key", default=""),
+        Argument("--note TEXT", "a note about the key", default=""),
         *_SERVER,
     ),
     "list": Command(
         list_all,
         "list keys; the keys themselves are not stored",
-        Argument("--owner", metavar="NAME", help="only the keys of this tenant"),
+        Argument("--owner NAME", "only the keys of this tenant"),
         *_SERVER,
     ),
     "revoke": Command(
         revoke,
         "revoke a key",
-        Argument("key_id", type=whole_number(1), metavar="ID", help="as in `tinkex key list`"),
+        Argument("key_id ID", "as in `tinkex key list`", type=whole_number(1)),
         *_SERVER,
     ),
 }

@@ -41,6 +41,6 @@ VERBS = {
     "list": Command(
         list_all,
         "list the server's models",
-        Argument("substring", nargs="?", metavar="SUBSTRING", help="only names that contain it"),
+        Argument("substring SUBSTRING", "only names that contain it", nargs="?"),
     ),
 }

@@ -90,14 +90,12 @@ def _plain(points: Points) -> list[tuple[float, float | None]]:
 PLOT = Command(
     plot,
     "plot metrics in the terminal, or write a figure",
-    Argument("folders", nargs="+", metavar="FOLDER", help="a run's folder; several overlay"),
+    Argument("folders FOLDER", "a run's folder; several overlay", nargs="+"),
     Argument(
-        "-m",
-        "--metric",
+        "-m --metric NAME",
+        "such as loss or reward; may be repeated (default: the run's main metric)",
         dest="metrics",
         action="append",
-        metavar="NAME",
-        help="such as loss or reward; may be repeated (default: the run's main metric)",
     ),
-    Argument("-o", "--output", metavar="FILE", help="write a figure: FILE.svg or FILE.png"),
+    Argument("-o --output FILE", "write a figure: FILE.svg or FILE.png"),
 )

@@ -110,15 +110,12 @@ VERBS = {
         "list training runs",
         LIMIT,
         Argument(
-            "-c",
-            "--columns",
-            metavar="A,B",
+            "-c --columns A,B",
+            "of id, model, owner, lora, updated, status, checkpoint, checkpoint_time, folder",
             default="id,model,lora,updated,status",
-            help="of id, model, owner, lora, updated, status, checkpoint, checkpoint_time, "
-            "folder (default: id,model,lora,updated,status)",
         ),
     ),
-    "info": Command(info, "show one training run", Argument("run_id", metavar="RUN_ID")),
+    "info": Command(info, "show one training run", Argument("run_id RUN_ID")),
     "watch": WATCH,
     "plot": PLOT,
 }

@@ -30,48 +30,35 @@ _COUNT = whole_number(1)
 
 ARGUMENTS = (
     Argument(
-        "prompts",
-        nargs="?",
-        metavar="PROMPTS",
-        help=".jsonl: each line is a string, or an object with prompt or messages; "
+        "prompts PROMPTS",
+        ".jsonl: each line is a string, or an object with prompt or messages; "
         "any other file: each line is a prompt",
+        nargs="?",
     ),
     Argument(
-        "--prompt",
+        "--prompt TEXT",
+        "a prompt, instead of a file; may be repeated",
         dest="given",
         action="append",
-        metavar="TEXT",
-        help="a prompt, instead of a file; may be repeated",
     ),
     Argument(
-        "-o",
-        "--output",
-        metavar="OUT",
-        help="write JSON lines, one for each prompt (default: print the answers)",
+        "-o --output OUT", "write JSON lines, one for each prompt (default: print the answers)"
     ),
-    Argument("--model", metavar="NAME", help="a base model (default: the server's only one)"),
-    Argument("--path", metavar="PATH", help="a tinker:// path, or the folder of a training run"),
+    Argument("--model NAME", "a base model (default: the server's only one)"),
+    Argument("--path PATH", "a tinker:// path, or the folder of a training run"),
     Argument(
         "--chat",
-        action=argparse.BooleanOptionalAction,
-        help="send text as a user's message instead of text to continue (default: as the run of "
+        "send text as a user's message instead of text to continue (default: as the run of "
         "--path was trained, else --no-chat)",
+        action=argparse.BooleanOptionalAction,
     ),
-    Argument(
-        "--max-tokens", type=_COUNT, default=256, metavar="N", help="per sample (default: 256)"
-    ),
+    Argument("--max-tokens N", "per sample", type=_COUNT, default=256),
     TEMPERATURE,
     TOP_P,
-    Argument("--num-samples", type=_COUNT, default=1, metavar="N", help="per prompt (default: 1)"),
-    Argument("--seed", type=int, metavar="N", help="makes samples reproducible"),
-    Argument(
-        "--concurrency",
-        type=_COUNT,
-        default=32,
-        metavar="N",
-        help="prompts in flight at once (default: 32)",
-    ),
-    Argument("--overwrite", action="store_true", help="replace OUT if it exists"),
+    Argument("--num-samples N", "per prompt", type=_COUNT, default=1),
+    Argument("--seed N", "makes samples reproducible", type=int),
+    Argument("--concurrency N", "prompts in flight at once", type=_COUNT, default=32),
+    Argument("--overwrite", "replace OUT if it exists"),
 )
 
 

@@ -20,33 +20,28 @@ if TYPE_CHECKING:
 # Each of these is a setting; `_settings` reads the others.
 _SETTINGS = (
     Argument(
-        "--base-model",
+        "--base-model NAME[=FOLDER]",
+        "a model to serve; may be repeated (default: HuggingFaceTB/SmolLM2-135M-Instruct)",
         dest="base_models",
         action="append",
-        metavar="NAME[=FOLDER]",
-        help="a model to serve; may be repeated (default: HuggingFaceTB/SmolLM2-135M-Instruct)",
     ),
-    Argument("--host", metavar="ADDRESS", help="the address to listen on (default: 127.0.0.1)"),
-    Argument("--port", metavar="N", help="0 for any free port (default: 8000)"),
-    Argument("--data-dir", metavar="DIR", help="the server's data (default: ./tinkex-data)"),
-    Argument("--database", metavar="URL", help="postgresql://… instead of a file in DIR"),
-    Argument("--artifacts", metavar="URL", help="store adapters in s3://… instead of DIR"),
-    Argument("--device", metavar="NAME", help="such as cpu or cuda (default: cuda if available)"),
-    Argument("--dtype", metavar="NAME", help="float32, bfloat16 or float16"),
-    Argument("--threads", metavar="N", help="threads of one computation on the CPU"),
-    Argument("--log-level", metavar="LEVEL", help="debug, info, warning or error"),
-    Argument("--log-format", metavar="FORMAT", help="text or json"),
+    Argument("--host ADDRESS", "the address to listen on (default: 127.0.0.1)"),
+    Argument("--port N", "0 for any free port (default: 8000)"),
+    Argument("--data-dir DIR", "the server's data (default: ./tinkex-data)"),
+    Argument("--database URL", "postgresql://… instead of a file in DIR"),
+    Argument("--artifacts URL", "store adapters in s3://… instead of DIR"),
+    Argument("--device NAME", "such as cpu or cuda (default: cuda if available)"),
+    Argument("--dtype NAME", "float32, bfloat16 or float16"),
+    Argument("--threads N", "threads of one computation on the CPU"),
+    Argument("--log-level LEVEL", "debug, info, warning or error"),
+    Argument("--log-format FORMAT", "text or json"),
 )
 
 ARGUMENTS = (
     *_SETTINGS,
-    Argument(
-        "--no-auth",
-        action="store_true",
-        help="accept any key, all as one tenant; for this machine only",
-    ),
-    Argument("--config", metavar="FILE", help="settings (default: DIR/tinkex.toml, if it exists)"),
-    Argument("--set", action="append", metavar="NAME=VALUE", help="any other setting"),
+    Argument("--no-auth", "accept any key, all as one tenant; for this machine only"),
+    Argument("--config FILE", "settings (default: DIR/tinkex.toml, if it exists)"),
+    Argument("--set NAME=VALUE", "any other setting", action="append"),
 )
 
 

@@ -127,22 +127,20 @@ def _hour(time: datetime) -> datetime:
     return time.astimezone(UTC).replace(minute=0, second=0, microsecond=0)
 
 
-_SESSION = Argument("session_id", metavar="SESSION_ID")
+_SESSION = Argument("session_id SESSION_ID")
 
 VERBS = {
     "usage": Command(
         usage,
         "show a session's token totals",
         _SESSION,
-        Argument(
-            "--since", metavar="DATE", help="count from this UTC hour on (default: 14 days ago)"
-        ),
+        Argument("--since DATE", "count from this UTC hour on (default: 14 days ago)"),
     ),
     "export-trace": Command(
         export_trace,
         "save a trace for Perfetto",
         _SESSION,
-        Argument("-o", "--output", metavar="FILE", help="default: SESSION_ID.pftrace"),
-        Argument("--url-only", action="store_true", help="print a link and save nothing"),
+        Argument("-o --output FILE", "default: SESSION_ID.pftrace"),
+        Argument("--url-only", "print a link and save nothing"),
     ),
 }

@@ -237,128 +237,95 @@ def _short(value: object) -> object:
 
 # -- commands ----------------------------------------------------------------------------------
 
-_DATA = Argument("data", metavar="DATA.jsonl", help="training data: see `tinkex data view`")
-_MODEL = Argument(
-    "--model",
-    metavar="NAME[=FOLDER]",
-    help="the model to start from (default: HuggingFaceTB/SmolLM2-135M-Instruct)",
+_PLACE = (
+    Argument(
+        "--model NAME[=FOLDER]",
+        "the model to start from (default: HuggingFaceTB/SmolLM2-135M-Instruct)",
+    ),
+    Argument("--output DIR", "the run's folder (default: runs/FILE-KIND)"),
 )
-_OUTPUT = Argument("--output", metavar="DIR", help="the run's folder (default: runs/FILE-KIND)")
-_EVAL = Argument("--eval", metavar="FILE", help="evaluate with these examples")
-_EVAL_FRACTION = Argument(
-    "--eval-fraction",
-    type=float,
-    metavar="X",
-    help="hold out this fraction of the data to evaluate with",
+_FILES = (
+    Argument("data DATA.jsonl", "training data: see `tinkex data view`"),
+    *_PLACE,
+    Argument("--eval FILE", "evaluate with these examples"),
+    Argument(
+        "--eval-fraction X", "hold out this fraction of the data to evaluate with", type=float
+    ),
 )
-_STEPS = Argument("--steps", type=int, metavar="N", help="the number of steps")
-_RANK = Argument("--rank", type=int, metavar="N", help="of the LoRA adapter (default: 16)")
-_SCHEDULE = Argument(
-    "--lr-schedule",
-    choices=("constant", "linear", "cosine"),
-    metavar="NAME",
-    help="constant, linear (decay to 0) or cosine",
+_COMMON = (
+    Argument("--rank N", "of the LoRA adapter (default: 16)", type=int),
+    Argument(
+        "--lr-schedule NAME",
+        "constant, linear (decay to 0) or cosine",
+        choices=("constant", "linear", "cosine"),
+    ),
+    Argument("--warmup N", "warmup steps of the learning rate", type=int),
+    Argument("--seed N", "for initialization and data order (default: 0)", type=int),
+    Argument("--save-every N", "save every N steps (default: 10 times in all)", type=int),
+    Argument("--eval-every N", "evaluate every N steps (default: 10 times in all)", type=int),
+    Argument(
+        "--patience N",
+        "stop after N evaluations without improvement; the best step is kept",
+        type=int,
+    ),
+    Argument(
+        "--report WHERE",
+        "also log to tensorboard, wandb or wandb:PROJECT; may be repeated",
+        action="append",
+    ),
+    Argument("--resume", "continue the run in the folder"),
 )
-_WARMUP = Argument("--warmup", type=int, metavar="N", help="warmup steps of the learning rate")
-_SEED = Argument(
-    "--seed", type=int, metavar="N", help="for initialization and data order (default: 0)"
-)
-_SAVE_EVERY = Argument(
-    "--save-every", type=int, metavar="N", help="save every N steps (default: 10 times in all)"
-)
-_EVAL_EVERY = Argument(
-    "--eval-every", type=int, metavar="N", help="evaluate every N steps (default: 10 times in all)"
-)
-_PATIENCE = Argument(
-    "--patience",
-    type=int,
-    metavar="N",
-    help="stop after N evaluations without improvement; the best step is kept",
-)
-_REPORT = Argument(
-    "--report",
-    action="append",
-    metavar="WHERE",
-    help="also log to tensorboard, wandb or wandb:PROJECT; may be repeated",
-)
-_RESUME = Argument("--resume", action="store_true", help="continue the run in the folder")
-
-_COMMON = (_RANK, _SCHEDULE, _WARMUP, _SEED, _SAVE_EVERY, _EVAL_EVERY, _PATIENCE, _REPORT, _RESUME)
 
 
-def _epochs(default: int) -> Argument:
-    text = f"passes over the data (default: {default})"
-    return Argument("--epochs", type=int, metavar="N", help=text)
+def _steps(epochs: int | None, batch: str, rate: str) -> tuple[Argument, ...]:
+    """The length and the batch of a run, with the defaults of its kind."""
+    passes = Argument("--epochs N", f"passes over the data (default: {epochs})", type=int)
+    return (
+        Argument("--steps N", "the number of steps", type=int),
+        *([passes] if epochs else []),
+        Argument("--batch-size N", f"{batch} per step (default: 8)", type=int),
+        Argument("--learning-rate X", f"the peak learning rate (default: {rate})", type=float),
+    )
 
 
-def _batch_size(what: str) -> Argument:
-    return Argument("--batch-size", type=int, metavar="N", help=f"{what} per step (default: 8)")
-
-
-def _learning_rate(default: str) -> Argument:
-    text = f"the peak learning rate (default: {default})"
-    return Argument("--learning-rate", type=float, metavar="X", help=text)
-
-
-def _max_tokens(what: str, default: int) -> Argument:
-    return Argument("--max-tokens", type=int, metavar="N", help=f"{what} (default: {default})")
-
+_LONGEST = Argument("--max-tokens N", "the longest allowed example (default: 2048)", type=int)
 
 VERBS = {
     "sft": Command(
         sft,
         "supervised fine-tuning on examples",
-        _DATA,
-        _MODEL,
-        _OUTPUT,
-        _EVAL,
-        _EVAL_FRACTION,
-        _STEPS,
-        _epochs(3),
-        _batch_size("examples"),
-        _learning_rate("3e-4"),
+        *_FILES,
+        *_steps(3, "examples", "3e-4"),
         Argument(
-            "--train-on",
+            "--train-on WHICH",
+            "all of an assistant's messages, or the last (default: all)",
             choices=("all", "last"),
-            metavar="WHICH",
-            help="all of an assistant's messages, or the last (default: all)",
         ),
-        _max_tokens("the longest allowed example", 2048),
+        _LONGEST,
         *_COMMON,
     ),
     "dpo": Command(
         dpo,
         "direct preference optimization on pairs of answers",
-        _DATA,
-        _MODEL,
-        _OUTPUT,
-        _EVAL,
-        _EVAL_FRACTION,
-        _STEPS,
-        _epochs(1),
-        _batch_size("pairs"),
-        _learning_rate("5e-5"),
+        *_FILES,
+        *_steps(1, "pairs", "5e-5"),
         Argument(
-            "--beta",
+            "--beta X",
+            "strength of the KL penalty towards the base model (default: 0.1)",
             type=float,
-            metavar="X",
-            help="strength of the KL penalty towards the base model (default: 0.1)",
         ),
-        _max_tokens("the longest allowed example", 2048),
+        _LONGEST,
         *_COMMON,
     ),
     "rl": Command(
         rl,
         "reinforcement learning with a reward function",
-        Argument("task", metavar="TASK.py", help="has prompts() and reward(prompt, answer)"),
-        _MODEL,
-        _OUTPUT,
-        _STEPS,
-        _batch_size("prompts"),
-        _learning_rate("3e-4"),
-        Argument("--group-size", type=int, metavar="N", help="answers per prompt (default: 8)"),
-        _max_tokens("per answer", 128),
-        Argument("--temperature", type=float, metavar="X", help="of the answers (default: 1)"),
+        Argument("task TASK.py", "has prompts() and reward(prompt, answer)"),
+        *_PLACE,
+        *_steps(None, "prompts", "3e-4"),
+        Argument("--group-size N", "answers per prompt (default: 8)", type=int),
+        Argument("--max-tokens N", "per answer (default: 128)", type=int),
+        Argument("--temperature X", "of the answers (default: 1)", type=float),
         *_COMMON,
     ),
 }

@@ -235,6 +235,6 @@ def _clock_time(time: datetime) -> str:
 WATCH = Command(
     watch,
     "follow a run while it trains",
-    Argument("run", metavar="RUN", help="a run's folder, or its id on the server"),
-    Argument("--once", action="store_true", help="show the current state and exit"),
+    Argument("run RUN", "a run's folder, or its id on the server"),
+    Argument("--once", "show the current state and exit"),
 )

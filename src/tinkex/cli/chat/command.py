@@ -28,23 +28,16 @@ if TYPE_CHECKING:
 
 ARGUMENTS = (
     Argument(
-        "model",
-        nargs="?",
-        metavar="MODEL",
-        help="a base model, a tinker:// path, or the folder of a training run "
+        "model MODEL",
+        "a base model, a tinker:// path, or the folder of a training run "
         "(default: the server's only model)",
+        nargs="?",
     ),
-    Argument("--system", metavar="TEXT", help="the system message"),
+    Argument("--system TEXT", "the system message"),
     TEMPERATURE,
     TOP_P,
-    Argument(
-        "--max-tokens",
-        type=whole_number(1),
-        default=512,
-        metavar="N",
-        help="per answer (default: 512)",
-    ),
-    Argument("--seed", type=int, metavar="N", help="makes answers reproducible"),
+    Argument("--max-tokens N", "per answer", type=whole_number(1), default=512),
+    Argument("--seed N", "makes answers reproducible", type=int),
 )
 
 _PROMPT = "> "

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any, Self, cast
 
-from tinkex.cli.failures import CommandError
+from tinkex.cli.command_errors import CommandError
 from tinkex.cli.output import harmless, say, text
 from tinkex.new_files import replacing
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from tinkex.adapters.archive import unpack
 from tinkex.adapters.folder import make_peft
-from tinkex.cli.failures import CommandError, unknown_checkpoint
+from tinkex.cli.command_errors import CommandError, unknown_checkpoint
 from tinkex.cli.fetch import WORK_PREFIX, fetch, writing_into
 from tinkex.cli.output import say, utc_now
 from tinkex.clients.rest import RestClient

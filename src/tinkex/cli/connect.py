@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from tinkex.cli.failures import show_log
+from tinkex.cli.command_errors import show_log
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence

@@ -8,9 +8,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tinkex.cli.command_errors import report
 from tinkex.cli.commands import Argument, Command, whole_number
 from tinkex.cli.connect import service_client
-from tinkex.cli.failures import report
 from tinkex.cli.output import print_json, show_one
 from tinkex.errors import DataError
 

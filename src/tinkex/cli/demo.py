@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from tinkex.cli.chat.columns import wrap
+from tinkex.cli.chat.text_columns import wrap
 from tinkex.cli.commands import Argument, whole_number
 from tinkex.cli.connect import load_config, service_client
 from tinkex.cli.export import export_adapter
@@ -95,8 +95,8 @@ def _made(folder: Path, steps: int) -> dict[str, Any] | None:
     from tinkex.cli.target import SamplingTarget
     from tinkex.config import DEFAULT_MODEL
     from tinkex.loops.run_folder import RunFolder
-    from tinkex.loops.runner import ended, run
-    from tinkex.loops.settings import SftSettings
+    from tinkex.loops.run_job import ended, run
+    from tinkex.loops.run_settings import SftSettings
     from tinkex.loops.sft import SftJob
 
     settings = SftSettings(

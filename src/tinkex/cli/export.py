@@ -9,9 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tinkex.cli.command_errors import CommandError, misuse
 from tinkex.cli.commands import FORCE, PATH_OR_RUN, Argument, Command
 from tinkex.cli.connect import service_client
-from tinkex.cli.failures import CommandError, misuse
 from tinkex.cli.output import say, show_one, size
 from tinkex.errors import MissingPackageError, NotFoundError
 

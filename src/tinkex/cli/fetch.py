@@ -9,7 +9,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Final
 from urllib.parse import urljoin, urlsplit
 
-from tinkex.cli.failures import CommandError
+from tinkex.cli.command_errors import CommandError
 from tinkex.cli.output import size
 from tinkex.engine.storage import free_bytes, full_disk
 from tinkex.errors import APIConnectionError, ProxyError, StorageError

@@ -6,8 +6,8 @@ from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
+from tinkex.cli.command_errors import CommandError, misuse
 from tinkex.cli.commands import Argument, Command, whole_number
-from tinkex.cli.failures import CommandError, misuse
 from tinkex.cli.output import print_json, say, show, when
 from tinkex.clock import SystemClock
 from tinkex.errors import MissingPackageError

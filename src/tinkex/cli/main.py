@@ -119,7 +119,7 @@ def _run(args: argparse.Namespace) -> int:
         _forget_stdout()
         return FAILED
     except Exception as error:  # noqa: BLE001 - the program ends here with a message
-        from tinkex.cli.failures import report
+        from tinkex.cli.command_errors import report
 
         return report(error)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tinkex.cli.command_errors import CommandError
 from tinkex.cli.commands import Argument, Command
 from tinkex.cli.connect import service_client
-from tinkex.cli.failures import CommandError
 from tinkex.cli.output import plain, show
 
 if TYPE_CHECKING:

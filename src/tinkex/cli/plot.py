@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tinkex.cli.command_errors import CommandError, misuse
 from tinkex.cli.commands import Argument, Command
-from tinkex.cli.failures import CommandError, misuse
 from tinkex.cli.output import print_json, say
 from tinkex.tracking.figure import write_picture
 from tinkex.tracking.history import read_metrics

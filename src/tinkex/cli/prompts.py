@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from tinkex.chat.messages import readable_messages
 from tinkex.cli.answers import ASKED, ERROR
-from tinkex.cli.failures import describe
+from tinkex.cli.command_errors import describe
 from tinkex.errors import (
     BadRequestError,
     DataError,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from tinkex.cli.command_errors import misuse
 from tinkex.cli.commands import LIMIT, Argument, Command
 from tinkex.cli.connect import every_page, rest_client
-from tinkex.cli.failures import misuse
 from tinkex.cli.output import plain, show, show_one, when
 from tinkex.cli.plot import PLOT
 from tinkex.cli.watch import WATCH

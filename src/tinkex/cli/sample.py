@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tinkex.cli.answers import ASKED, ERROR, AnswersFile, AnswersShown
+from tinkex.cli.command_errors import CommandError, misuse
 from tinkex.cli.commands import TEMPERATURE, TOP_P, Argument, whole_number
-from tinkex.cli.failures import CommandError, misuse
 from tinkex.cli.main import FAILED, INTERRUPTED
 from tinkex.cli.output import say, show_one
 from tinkex.errors import ChatTemplateError, DataError, DataProblem, InputError, TinkerError

@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tinkex.cli.command_errors import CommandError, misuse
 from tinkex.cli.commands import Argument
-from tinkex.cli.failures import CommandError, misuse
 from tinkex.errors import InputError, MissingPackageError
 
 if TYPE_CHECKING:

@@ -6,9 +6,9 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tinkex.cli.command_errors import CommandError, misuse
 from tinkex.cli.commands import Argument, Command
 from tinkex.cli.connect import admin_client, rest_client
-from tinkex.cli.failures import CommandError, misuse
 from tinkex.cli.output import plain, print_json, say, show_one, size, utc_now
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tinkex.adapters.config import CONFIG_FILE
+from tinkex.cli.command_errors import CommandError, misuse
 from tinkex.cli.connect import load_config, service_client
-from tinkex.cli.failures import CommandError, misuse
 from tinkex.config import DEFAULT_MODEL
 from tinkex.types import ParsedCheckpointTinkerPath
 

@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from tinkex.cli.command_errors import misuse
 from tinkex.cli.commands import Argument, Command
 from tinkex.cli.connect import service_client
 from tinkex.cli.export import export_adapter
-from tinkex.cli.failures import misuse
 from tinkex.cli.main import INTERRUPTED
 from tinkex.cli.output import say, show_one
 from tinkex.errors import InputError, MissingPackageError
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from collections.abc import Generator
 
     from tinkex.clients.service import ServiceClient
-    from tinkex.loops.loop import Outcome
     from tinkex.loops.run_folder import RunFolder
-    from tinkex.loops.runner import Job
-    from tinkex.loops.settings import Settings
+    from tinkex.loops.run_job import Job
+    from tinkex.loops.run_settings import Settings
+    from tinkex.loops.training_loop import Outcome
 
     S = TypeVar("S", bound=Settings)
 
@@ -42,7 +42,7 @@ _PICTURES = ("curve.svg", "curve.png")
 
 def sft(args: argparse.Namespace) -> int | None:
     """Supervised fine-tuning on a file of examples."""
-    from tinkex.loops.settings import SftSettings
+    from tinkex.loops.run_settings import SftSettings
     from tinkex.loops.sft import SftJob
 
     with _named_as_options():
@@ -54,7 +54,7 @@ def sft(args: argparse.Namespace) -> int | None:
 def dpo(args: argparse.Namespace) -> int | None:
     """Preference optimization on a file of pairs."""
     from tinkex.loops.dpo import DpoJob
-    from tinkex.loops.settings import DpoSettings
+    from tinkex.loops.run_settings import DpoSettings
 
     with _named_as_options():
         place = _place(args, Path(args.data), "dpo")
@@ -65,7 +65,7 @@ def dpo(args: argparse.Namespace) -> int | None:
 def rl(args: argparse.Namespace) -> int | None:
     """Reinforcement learning on a task."""
     from tinkex.loops.rl import RlJob
-    from tinkex.loops.settings import RlSettings
+    from tinkex.loops.run_settings import RlSettings
 
     with _named_as_options():
         place = _place(args, Path(args.task), "rl")
@@ -131,7 +131,7 @@ def _resume_command(kind: str, source: Path, place: RunFolder) -> str:
 
 
 def _train(args: argparse.Namespace, place: RunFolder, job: Job) -> int | None:
-    from tinkex.loops.runner import ended, run
+    from tinkex.loops.run_job import ended, run
 
     adapter = place.path / ADAPTER
     outcome = ended(job, place, place.read() if args.resume else None)

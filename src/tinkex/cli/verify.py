@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tinkex.adapters.compare import OTHER_BASE, compare, known, mean_difference
-from tinkex.cli.failures import CommandError
+from tinkex.cli.command_errors import CommandError
 from tinkex.cli.output import say
 from tinkex.errors import (
     APIStatusError,

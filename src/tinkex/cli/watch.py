@@ -12,9 +12,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tinkex.cli.command_errors import CommandError
 from tinkex.cli.commands import Argument, Command
 from tinkex.cli.connect import rest_client
-from tinkex.cli.failures import CommandError
 from tinkex.cli.main import FAILED
 from tinkex.cli.output import plain, say, text
 from tinkex.clock import SystemClock

@@ -1,8 +1,8 @@
 """Ready-made training loops on the public clients: supervised, preferences, reinforcement.
 
 `run` runs a `Job` in a run folder: it can be interrupted at any step, and the resumed run ends with
-the same adapter. The jobs (`sft`, `dpo`, `rl`) define a step; `loop` orders the steps. Names are
-loaded when they are first used, so that a run imports only its own kind.
+the same adapter. The jobs (`sft`, `dpo`, `rl`) define a step; `training_loop` orders the steps.
+Names are loaded when they are first used, so that a run imports only its own kind.
 """
 
 from __future__ import annotations
@@ -10,23 +10,23 @@ from __future__ import annotations
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from tinkex.loops.dpo import DpoJob
-    from tinkex.loops.loop import Outcome
     from tinkex.loops.rl import RlJob
-    from tinkex.loops.runner import Job, run
-    from tinkex.loops.settings import DpoSettings, RlSettings, Settings, SftSettings
+    from tinkex.loops.run_job import Job, run
+    from tinkex.loops.run_settings import DpoSettings, RlSettings, Settings, SftSettings
     from tinkex.loops.sft import SftJob
+    from tinkex.loops.training_loop import Outcome
 
 _HOMES = {
     "DpoJob": "dpo",
-    "DpoSettings": "settings",
-    "Job": "runner",
-    "Outcome": "loop",
+    "DpoSettings": "run_settings",
+    "Job": "run_job",
+    "Outcome": "training_loop",
     "RlJob": "rl",
-    "RlSettings": "settings",
-    "Settings": "settings",
+    "RlSettings": "run_settings",
+    "Settings": "run_settings",
     "SftJob": "sft",
-    "SftSettings": "settings",
-    "run": "runner",
+    "SftSettings": "run_settings",
+    "run": "run_job",
 }
 
 __all__ = [

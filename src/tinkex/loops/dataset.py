@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from tinkex.chat.renderer import Renderer
     from tinkex.data.examples import Kind
-    from tinkex.loops.settings import OnData, Settings
+    from tinkex.loops.run_settings import OnData, Settings
 
 R = TypeVar("R")
 S = TypeVar("S", bound="OnData")

@@ -20,8 +20,8 @@ from tinkex.data.rendering import render_pairs
 from tinkex.errors import ResultError
 from tinkex.loops.batches import fingerprint, tokens_of, trained_logprobs, weighted
 from tinkex.loops.dataset import FileJob
-from tinkex.loops.loop import PreparedStep, Submission
 from tinkex.loops.schedule import batch
+from tinkex.loops.training_loop import PreparedStep, Submission
 from tinkex.new_files import replacing
 from tinkex.types import ModelInput
 
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from tinkex.chat.rendered import Rendered
     from tinkex.clients.service import ServiceClient
     from tinkex.clock import Clock
-    from tinkex.loops.loop import Start
-    from tinkex.loops.settings import DpoSettings
+    from tinkex.loops.run_settings import DpoSettings
+    from tinkex.loops.training_loop import RunContext
     from tinkex.types import AdamParams, Datum, ForwardBackwardOutput
 
     Pair = tuple[Rendered, Rendered]
@@ -69,11 +69,11 @@ class DpoRecipe:
         self.judged_by = "eval_loss" if held_out else None
         self.rendered = fingerprint((_flat(train), _flat(held_out)))
 
-    def start(self, start: Start) -> None:
+    def start(self, run: RunContext) -> None:
         """Set the model to train, and get the base model's log-probabilities of each pair."""
-        self._training = start.training
+        self._training = run.training
         both = _flat(self._train) + _flat(self._held_out)
-        known = reference_logprobs(start, self._settings.base_model, both, self.rendered)
+        known = reference_logprobs(run, self._settings.base_model, both, self.rendered)
         pairs = np.asarray(known, np.float64).reshape(-1, 2)
         self._reference = pairs[: len(self._train)]
         self._held_out_reference = pairs[len(self._train) :]
@@ -153,19 +153,19 @@ def _flat(pairs: Sequence[Pair]) -> list[Rendered]:
 
 
 def reference_logprobs(
-    start: Start, model: str, examples: Sequence[Rendered], rendered: str
+    run: RunContext, model: str, examples: Sequence[Rendered], rendered: str
 ) -> list[float]:
     """The base model's log-probability of the trained tokens of each example.
 
     Computed once per run and kept in its folder as JSON, which holds a float exactly: a resumed
     run continues with the same numbers.
     """
-    file = start.folder / REFERENCE
+    file = run.folder / REFERENCE
     known = _read_reference(file, rendered)
     if known is not None and len(known) == len(examples):
         return known
-    start.note(f"asking the base model about {len(examples)} answers, once")
-    sampler = start.service.create_sampling_client(base_model=model)
+    run.note(f"asking the base model about {len(examples)} answers, once")
+    sampler = run.service.create_sampling_client(base_model=model)
     asked = [sampler.compute_logprobs(ModelInput.from_ints(one.tokens)) for one in examples]
     found = [_sum(one, future.result()) for one, future in zip(examples, asked, strict=True)]
     with replacing(file) as new:

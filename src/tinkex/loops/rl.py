@@ -17,9 +17,9 @@ from tinkex.chat.tokenizers import tokenizer_for
 from tinkex.errors import InputError, ResultError
 from tinkex.loops.batches import loss_of
 from tinkex.loops.dataset import counted, total_steps
-from tinkex.loops.loop import PreparedStep, Submission
 from tinkex.loops.schedule import batch, sampling_seed
 from tinkex.loops.task import load_task
+from tinkex.loops.training_loop import PreparedStep, Submission
 from tinkex.types import Datum, ModelInput, SamplingParams
 
 if TYPE_CHECKING:
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from tinkex.clients.service import ServiceClient
     from tinkex.clock import Clock
     from tinkex.futures.future import APIFuture
-    from tinkex.loops.loop import Start
-    from tinkex.loops.settings import RlSettings
+    from tinkex.loops.run_settings import RlSettings
     from tinkex.loops.task import Prompt, RlTask
+    from tinkex.loops.training_loop import RunContext
     from tinkex.types import AdamParams, SampledSequence, SampleResponse
 
 _EPOCHS = 20
@@ -74,9 +74,9 @@ class RlRecipe:
         # Mutable state: a sampler of the current weights; None once they have changed.
         self._published: SamplingClient | None = None
 
-    def start(self, start: Start) -> None:
+    def start(self, run: RunContext) -> None:
         """Set the model to train."""
-        self._training = start.training
+        self._training = run.training
 
     def begin(self, step: int) -> PreparedStep:
         """Sample the answers that the step trains on."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Mapping
     from pathlib import Path
 
-    from tinkex.loops.settings import Settings
+    from tinkex.loops.run_settings import Settings
 
 CHECKPOINTS = "checkpoints.jsonl"
 

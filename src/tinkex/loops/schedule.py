@@ -13,7 +13,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tinkex.loops.settings import Schedule
+    from tinkex.loops.run_settings import Schedule
 
 
 def learning_rate(step: int, total: int, peak: float, schedule: Schedule, warmup: int) -> float:

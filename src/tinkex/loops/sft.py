@@ -9,8 +9,8 @@ from tinkex.chat.tokenizers import tokenizer_for
 from tinkex.data.rendering import render_all
 from tinkex.loops.batches import fingerprint, loss_of, tokens_of, trained_weight, weighted
 from tinkex.loops.dataset import FileJob
-from tinkex.loops.loop import PreparedStep, Submission
 from tinkex.loops.schedule import batch
+from tinkex.loops.training_loop import PreparedStep, Submission
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from tinkex.clients.service import ServiceClient
     from tinkex.clients.training import TrainingClient
     from tinkex.clock import Clock
-    from tinkex.loops.loop import Start
-    from tinkex.loops.settings import SftSettings
+    from tinkex.loops.run_settings import SftSettings
+    from tinkex.loops.training_loop import RunContext
     from tinkex.types import AdamParams, Datum, LossFnType
 
 
@@ -54,9 +54,9 @@ class SftRecipe:
         self.judged_by = "eval_loss" if held_out else None
         self.rendered = fingerprint((train, held_out))
 
-    def start(self, start: Start) -> None:
+    def start(self, run: RunContext) -> None:
         """Set the model to train."""
-        self._training = start.training
+        self._training = run.training
 
     def begin(self, step: int) -> PreparedStep:
         """A step needs no preparation."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tinkex.cli.chat.columns import heading
+from tinkex.cli.chat.text_columns import heading
 from tinkex.cli.main import DONE, FAILED, MISUSED
 from tinkex.errors import RequestFailedError
 from tinkex.testing import faults

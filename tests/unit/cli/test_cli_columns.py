@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinkex.cli.chat.columns import TextColumns, wrap
+from tinkex.cli.chat.text_columns import TextColumns, wrap
 from tinkex.tracking.layout import columns_of
 
 LETTERS = st.text("ab c\n\t字é", max_size=60)

@@ -17,8 +17,8 @@ import pytest
 from tests.unit.adapters import kit
 from tinkex.adapters.folder import read_adapter
 from tinkex.adapters.names import Place
+from tinkex.cli.command_errors import CommandError
 from tinkex.cli.export import export_adapter
-from tinkex.cli.failures import CommandError
 from tinkex.cli.fetch import WORK_PREFIX, writing_into
 from tinkex.cli.main import DONE, FAILED, MISUSED
 from tinkex.clients.service import ServiceClient

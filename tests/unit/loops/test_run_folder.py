@@ -18,7 +18,7 @@ from tinkex.loops.run_folder import (
     refuse_other_run,
     refuse_other_tokens,
 )
-from tinkex.loops.settings import DpoSettings, SftSettings
+from tinkex.loops.run_settings import DpoSettings, SftSettings
 from tinkex.tracking.history import METRICS
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tinkex.cli.chat.columns import TextColumns, heading
+from tinkex.cli.chat.text_columns import TextColumns, heading
+from tinkex.cli.command_errors import CommandError, report
 from tinkex.cli.commands import TEMPERATURE, TOP_P, Argument, whole_number
-from tinkex.cli.failures import CommandError, report
 from tinkex.cli.output import harmless, say
 from tinkex.errors import TinkerError
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Generator, Iterator
 
-    from tinkex.cli.chat.session import ChatSession
+    from tinkex.cli.chat.chat_session import ChatSession
 
 ARGUMENTS = (
     Argument(
@@ -48,7 +48,7 @@ _MOST_LINES = 1000
 def chat(args: argparse.Namespace) -> None:
     """Chat until the user leaves."""
     from tinkex.cli import target as targets
-    from tinkex.cli.chat.session import ChatSession, Leave
+    from tinkex.cli.chat.chat_session import ChatSession, Leave
     from tinkex.cli.chat.speaker import Manner, Speaker
 
     interactive = sys.stdin.isatty() and sys.stdout.isatty()

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tinkex.cli.commands import Argument
-    from tinkex.cli.doctor.machine import Finding
+    from tinkex.cli.doctor.machine_checks import Finding
 
 ARGUMENTS: tuple[Argument, ...] = ()
 
@@ -39,10 +39,10 @@ def doctor(args: argparse.Namespace) -> int | None:
 
 
 def _findings() -> Iterator[Finding]:
-    from tinkex.cli.doctor import machine, server
+    from tinkex.cli.doctor import machine_checks, server_checks
 
-    yield from machine.findings()
-    yield from server.findings()
+    yield from machine_checks.findings()
+    yield from server_checks.findings()
 
 
 def _lines(finding: Finding, width: int) -> str:

@@ -9,9 +9,9 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tinkex.cli.command_errors import CommandError
 from tinkex.cli.commands import PATH_OR_RUN, Argument, Command
 from tinkex.cli.connect import service_client
-from tinkex.cli.failures import CommandError
 from tinkex.cli.output import say, show_one
 from tinkex.errors import TinkerError
 

@@ -58,7 +58,7 @@ Ending = Literal["finished", "stopped early", "interrupted"]
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class RunContext:
     """What a recipe gets when its model exists; `note` shows a line to the user."""
 
     service: ServiceClient
@@ -88,8 +88,8 @@ class Recipe(Protocol):
         """A fingerprint of the tokens; a resumed run must have the same."""
         ...
 
-    def start(self, start: Start) -> None:
-        """Called once, before the first step."""
+    def start(self, run: RunContext) -> None:
+        """Take the model to train; called once, before the first step."""
         ...
 
     def begin(self, step: int) -> PreparedStep:
@@ -101,7 +101,7 @@ class Recipe(Protocol):
         ...
 
 
-class Recorder(Protocol):
+class LoopRecorder(Protocol):
     """Receives what happens, in order."""
 
     def stage(self, text: str) -> None: ...
@@ -187,7 +187,7 @@ class TrainingLoop:
         recipe: Recipe,
         training: TrainingClient,
         plan: LoopPlan,
-        recorder: Recorder,
+        recorder: LoopRecorder,
         patience: Patience,
         clock: Clock,
         *,

@@ -9,8 +9,15 @@ import pytest
 
 from tinkex.errors import InputError
 from tinkex.loops.graceful_stop import GracefulStop
-from tinkex.loops.loop import LoopPlan, Outcome, Patience, PreparedStep, Submission, TrainingLoop
 from tinkex.loops.run_folder import RunCheckpoint
+from tinkex.loops.training_loop import (
+    LoopPlan,
+    Outcome,
+    Patience,
+    PreparedStep,
+    Submission,
+    TrainingLoop,
+)
 from tinkex.testing import FakeClock
 
 if TYPE_CHECKING:

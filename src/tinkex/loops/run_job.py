@@ -13,7 +13,6 @@ from tinkex.clock import StillDate, SystemClock
 from tinkex.config import DATA_DIR
 from tinkex.errors import InputError, NotFoundError, TinkerError
 from tinkex.loops.graceful_stop import GracefulStop
-from tinkex.loops.loop import LoopPlan, Outcome, Patience, Start, TrainingLoop
 from tinkex.loops.run_folder import (
     CHECKPOINTS,
     Record,
@@ -24,6 +23,7 @@ from tinkex.loops.run_folder import (
     refuse_other_tokens,
 )
 from tinkex.loops.schedule import learning_rate
+from tinkex.loops.training_loop import LoopPlan, Outcome, Patience, RunContext, TrainingLoop
 from tinkex.tracking.progress import Progress
 from tinkex.tracking.sinks import open_sinks
 from tinkex.tracking.views import doing
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from tinkex.clients.service import ServiceClient
     from tinkex.clients.training import TrainingClient
     from tinkex.clock import Clock
-    from tinkex.loops.loop import Recipe
     from tinkex.loops.run_folder import RunCheckpoint
-    from tinkex.loops.settings import Settings
+    from tinkex.loops.run_settings import Settings
+    from tinkex.loops.training_loop import Recipe
     from tinkex.tracking.sinks import Sink
 
 # The default number of saves and evaluations of a run, and the least steps between two of them.
@@ -200,7 +200,7 @@ class _Run:
             training = _model(self.service, settings, start)
             known = self.place.change()
             self.place.change(model_ids=[*known.model_ids, training.model_id])
-            self.recipe.start(Start(self.service, training, self.place.path, recorder.note))
+            self.recipe.start(RunContext(self.service, training, self.place.path, recorder.note))
             loop = TrainingLoop(
                 self.recipe,
                 training,

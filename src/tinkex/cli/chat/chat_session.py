@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tinkex.cli import target as targets
 from tinkex.cli.chat.speaker import Speaker, hear_all
-from tinkex.cli.failures import CommandError, misuse
+from tinkex.cli.command_errors import CommandError, misuse
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from tinkex.cli.command_errors import describe, next_step
 from tinkex.cli.connect import load_config
-from tinkex.cli.doctor.machine import Finding
-from tinkex.cli.failures import describe, next_step
+from tinkex.cli.doctor.machine_checks import Finding
 from tinkex.clients.base_client import Owned
 from tinkex.clients.connection import Connection
 from tinkex.config import DATA_DIR, DEFAULT_BASE_URL, server_environment

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from tinkex.cli.command_errors import CommandError, report, show_log
-from tinkex.cli.commands import Command
+from tinkex.cli.commands import FAILED, Command
 from tinkex.cli.connect import load_config, rest_client
-from tinkex.cli.main import FAILED
 from tinkex.cli.output import plain, print_json, say, show_one
 from tinkex.errors import ResultError, TinkerError
 

@@ -8,10 +8,9 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from tinkex.cli.command_errors import CommandError, describe, misuse, unknown_checkpoint
-from tinkex.cli.commands import LIMIT, PATH, PATH_OR_RUN, Argument, Command
+from tinkex.cli.commands import FAILED, LIMIT, PATH, PATH_OR_RUN, Argument, Command
 from tinkex.cli.connect import every_page, rest_client
 from tinkex.cli.export import DOWNLOAD, EXPORT, IMPORT
-from tinkex.cli.main import FAILED
 from tinkex.cli.output import plain, print_json, say, show, show_one, size, when
 from tinkex.cli.push_hf import PUSH
 from tinkex.errors import TinkerError

@@ -6,7 +6,7 @@ import logging
 import sys
 from typing import TYPE_CHECKING
 
-from tinkex.cli.main import FAILED, MISUSED
+from tinkex.cli.commands import FAILED, MISUSED
 from tinkex.errors import (
     APIConnectionError,
     APIError,

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
     Handler = Callable[[argparse.Namespace], int | None]
 
+# Exit statuses.
+DONE, FAILED, MISUSED, INTERRUPTED = 0, 1, 2, 130
+
 # Commands of two words, such as `tinkex run list`.
 NOUNS = {
     "auth": "sign in and out, and see which account is in use",

@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from tinkex.cli.chat.text_columns import wrap
-from tinkex.cli.commands import Argument, whole_number
+from tinkex.cli.commands import INTERRUPTED, Argument, whole_number
 from tinkex.cli.connect import load_config, service_client
 from tinkex.cli.export import export_adapter
-from tinkex.cli.main import INTERRUPTED
 from tinkex.cli.output import print_json, say
 from tinkex.clock import SystemClock
 from tinkex.demo import HELD_OUT, PROMPTS, TRAINING

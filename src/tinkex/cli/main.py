@@ -9,7 +9,16 @@ import argparse
 import sys
 
 from tinkex._version import __version__
-from tinkex.cli.commands import NOUNS, PROGRAMS, program, verbs_of
+from tinkex.cli.commands import (
+    DONE,
+    FAILED,
+    INTERRUPTED,
+    MISUSED,
+    NOUNS,
+    PROGRAMS,
+    program,
+    verbs_of,
+)
 from tinkex.cli.parser import COMMAND, Parser
 
 TYPE_CHECKING = False  # importing `typing` would cost as much as half of argparse
@@ -18,8 +27,6 @@ if TYPE_CHECKING:
     from typing import Any
 
     from tinkex.cli.commands import Command
-
-DONE, FAILED, MISUSED, INTERRUPTED = 0, 1, 2, 130
 
 _WIDTH = 80
 _FORMATS = ("table", "json")

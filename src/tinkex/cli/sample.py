@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 
 from tinkex.cli.answers import ASKED, ERROR, AnswersFile, AnswersShown
 from tinkex.cli.command_errors import CommandError, misuse
-from tinkex.cli.commands import TEMPERATURE, TOP_P, Argument, whole_number
-from tinkex.cli.main import FAILED, INTERRUPTED
+from tinkex.cli.commands import FAILED, INTERRUPTED, TEMPERATURE, TOP_P, Argument, whole_number
 from tinkex.cli.output import say, show_one
 from tinkex.errors import ChatTemplateError, DataError, DataProblem, InputError, TinkerError
 from tinkex.tracking.progress import Progress

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tinkex.cli.command_errors import misuse
-from tinkex.cli.commands import Argument, Command
+from tinkex.cli.commands import INTERRUPTED, Argument, Command
 from tinkex.cli.connect import service_client
 from tinkex.cli.export import export_adapter
-from tinkex.cli.main import INTERRUPTED
 from tinkex.cli.output import say, show_one
 from tinkex.errors import InputError, MissingPackageError
 from tinkex.tracking.figure import write_picture

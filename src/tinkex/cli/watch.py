@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tinkex.cli.command_errors import CommandError
-from tinkex.cli.commands import Argument, Command
+from tinkex.cli.commands import FAILED, Argument, Command
 from tinkex.cli.connect import rest_client
-from tinkex.cli.main import FAILED
 from tinkex.cli.output import plain, say, text
 from tinkex.clock import SystemClock
 from tinkex.tracking.history import follow, write_line

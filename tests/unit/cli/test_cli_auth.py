@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tinkex.cli.main import DONE, FAILED
+from tinkex.cli.commands import DONE, FAILED
 from tinkex.testing import API_KEY, FakeServer, faults
 from tinkex.transport.credentials import (
     CredentialStore,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tinkex.cli.chat.text_columns import heading
-from tinkex.cli.main import DONE, FAILED, MISUSED
+from tinkex.cli.commands import DONE, FAILED, MISUSED
 from tinkex.errors import RequestFailedError
 from tinkex.testing import faults
 

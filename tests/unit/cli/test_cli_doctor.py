@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.forward_proxy import ForwardProxy
+from tinkex.cli.commands import DONE, FAILED
 from tinkex.cli.doctor import machine_checks as machine
 from tinkex.cli.doctor.command import _lines
 from tinkex.cli.doctor.machine_checks import Finding
 from tinkex.cli.doctor.server_checks import owner_of
-from tinkex.cli.main import DONE, FAILED
 from tinkex.testing import API_KEY, faults
 
 if TYPE_CHECKING:

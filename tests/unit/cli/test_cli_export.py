@@ -18,9 +18,9 @@ from tests.unit.adapters import kit
 from tinkex.adapters.folder import read_adapter
 from tinkex.adapters.names import Place
 from tinkex.cli.command_errors import CommandError
+from tinkex.cli.commands import DONE, FAILED, MISUSED
 from tinkex.cli.export import export_adapter
 from tinkex.cli.fetch import WORK_PREFIX, writing_into
-from tinkex.cli.main import DONE, FAILED, MISUSED
 from tinkex.clients.service import ServiceClient
 from tinkex.loops.run_folder import Record, RunCheckpoint, RunFolder
 from tinkex.testing import FakeServer, faults

@@ -16,8 +16,8 @@ import pytest
 
 from tests.patience import PATIENCE_S
 from tinkex._version import __version__
-from tinkex.cli.commands import NOUNS, PROGRAMS, program, verbs_of
-from tinkex.cli.main import DONE, INTERRUPTED, MISUSED, build_parser
+from tinkex.cli.commands import DONE, INTERRUPTED, MISUSED, NOUNS, PROGRAMS, program, verbs_of
+from tinkex.cli.main import build_parser
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -11,8 +11,8 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from tinkex.cli.command_errors import CommandError, report, show_log
+from tinkex.cli.commands import FAILED
 from tinkex.cli.connect import every_page
-from tinkex.cli.main import FAILED
 from tinkex.cli.output import print_table, show_one, size, text, when
 from tinkex.errors import APIConnectionError, APIError, RequestInfo, ServerSilentError
 from tinkex.types import Cursor

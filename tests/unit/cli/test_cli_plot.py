@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tinkex.cli.main import DONE, FAILED, MISUSED
+from tinkex.cli.commands import DONE, FAILED, MISUSED
 from tinkex.tracking.history import METRICS, write_line
 
 if TYPE_CHECKING:

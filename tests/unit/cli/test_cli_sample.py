@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tinkex.cli.main import DONE, FAILED, MISUSED
+from tinkex.cli.commands import DONE, FAILED, MISUSED
 from tinkex.cli.output import harmless
 from tinkex.errors import RequestFailedError
 from tinkex.testing import faults

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 from msgspec.structs import replace
 
-from tinkex.cli.main import DONE, FAILED, MISUSED
+from tinkex.cli.commands import DONE, FAILED, MISUSED
 from tinkex.cli.watch import changes
 from tinkex.clients.service import ServiceClient
 from tinkex.testing import FakeClock

@@ -7,7 +7,7 @@ import sys
 import textwrap
 from typing import TYPE_CHECKING
 
-from tinkex.cli.main import FAILED
+from tinkex.cli.commands import FAILED
 from tinkex.cli.output import print_json, text
 
 if TYPE_CHECKING:

@@ -252,7 +252,7 @@ VERBS = {
     "list": Command(
         list_all,
         "list checkpoints, newest first",
-        Argument("--run-id ID", "all checkpoints of this training run, only"),
+        Argument("--run-id ID", "only this training run, and all of its checkpoints"),
         LIMIT,
     ),
     "info": Command(info, "show one checkpoint", PATH_OR_RUN),
@@ -262,7 +262,7 @@ VERBS = {
         set_ttl,
         "set when a checkpoint expires",
         PATH,
-        Argument("--ttl SECONDS", "expire after so many seconds", type=int),
+        Argument("--ttl SECONDS", "seconds until it expires", type=int),
         Argument("--remove", "never expire"),
     ),
     "delete": Command(

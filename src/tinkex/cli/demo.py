@@ -109,14 +109,14 @@ def _made(folder: Path, steps: int) -> dict[str, Any] | None:
     job = SftJob(settings, data, HELD_OUT)
     place = RunFolder(folder)
     # Raises for a run with other settings, before a server is started.
-    ended(job, place, place.read() if place.begun else None)
+    ended(job, place, place.read() if place.started else None)
     say(f"{DEFAULT_MODEL} learns to talk like a pirate, on a server")
     say(f"of its own on this machine, from the questions and answers in {data}.")
     with DemoProgress(steps) as progress, service_client(DEFAULT_MODEL, embedded=True) as service:
         untuned = SamplingTarget(base_model=DEFAULT_MODEL)
         before = _answers(service, untuned, "before training", progress)
         progress.phase("Training …")
-        outcome = run(service, job, folder, resume=place.begun, display=progress)
+        outcome = run(service, job, folder, resume=place.started, display=progress)
         if outcome.ending == "interrupted":
             return None
         best = outcome.best

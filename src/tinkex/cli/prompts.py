@@ -84,7 +84,7 @@ def read_prompts(path: Path, *, chat: bool) -> list[Prompt]:
             problems.append(DataProblem(number, str(error)))
     problems += _repeated(prompts)
     if not lines or not (prompts or problems):
-        problems = [DataProblem(0, "there is no prompt in it")]
+        problems = [DataProblem(0, "it has no prompt")]
     if problems:
         raise DataError(str(path), sorted(problems, key=lambda problem: problem.line))
     return prompts

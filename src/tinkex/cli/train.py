@@ -84,11 +84,11 @@ def _place(args: argparse.Namespace, source: Path, kind: str) -> RunFolder:
             f"There is no run to resume in {place.path}",
             "Leave --resume out to begin one, or name its folder with --output.",
         )
-    if not args.resume and place.begun:
+    if not args.resume and place.started:
         raise misuse(
             f"{place.path} already holds a run",
             f"Resume it:  {_resume_command(kind, source, place)}\n"
-            "Or start another run in a folder of its own, with --output DIR.",
+            "Or start another run in a new folder, with --output DIR.",
         )
     return place
 
@@ -189,7 +189,7 @@ def _hint_to_resume(place: RunFolder, again: str) -> Generator[None]:
     try:
         yield
     except BaseException:
-        if place.begun:
+        if place.started:
             saves = place.checkpoints()
             where = (
                 f"after step {saves[-1].step}" if saves else "at its beginning: nothing is saved"

@@ -110,7 +110,7 @@ class RunFolder:
             raise InputError("holds other things than a run; choose another folder", str(self.path))
 
     @property
-    def begun(self) -> bool:
+    def started(self) -> bool:
         """Whether it holds checkpoints or metrics."""
         metrics = self.path / METRICS
         return bool(self.checkpoints()) or (metrics.exists() and metrics.stat().st_size > 0)
@@ -185,9 +185,9 @@ def record_of(folder: RunFolder, *, resume: bool) -> Record | None:
     record = folder.read()
     if resume and record is None:
         raise InputError("there is no run to resume", str(folder.path))
-    if not resume and folder.begun:
+    if not resume and folder.started:
         raise InputError(
-            "a run was begun here; resume it, or choose another folder", str(folder.path)
+            "this folder has a run already; resume it, or choose another folder", str(folder.path)
         )
     return record if resume else None
 
@@ -216,7 +216,7 @@ def refuse_other_run(record: Record, settings: Settings, files: Mapping[str, Pat
 def refuse_other_tokens(record: Record, rendered: str) -> None:
     """Raise InputError when the same files now give other tokens."""
     if record.rendered != rendered:
-        refuse(["the same data comes to other tokens: the model's tokenizer or template differs"])
+        refuse(["the same data has other tokens now: the model's tokenizer or template differs"])
 
 
 def refuse(changed: list[str]) -> None:
@@ -224,8 +224,8 @@ def refuse(changed: list[str]) -> None:
     if changed:
         lines = "\n".join(f"  {one}" for one in changed)
         raise InputError(
-            f"this is not the run that was begun:\n{lines}\n"
-            "Resume it as it was begun, or begin another in a folder of its own.",
+            f"this is not the run in the folder:\n{lines}\n"
+            "Resume it with its own settings and data, or start another run in a new folder.",
         )
 
 
@@ -235,7 +235,9 @@ def _changed_files(record: Record, files: Mapping[str, Path]) -> list[str]:
     for name in sorted(record.files.keys() | now.keys()):
         was, found = record.files.get(name), now.get(name)
         if was is None or found is None:
-            changed.append(f"it was begun {'with' if found is None else 'without'} a file: {name}")
+            changed.append(
+                f"it was started {'with' if found is None else 'without'} a file: {name}"
+            )
         elif was["sha256"] != found["sha256"]:
             changed.append(f"the contents of {found['path']} have changed")
     return changed

@@ -247,7 +247,7 @@ def _model(
     except NotFoundError as error:
         raise InputError(
             f"this server does not have {start.state_path}, from which the run would continue. Use "
-            "the server and the key that it was begun with; an embedded server keeps its "
+            "the server and the key that it was started with; an embedded server keeps its "
             f"checkpoints in {DATA_DIR} of the folder it was started in.",
         ) from error
 

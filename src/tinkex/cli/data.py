@@ -220,7 +220,7 @@ _SETTINGS = (
     ),
     Argument(
         "--kind KIND",
-        "sft or preference (default: as the first line)",
+        "sft or preference (default: detected from the first line)",
         choices=("sft", "preference"),
     ),
     Argument(

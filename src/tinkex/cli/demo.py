@@ -19,10 +19,9 @@ from tinkex.cli.commands import INTERRUPTED, Argument, whole_number
 from tinkex.cli.connect import load_config, service_client
 from tinkex.cli.export import export_adapter
 from tinkex.cli.output import print_json, say
+from tinkex.cli.train import ADAPTER, write_figures
 from tinkex.clock import SystemClock
 from tinkex.demo import HELD_OUT, PROMPTS, TRAINING
-from tinkex.errors import MissingPackageError
-from tinkex.tracking.figure import write_picture
 from tinkex.tracking.history import METRICS, read_metrics
 from tinkex.tracking.layout import bar_line, cut, duration, number, plain_line
 from tinkex.tracking.series import series_of
@@ -47,12 +46,10 @@ if TYPE_CHECKING:
 
 ARGUMENTS = (
     Argument("-o --output DIR", "the folder of the run", default="runs/demo"),
-    Argument("--steps N", "of training", type=whole_number(1), default=32),
+    Argument("--steps N", "training steps", type=whole_number(1), default=32),
 )
 
 _STORY = "demo.json"
-_ADAPTER = "adapter"
-_PICTURES = ("curve.svg", "curve.png")
 _ANSWER_TOKENS = 48
 _LEARNING_RATE = 1e-3
 _SAVE_EVERY = 4
@@ -82,7 +79,7 @@ def _told(folder: Path, steps: int) -> dict[str, Any] | None:
     """The story of a finished demo, if all of its files still exist."""
     try:
         story: dict[str, Any] = json.loads((folder / _STORY).read_text())
-        files = [folder / name for name in (*story["pictures"], METRICS, _ADAPTER)]
+        files = [folder / name for name in (*story["pictures"], METRICS, ADAPTER)]
         whole = story["steps"] == steps and all(file.exists() for file in files)
     except (OSError, ValueError, LookupError, TypeError):
         return None
@@ -123,7 +120,7 @@ def _made(folder: Path, steps: int) -> dict[str, Any] | None:
         tuned = SamplingTarget(model_path=best.sampler_path)
         after = _answers(service, tuned, "after training", progress)
         progress.phase("Exporting the adapter …")
-        export_adapter(service, best.state_path, folder / _ADAPTER)
+        export_adapter(service, best.state_path, folder / ADAPTER)
     losses = [row["eval_loss"] for row in read_metrics(folder) if "eval_loss" in row]
     story: dict[str, Any] = {
         "steps": steps,
@@ -135,7 +132,7 @@ def _made(folder: Path, steps: int) -> dict[str, Any] | None:
             {"prompt": prompt, "before": old, "after": new}
             for prompt, old, new in zip(PROMPTS, before, after, strict=True)
         ],
-        "pictures": _draw(folder),
+        "pictures": write_figures(folder, "A model learns to talk like a pirate"),
     }
     # Written last, so that a folder with this file is complete.
     (folder / _STORY).write_text(json.dumps(story, indent=2) + "\n")
@@ -178,18 +175,6 @@ def _answers(
     return answers
 
 
-def _draw(folder: Path) -> list[str]:
-    """Write figures of the curve; returns their names."""
-    series = series_of(read_metrics(folder))
-    try:
-        for name in _PICTURES:
-            write_picture(series, folder / name, title="A model learns to talk like a pirate")
-    except MissingPackageError as error:
-        say(f"No picture of the curve: {error}")
-        return []
-    return list(_PICTURES)
-
-
 # -- showing it --------------------------------------------------------------------------------
 
 
@@ -205,7 +190,7 @@ def _show(args: argparse.Namespace, folder: Path, story: dict[str, Any]) -> None
     print(f"\nLoss on questions it has never seen: {loss['before']:.2f} -> {loss['after']:.2f}")
     places = [
         ("Picture", ", ".join(str(folder / name) for name in story["pictures"]) or "none"),
-        ("Adapter", f"{folder / _ADAPTER} (a PEFT folder)"),
+        ("Adapter", f"{folder / ADAPTER} (a PEFT folder)"),
         ("Data", story["data"]),
     ]
     for name, place in places:

@@ -249,7 +249,7 @@ DOWNLOAD = Command(
 
 EXPORT = Command(
     export,
-    "write a checkpoint in a format of other programs, and check it",
+    "write a checkpoint as a PEFT adapter or a merged model, and verify it",
     PATH_OR_RUN,
     Argument("-o --output DIR", "the folder to write", required=True),
     Argument(
@@ -269,9 +269,9 @@ EXPORT = Command(
 
 IMPORT = Command(
     import_,
-    "upload a PEFT adapter to a tinkex server, and check it there",
+    "upload a PEFT adapter to a tinkex server, and verify it there",
     Argument("folder PEFT_DIR", "a folder with an adapter"),
-    Argument("--model NAME", "its base model (default: as the folder says)"),
+    Argument("--model NAME", "its base model (default: as in the adapter's configuration)"),
     Argument("--name NAME", "the checkpoint's name (default: imported)"),
     Argument(
         "--kind KIND",

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     S = TypeVar("S", bound=Settings)
 
 ADAPTER = "adapter"
-_PICTURES = ("curve.svg", "curve.png")
+_FIGURES = ("curve.svg", "curve.png")
 
 
 def sft(args: argparse.Namespace) -> int | None:
@@ -149,7 +149,7 @@ def _train(args: argparse.Namespace, place: RunFolder, job: Job) -> int | None:
                 service.close("interrupted", f"stopped after step {outcome.step}").result()
                 return INTERRUPTED
             with doing("Drawing the curves"):
-                _draw(place, job.settings)
+                write_figures(place.path, f"{job.settings.kind} {job.settings.base_model}")
             with doing(f"Writing the adapter to {adapter}"):
                 export_adapter(service, outcome.best.state_path, adapter)
     _summary(args, place, outcome, adapter)
@@ -198,13 +198,16 @@ def _hint_to_resume(place: RunFolder, again: str) -> Generator[None]:
         raise
 
 
-def _draw(place: RunFolder, settings: Settings) -> None:
-    series = series_of(read_metrics(place.path))
+def write_figures(folder: Path, title: str) -> list[str]:
+    """Draw the curves of a run into its folder; returns the names of the files."""
+    series = series_of(read_metrics(folder))
     try:
-        for name in _PICTURES:
-            write_picture(series, place.path / name, title=f"{settings.kind} {settings.base_model}")
+        for name in _FIGURES:
+            write_picture(series, folder / name, title=title)
     except (MissingPackageError, InputError) as error:
-        say(f"No picture of the run: {error}")
+        say(f"No figure of the run: {error}")
+        return []
+    return list(_FIGURES)
 
 
 def _summary(
@@ -252,14 +255,14 @@ _FILES = (
     ),
 )
 _COMMON = (
-    Argument("--rank N", "of the LoRA adapter (default: 16)", type=int),
+    Argument("--rank N", "rank of the LoRA adapter (default: 16)", type=int),
     Argument(
         "--lr-schedule NAME",
         "constant, linear (decay to 0) or cosine",
         choices=("constant", "linear", "cosine"),
     ),
     Argument("--warmup N", "warmup steps of the learning rate", type=int),
-    Argument("--seed N", "for initialization and data order (default: 0)", type=int),
+    Argument("--seed N", "seed of initialization and data order (default: 0)", type=int),
     Argument("--save-every N", "save every N steps (default: 10 times in all)", type=int),
     Argument("--eval-every N", "evaluate every N steps (default: 10 times in all)", type=int),
     Argument(
@@ -280,7 +283,7 @@ def _steps(epochs: int | None, batch: str, rate: str) -> tuple[Argument, ...]:
     """The length and the batch of a run, with the defaults of its kind."""
     passes = Argument("--epochs N", f"passes over the data (default: {epochs})", type=int)
     return (
-        Argument("--steps N", "the number of steps", type=int),
+        Argument("--steps N", "the number of optimizer steps", type=int),
         *([passes] if epochs else []),
         Argument("--batch-size N", f"{batch} per step (default: 8)", type=int),
         Argument("--learning-rate X", f"the peak learning rate (default: {rate})", type=float),
@@ -319,12 +322,12 @@ VERBS = {
     "rl": Command(
         rl,
         "reinforcement learning with a reward function",
-        Argument("task TASK.py", "has prompts() and reward(prompt, answer)"),
+        Argument("task TASK.py", "a file with prompts() and reward(prompt, answer)"),
         *_PLACE,
         *_steps(None, "prompts", "3e-4"),
         Argument("--group-size N", "answers per prompt (default: 8)", type=int),
-        Argument("--max-tokens N", "per answer (default: 128)", type=int),
-        Argument("--temperature X", "of the answers (default: 1)", type=float),
+        Argument("--max-tokens N", "the most tokens per answer (default: 128)", type=int),
+        Argument("--temperature X", "sampling temperature of the answers (default: 1)", type=float),
         *_COMMON,
     ),
 }

@@ -11,16 +11,14 @@ PYTEST := $(BIN)/python -m pytest
 # One worker for each core; a worker takes about 1 GB.
 WORKERS := -n logical --maxprocesses 8 --dist worksteal
 
-# `make test CPU=avx2` (or CPU=portable) imitates an older x86 processor, for the engine and for the
-# libraries below it.
+# `make test CPU=avx2` (or CPU=portable) imitates an older x86 processor for the libraries below the
+# engine.
 ifeq ($(CPU),avx2)
-export TINKEX_CPU_ISA=avx2
 export ATEN_CPU_CAPABILITY=avx2
 export ONEDNN_MAX_CPU_ISA=AVX2
 export MKL_ENABLE_INSTRUCTIONS=AVX2
 export OPENBLAS_CORETYPE=Haswell
 else ifeq ($(CPU),portable)
-export TINKEX_CPU_ISA=portable
 export ATEN_CPU_CAPABILITY=default
 export ONEDNN_MAX_CPU_ISA=SSE41
 export MKL_ENABLE_INSTRUCTIONS=SSE4_2
@@ -64,7 +62,7 @@ conformance: $(READY) $(PEERS)
 
 # Needs a CUDA device: kernels compiled, the engine on the device.
 gpu: $(READY)
-	$(PYTEST) tests/gpu tests/unit/engine/kernels
+	$(PYTEST) tests/gpu tests/unit/engine/backends/cuda
 
 check: $(READY)
 	$(BIN)/ruff check .

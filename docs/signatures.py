@@ -1,10 +1,13 @@
 """Shows in the reference what the source says in fewer words; an extension of griffe.
 
 A client says `sample_async = awaited(sample)`: shown as the method that it is. A value of
-`tinkex.types` lists its fields: shown as the arguments it is made with.
+`tinkex.types` lists its fields: shown as the arguments it is made with. A package lists its public
+names in `__init__.pyi`: shown as if they were its `__all__`.
 """
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import griffe
 
@@ -19,7 +22,12 @@ _VALUES = "tinkex.types."
 
 
 class Signatures(griffe.Extension):
-    """Gives derived methods and plain values their signatures."""
+    """Gives derived methods and plain values their signatures, and packages their names."""
+
+    def on_module_members(self, *, mod: griffe.Module, **_: object) -> None:
+        """Called once for each file, when its names are known."""
+        if isinstance(mod.filepath, Path) and mod.filepath.name == "__init__.pyi":
+            mod.exports = list(mod.members)
 
     def on_class_members(self, *, cls: griffe.Class, **_: object) -> None:
         """Called once for each class, when its members are known."""

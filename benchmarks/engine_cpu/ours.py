@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from benchmarks.engine_cpu.workload import LEARNING_RATE, RANK
 from tinkex.config import DEFAULT_MODEL
-from tinkex.engine.base import AdapterSpec, OptimOp, SampleOp, TrainOp, Weights
+from tinkex.engine.protocol import AdapterSpec, OptimOp, SampleOp, TrainOp, Weights
 from tinkex.engine.sampler import Sampler, SamplerSettings
-from tinkex.engine.trainer import Trainer
+from tinkex.engine.training.trainer import Trainer
 from tinkex.types import (
     AdamOptimizerConfig,
     AdamParams,
@@ -20,7 +20,7 @@ from tinkex.types import (
 
 if TYPE_CHECKING:
     from benchmarks.engine_cpu.workload import Sequence
-    from tinkex.engine.models.base import Decoder
+    from tinkex.engine.decoder import Decoder
 
 
 class Training:

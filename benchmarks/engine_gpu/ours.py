@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from benchmarks.engine_gpu.shapes import random_tokens
-from tinkex.engine.base import AdapterSpec, OptimOp, SampleOp, TrainOp, Weights
 from tinkex.engine.lora import initial
+from tinkex.engine.protocol import AdapterSpec, OptimOp, SampleOp, TrainOp, Weights
 from tinkex.engine.sampler import LoraAdapters, Sampler, SamplerSettings
-from tinkex.engine.trainer import Trainer
+from tinkex.engine.training.trainer import Trainer
 from tinkex.errors import RequestFailedError
 from tinkex.types import (
     AdamOptimizerConfig,
@@ -28,8 +28,8 @@ from tinkex.types import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from tinkex.engine.decoder import DecoderConfig
     from tinkex.engine.lora import LoraWeights
-    from tinkex.engine.models.base import DecoderConfig
     from tinkex.engine.models.weights import StoredDecoder
 
 RANK = 32

@@ -13,7 +13,7 @@ from benchmarks.engine_gpu.ours import RANK
 from benchmarks.engine_gpu.shapes import random_tokens
 
 if TYPE_CHECKING:
-    from tinkex.engine.models.base import DecoderConfig
+    from tinkex.engine.decoder import DecoderConfig
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tinkex.engine.models.base import DecoderConfig
+from tinkex.engine.decoder import DecoderConfig
 from tinkex.engine.models.families import family
 
 if TYPE_CHECKING:

@@ -9,15 +9,15 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from benchmarks.server_overhead.work import LORA_RANK, MODEL, Size, batch, cpu_s, prompt
-from tinkex.engine.base import AdapterSpec, OptimOp, SampleOp, TrainOp, Weights
 from tinkex.engine.process import EngineSpec, ModelSource, ProcessEngine
+from tinkex.engine.protocol import AdapterSpec, OptimOp, SampleOp, TrainOp, Weights
 from tinkex.types import AdamOptimizerConfig, AdamParams, LoraConfig, SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Generator
     from pathlib import Path
 
-    from tinkex.engine.base import Engine
+    from tinkex.engine.protocol import Engine
 
 
 class Direct:

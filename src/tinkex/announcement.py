@@ -1,7 +1,7 @@
-"""How the processes of one program find its embedded server: a file that only its owner reads.
+"""How the processes of one program find its embedded server: a file that only its owner can read.
 
-The server writes it when it can work and removes it when it ends. Its folder is named by
-`TINKEX_EMBEDDED_SERVER` in the environment of the program's children; the key is not.
+The server writes the file when it is ready and removes it when it ends. `TINKEX_EMBEDDED_SERVER`
+names the folder in the environment of child processes; the key is only in the file.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _FILE = "server.json"
 
 
 class Announcement(msgspec.Struct, frozen=True):
-    """A server that runs."""
+    """A running server."""
 
     url: str
     key: str
@@ -28,7 +28,7 @@ class Announcement(msgspec.Struct, frozen=True):
 
 
 def announce(folder: Path, announcement: Announcement) -> None:
-    """Write the file, whole or not at all."""
+    """Write the file atomically."""
     fresh = folder / f"{_FILE}.new"
     with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
         file.write(msgspec.json.encode(announcement))
@@ -42,7 +42,7 @@ def withdraw(folder: Path) -> None:
 
 
 def announced(folder: str | None) -> Announcement | None:
-    """The server of a folder; None where there is none, or where the file is not one's own."""
+    """The server of a folder; None where there is none, or where another user owns the file."""
     if not folder:
         return None
     try:

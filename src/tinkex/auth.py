@@ -1,7 +1,4 @@
-"""Is there a credential, and does the server take it?
-
-For programs that want to know before they start: none of these opens a session.
-"""
+"""Checks of credentials before a program starts; none of them opens a session."""
 
 from __future__ import annotations
 
@@ -35,7 +32,7 @@ def get_tinker_token() -> str | None:
 
 
 def tinker_has_credentials() -> bool:
-    """Whether a credential is configured, be it a command that prints one; nothing is tried."""
+    """Whether a credential or a command that prints one is configured; nothing is tried."""
     from tinkex.config import Config
     from tinkex.transport.auth import choose
 
@@ -47,7 +44,7 @@ def tinker_has_credentials() -> bool:
 
 
 def raise_if_tinker_not_accessible(timeout: float = 10.0) -> None:
-    """Return when the server takes the credential; raise a TinkerError that names the cause.
+    """Return when the server accepts the credential; raise a TinkerError that names the cause.
 
     Asks the server once what it offers, and takes `timeout` seconds at most.
     """

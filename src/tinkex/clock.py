@@ -1,4 +1,4 @@
-"""Time as something that is handed over, so that tests can hold it still.
+"""Time as an argument, so that tests can control it.
 
 Nothing outside this module sleeps or reads a clock. `SystemClock` is the real one;
 `tinkex.testing.FakeClock` jumps forward when every task is waiting.
@@ -45,8 +45,8 @@ class SystemClock:
         await anyio.sleep(max(seconds, 0.0))
 
 
-class StillDate:
-    """Another clock, but for the date, which stands still."""
+class FixedDate:
+    """Another clock with a fixed date."""
 
     def __init__(self, clock: Clock, wall: float) -> None:
         self._clock = clock
@@ -64,7 +64,7 @@ class StillDate:
 
 @asynccontextmanager
 async def time_limit(clock: Clock, seconds: float | None) -> AsyncGenerator[TimeLimit]:
-    """Cancel the body after `seconds` of `clock`; `.expired` tells afterwards whether it did.
+    """Cancel the body after `seconds` of `clock`; `.expired` says afterwards whether it did.
 
     Works on a fake clock, where anyio's own `move_on_after` would wait in real time.
     """

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
 from tinkex.announcement import announced
 from tinkex.errors import InputError, InputTypeError
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 DEFAULT_BASE_URL = "https://tinker.thinkingmachines.dev/services/tinker-prod"
 EMBEDDED = "embedded"
 DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
-"""What is served, trained and talked to where no model is named."""
+"""The model that is used where none is named."""
 DATA_DIR = Path("tinkex-data")
-"""Where a server keeps what it has, if nothing else is said."""
+"""Where a server keeps its data by default."""
 
 _LEVELS = {
     "debug": logging.DEBUG,
@@ -43,10 +43,6 @@ _LEVELS = {
 _SERVER = "TINKEX_"
 _EMBEDDED = "TINKEX_EMBEDDED_"
 _SERVER_FOLDER = "TINKEX_EMBEDDED_SERVER"
-_CPU_ISA = "TINKEX_CPU_ISA"
-CpuIsa = Literal["portable", "avx2", "avx512"]
-CPU_ISAS: Final[tuple[CpuIsa, ...]] = get_args(CpuIsa)
-"""Instruction sets that the engine distinguishes, each with those before it."""
 _ON = frozenset({"1", "true", "yes", "on"})
 # Never shown and never pickled: a process resolves credentials of its own.
 _SECRETS = frozenset({"api_key", "stored_key", "credential_cmd", "headers", "proxy"})
@@ -59,7 +55,7 @@ def _secret(default: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Everything a client was told. Use `Config.load()`; the constructor reads nothing.
+    """The settings of a client. Use `Config.load()`; the constructor reads nothing.
 
     `api_key` is the key given or found in `TINKER_API_KEY`, `stored_key` the default of the
     credentials file. `proxy` is the URL of a proxy for every request, or the rules that
@@ -112,14 +108,9 @@ class Config:
         """The password of the server's proxy, in the forms that must never be recorded."""
         try:
             chosen = self.server_proxy
-        except InputError:  # never used, then
+        except InputError:  # then it is never used
             return ()
         return () if chosen is None else chosen.secrets()
-
-    @property
-    def has_credential(self) -> bool:
-        """Whether any source of a credential is configured; none is tried."""
-        return bool(self.api_key or self.credential_cmd or self.stored_key)
 
     @classmethod
     def load(
@@ -149,11 +140,11 @@ class Config:
         key = _key(api_key, "api_key") or _key(env.get("TINKER_API_KEY"), "TINKER_API_KEY")
         command = env.get("TINKER_CREDENTIAL_CMD") or None
         if url and not api_key:
-            # The server of this program's own; a key for another one is none for it.
+            # The key of this program's own embedded server beats a key for another server.
             key = _own_key(url, env) or key
         stored = None
         if not (key or command or by_name):
-            # A file nobody needs may be as damaged as it likes.
+            # Read only if it is needed: a damaged file must not fail other programs.
             stored = read_store(credentials_path(home or Path.home())).default_key
         loaded = cls(
             base_url=urls.normalise(url, setting=setting) if url else DEFAULT_BASE_URL,
@@ -170,32 +161,20 @@ class Config:
             embedded_models=_distinct(env.get("TINKEX_EMBEDDED_MODELS", "").split(",")),
             data_dir=Path(env["TINKEX_DATA_DIR"]) if env.get("TINKEX_DATA_DIR") else None,
         )
-        # Raises for a bad proxy variable if it is to be used; what is for others does no harm.
+        # Raises for a bad proxy variable if this server's requests would use it.
         _ = loaded.server_proxy
         return loaded
 
 
 def server_environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
-    """What `TINKEX_*` says about a server in this process, by setting; empty ones are not set."""
+    """The `TINKEX_*` settings of a server in this process; empty variables count as not set."""
     env = os.environ if env is None else env
     given = {name: value for name, value in env.items() if name.startswith(_SERVER) and value}
     return {
         name.removeprefix(_SERVER).lower(): value
         for name, value in given.items()
-        if not name.startswith(_EMBEDDED) and name != _CPU_ISA
+        if not name.startswith(_EMBEDDED)
     }
-
-
-def cpu_isa(env: Mapping[str, str] | None = None) -> CpuIsa:
-    """The newest instruction set that the engine may use, if the processor has it.
-
-    `TINKEX_CPU_ISA` imitates an older processor for the engine's own machine code.
-    """
-    given = (os.environ if env is None else env).get(_CPU_ISA) or "avx512"
-    for isa in CPU_ISAS:
-        if isa == given.strip().lower():
-            return isa
-    raise InputError(f"must be one of {', '.join(CPU_ISAS)}", _CPU_ISA)
 
 
 def announce_to_children(folder: Path) -> None:
@@ -229,12 +208,12 @@ def _cloudflare(env: Mapping[str, str]) -> dict[str, str]:
 def _proxies_of(env: Mapping[str, str]) -> ProxyRules | None:
     """What the environment says about proxies.
 
-    A lower-case variable beats its upper-case twin, also when it is empty.
+    A lower-case variable beats the same one in upper case, also when it is empty.
     """
     found: dict[str, tuple[str, str]] = {}
     for upper in _PROXY_VARIABLES:
         name = upper.lower() if upper.lower() in env else upper
-        # In a CGI script HTTP_PROXY is the header `Proxy:` of whoever asks.
+        # In a CGI script HTTP_PROXY is the `Proxy:` header of the incoming request.
         if env.get(name) and not (name == "HTTP_PROXY" and "REQUEST_METHOD" in env):
             found[upper.lower()] = (name, env[name])
     return ProxyRules.from_variables(found) if found.keys() - {"no_proxy"} else None

@@ -1,4 +1,4 @@
-"""Every error a user can meet, in one tree.
+"""Every error that tinkex raises for its users, in one tree.
 
     TinkerError                         code, retryable, request_id
     ├── APIError                        message, request, body
@@ -23,15 +23,15 @@
     │   └── NothingToTrain  (AssertionError)  every train_* flag is off
     ├── CredentialError                     no usable key
     ├── MissingPackageError (ImportError)   an optional package is not installed
-    ├── ServerSilentError   (TimeoutError)  no sign of life from the server for too long
+    ├── ServerSilentError   (TimeoutError)  no reply from the server for too long
     ├── ClosedError         (RuntimeError)  the client was closed, or its loop ended
     │   └── ForkedError                     the client belongs to the parent process
-    ├── TokenizerError      (RuntimeError)  the model's tokenizer cannot be had here
+    ├── TokenizerError      (RuntimeError)  the model's tokenizer cannot be loaded
     ├── ChatTemplateError   (RuntimeError)  a model's chat template cannot render these messages
     ├── DataError           (ValueError)    a data file has bad lines; all of them are listed
     ├── ModelError          (RuntimeError)  a base model's files cannot be used
-    ├── EngineDiedError     (RuntimeError)  the engine's process ended while work was waiting
-    ├── StorageError        (RuntimeError)  what should be kept cannot be written or reached
+    ├── EngineDiedError     (RuntimeError)  the engine's process ended while work was pending
+    ├── StorageError        (RuntimeError)  data cannot be stored: a disk, database or bucket fails
     └── ResultError         (RuntimeError)  the server's answer breaks the protocol
 
 All of them pickle, and none ever holds a credential: `request` and `response` are small
@@ -51,7 +51,7 @@ ErrorCategory = Literal["unknown", "server", "user"]
 
 @dataclass(frozen=True, slots=True)
 class RequestInfo:
-    """The request behind an error: what was asked, never with which credentials."""
+    """The request behind an error, without credentials."""
 
     method: str
     url: str
@@ -147,13 +147,13 @@ class BillingError(APIStatusError):
 
 
 class PermissionDeniedError(APIStatusError):
-    """403: the key is good, but not for this."""
+    """403: the key is valid, but does not allow this."""
 
     code = "permission_denied"
 
 
 class NotFoundError(APIStatusError):
-    """404: no such thing, or not yours."""
+    """404: not found, or not visible to this key."""
 
     code = "not_found"
 
@@ -173,20 +173,20 @@ class PromiseLostError(APIStatusError):
 
 
 class UnprocessableEntityError(APIStatusError):
-    """422: the request is well-formed but means nothing."""
+    """422: the request is well-formed but invalid."""
 
     code = "unprocessable"
 
 
 class RateLimitError(APIStatusError):
-    """429: too much at once."""
+    """429: too many requests."""
 
     code = "rate_limit"
     retryable = True
 
 
 class InternalServerError(APIStatusError):
-    """5xx: the server's own fault."""
+    """5xx: the server failed."""
 
     code = "server_error"
     retryable = True
@@ -212,7 +212,7 @@ class APITimeoutError(APIConnectionError):
 
 
 class ProxyError(APIError):
-    """The proxy between this process and the server refused; the server was not asked.
+    """The proxy between this process and the server refused; the server got no request.
 
     `status_code` is the proxy's answer: 407 wants other credentials, 403 forbids the server.
     """
@@ -277,7 +277,7 @@ class MissingPackageError(TinkerError, ImportError):
 
 
 class ServerSilentError(TinkerError, TimeoutError):
-    """The server gave no sign of life for too long."""
+    """The server did not reply for too long."""
 
     code = "server_silent"
     retryable = True
@@ -296,7 +296,7 @@ class ForkedError(ClosedError):
 
 
 class TokenizerError(TinkerError, RuntimeError):
-    """The tokenizer cannot be had here; the message says what to install or fetch."""
+    """The tokenizer cannot be loaded; the message says what to install or fetch."""
 
     code = "tokenizer"
 
@@ -304,8 +304,8 @@ class TokenizerError(TinkerError, RuntimeError):
 class ChatTemplateError(TinkerError, RuntimeError):
     """A model's chat template is missing or broken, or cannot render these messages.
 
-    Also raised where a rendered conversation does not begin with what a sampler would be given,
-    because a model trained on it would be asked something else than it has learned.
+    Also raised where a rendered conversation does not begin with what a sampler would be given: a
+    model trained on it would later get another prompt than it was trained on.
     """
 
     code = "chat_template"
@@ -357,7 +357,7 @@ class EngineDiedError(TinkerError, RuntimeError):
 
 
 class StorageError(TinkerError, RuntimeError):
-    """Something cannot be kept: a full, read-only or unreachable disk, database or bucket.
+    """Data cannot be stored: a full, read-only or unreachable disk, database or bucket.
 
     The message names the place and says what to do. Nothing half-written stays behind, so the
     same call works once the storage does.
@@ -400,7 +400,7 @@ def status_error(response: ResponseInfo, body: object) -> APIStatusError:
 
 
 def code_of(error: BaseException) -> str:
-    """The code of an error's class in this tree; `other` for somebody else's error."""
+    """The code of an error's class in this tree; `other` for any other error."""
     for kind in type(error).__mro__:
         if kind.__module__ == __name__ and issubclass(kind, TinkerError):
             return kind.code
@@ -408,4 +408,4 @@ def code_of(error: BaseException) -> str:
 
 
 class ExperimentalWarning(FutureWarning):
-    """Marks calls whose shape may still change."""
+    """Marks calls whose signature may still change."""

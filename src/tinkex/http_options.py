@@ -1,6 +1,6 @@
 """The two HTTP option types that the official package exports by name.
 
-No client of ours takes them; they exist so that scripts which build or annotate with them run.
+No client takes them. They exist for scripts that build them or use them in annotations.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _defaults(
 
 
 class RequestOptions(TypedDict, total=False):
-    """What a low-level call could be told."""
+    """Options of a low-level call."""
 
     headers: Mapping[str, str]
     max_retries: int

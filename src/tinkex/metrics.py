@@ -4,33 +4,30 @@
 
     stop = metrics.subscribe(lambda one: print(one.metric.name, one.value, one.labels))
 
-They go to whoever subscribes, and to OpenTelemetry once the program has set up a meter provider;
-this module never imports OpenTelemetry by itself. `METRICS` defines all of them. Labels are words
-from small fixed sets, never ids and never text. Latencies come from spans. While nobody wants the
-numbers, whoever has one to tell pays for one test of `meter.on`.
+They go to subscribers, and to OpenTelemetry once the program has set up a meter provider; this
+module never imports OpenTelemetry by itself. `METRICS` defines all of them. Labels are words from
+small fixed sets, never ids and never text. Latencies come from spans. Without a subscriber or
+provider a measurement costs one test of `meter.on`.
 """
 
 from __future__ import annotations
 
-import logging
 import sys
 import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from tinkex.errors import code_of
-from tinkex.spans import current_span
+from tinkex.spans import Listeners, current_span
 from tinkex.spans import subscribe as subscribe_to_spans
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tinkex.spans import Span
-    from tinkex.types.usage import Usage
+    from tinkex.types import Usage
 
     Listener = Callable[["Measurement"], None]
-
-_log = logging.getLogger(__name__)
 
 WaitReason = Literal["slot", "bytes", "rate_limit", "capacity", "billing", "backoff"]
 """What a client waits for: a place among the samples under way, room in a byte budget, the end of
@@ -41,7 +38,7 @@ WAIT_REASONS: tuple[WaitReason, ...] = get_args(WaitReason)
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One number that a client tells; `unit` is spelled as OpenTelemetry does."""
+    """One number that a client reports; `unit` is spelled as OpenTelemetry does."""
 
     name: str
     kind: Literal["counter", "histogram"]
@@ -52,7 +49,7 @@ class Metric:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What a listener hears: a counter's increase, or a histogram's value."""
+    """One event of a metric: a counter's increase, or a histogram's value."""
 
     metric: Metric
     value: float
@@ -139,8 +136,8 @@ _OPERATIONS = ("training", "sampling")
 def subscribe(listener: Listener) -> Callable[[], None]:
     """Have `listener` called with every measurement, in the thread that makes it.
 
-    Returns what ends the subscription. A listener must be quick; if it raises, that is logged and
-    the call goes on.
+    Returns what ends the subscription. A listener must be quick. If it raises, that is logged and
+    the call continues.
     """
     return meter.subscribe(listener)
 
@@ -149,31 +146,27 @@ class Meter:
     """Where the measurements of this process go. Ask for `on` before calling anything else."""
 
     def __init__(self) -> None:
-        # Mutable state: who listens (a tuple that is replaced, never edited), the provider of
-        # OpenTelemetry with its instruments, and what ends the subscription to spans.
+        # Mutable state: the listeners, the provider of OpenTelemetry with its instruments, and
+        # what ends the subscription to spans.
         self.on = False
         self._lock = threading.Lock()
-        self._listeners: tuple[Listener, ...] = ()
+        self._listeners: Listeners[Measurement] = Listeners()
         self._provider: Any = None
         self._instruments: dict[str, Callable[[float, dict[str, str]], None]] = {}
         self._stop_spans: Callable[[], None] | None = None
 
-    # -- who wants them -----------------------------------------------------------------------
+    # -- subscribers --------------------------------------------------------------------------
 
     def subscribe(self, listener: Listener) -> Callable[[], None]:
         """As the function of this module."""
-        with self._lock:
-            self._listeners = (*self._listeners, listener)
-            self._switch()
-        return lambda: self._remove(listener)
+        stop = self._listeners.add(listener)
+        self._switch()
 
-    def _remove(self, listener: Listener) -> None:
-        with self._lock:
-            kept = list(self._listeners)
-            if listener in kept:
-                kept.remove(listener)
-            self._listeners = tuple(kept)
+        def end() -> None:
+            stop()
             self._switch()
+
+        return end
 
     def find_opentelemetry(self) -> None:
         """Use the program's meter provider, if there is one by now."""
@@ -181,30 +174,34 @@ class Meter:
         if api is None:
             return
         provider = api.get_meter_provider()
-        # Stands for "nobody has set up a provider yet".
+        # The proxy stands for a provider that is not set up yet.
         found = None if type(provider).__name__ == "_ProxyMeterProvider" else provider
         with self._lock:
-            if found is not self._provider:
+            changed = found is not self._provider
+            if changed:
                 self._provider = found
                 self._instruments = {} if found is None else _instruments(found)
-                self._switch()
+        if changed:
+            self._switch()
 
     def _switch(self) -> None:
-        self.on = bool(self._listeners or self._instruments)
-        if self.on and self._stop_spans is None:
-            self._stop_spans = subscribe_to_spans(self._span_ended)
-        elif not self.on and self._stop_spans is not None:
-            self._stop_spans()
-            self._stop_spans = None
+        # Read and write in one step: the last of several callers sees what all of them changed.
+        with self._lock:
+            self.on = bool(self._listeners.all or self._instruments)
+            if self.on and self._stop_spans is None:
+                self._stop_spans = subscribe_to_spans(self._span_ended)
+            elif not self.on and self._stop_spans is not None:
+                self._stop_spans()
+                self._stop_spans = None
 
-    # -- what they are told -------------------------------------------------------------------
+    # -- what is recorded ---------------------------------------------------------------------
 
     def request(self, route: str, status: int | Literal["connection", "timeout"]) -> None:
         """An HTTP request has ended."""
         self._record(REQUESTS, 1, route=route, status=str(status))
 
     def retry(self, route: str, reason: WaitReason, wait_s: float | None = None) -> None:
-        """A request will be sent again, after a wait of `wait_s` that nobody else tells of."""
+        """A request will be sent again; `wait_s` is a wait that is not recorded elsewhere."""
         self._record(RETRIES, 1, route=route, reason=reason)
         if wait_s is not None:
             self.wait(reason, wait_s)
@@ -241,8 +238,8 @@ class Meter:
         instrument = self._instruments.get(metric.name)
         if instrument is not None:
             instrument(value, labels)
-        for listener in self._listeners:
-            _tell(listener, Measurement(metric, value, labels))
+        if self._listeners.all:
+            self._listeners.notify(Measurement(metric, value, labels), metric.name)
 
 
 meter = Meter()
@@ -273,10 +270,3 @@ def _instrument(source: Any, metric: Metric) -> Callable[[float, dict[str, str]]
         return source.create_histogram(metric.name, **about, **buckets).record
     except TypeError:  # versions that cannot be advised
         return source.create_histogram(metric.name, **about).record
-
-
-def _tell(listener: Listener, measurement: Measurement) -> None:
-    try:
-        listener(measurement)
-    except Exception:  # noqa: BLE001 - a listener is no part of the call
-        _log.warning("a listener failed on %s", measurement.metric.name, exc_info=True)

@@ -20,7 +20,7 @@ _ATTEMPTS: Final = 100
 
 
 def new_file(folder: Path, prefix: str, *, mode: int = 0o666) -> tuple[int, Path]:
-    """An open, empty file and its path. `mode` is what it gets at most."""
+    """An open, empty file and its path; the umask is applied to `mode`."""
 
     def make(path: Path) -> int:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)

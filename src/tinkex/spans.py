@@ -5,9 +5,10 @@
 
 A span records a name from a small fixed set, ids as data, start, duration and failure. It works
 in blocking and in async code: the current span lives in a context variable, so it follows tasks
-and whatever is started with a copied context. Nobody has to listen, and then it costs next to
-nothing. Those who can: listeners in this process (`subscribe`), the DEBUG log, and OpenTelemetry
-once the program has set up a tracer provider. This module never imports OpenTelemetry by itself.
+and everything that is started with a copied context. Spans go to listeners in this process
+(`subscribe`), to the DEBUG log, and to OpenTelemetry once the program has set up a tracer
+provider; without any of them a span costs next to nothing. This module never imports
+OpenTelemetry by itself.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from __future__ import annotations
 import logging
 import sys
 import threading
+from contextlib import nullcontext
 from contextvars import ContextVar
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,9 +27,12 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     Id = str | int | float | bool | None
-    Listener = Callable[["Span"], None]
+
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
+# In `sys.modules` when the program uses it; a provider cannot be set without it.
+_OTEL = "opentelemetry.trace"
 
 
 class Span:
@@ -92,8 +97,7 @@ class Span:
             _log.debug(
                 "%s %s after %.6f s%s", self.name, outcome, self.duration_s, _readable(self.ids)
             )
-        for listener in _listeners.all:
-            _tell(listener, self)
+        _listeners.notify(self, self.name)
 
     def __repr__(self) -> str:
         return f"Span({self.name!r}, {self.ids!r})"
@@ -104,24 +108,23 @@ def span(name: str, /, **ids: Id) -> Span:
 
     Never pass keys, headers or prompts: ids are logged and leave the process.
     """
-    if not _listeners.all and _otel_trace() is None and not _log.isEnabledFor(logging.DEBUG):
-        return _UNHEARD
-    return Span(name, ids)
+    if _listeners.all or sys.modules.get(_OTEL) or _log.isEnabledFor(logging.DEBUG):
+        return Span(name, ids)
+    return _UNHEARD
 
 
-class _Unheard(Span):
-    """Stands for every span while nobody listens: a sample must not pay for what nobody reads."""
+class _Unheard(nullcontext["Span"], Span):
+    """Stands for every span that has no listener, so that a sample does not pay for its spans."""
+
+    def __init__(self) -> None:
+        nullcontext.__init__(self, self)  # pyright: ignore[reportUnknownMemberType]
+        Span.__init__(self, "unheard", {})
 
     def note(self, **ids: Id) -> None: ...
 
-    def __enter__(self) -> Span:
-        return self
-
-    def __exit__(self, *outcome: object) -> None: ...
-
 
 def current_span() -> Span | None:
-    """The innermost span around the caller, or None; also None while nobody listens."""
+    """The innermost span around the caller, or None; also None where spans have no listener."""
     return _current.get()
 
 
@@ -131,7 +134,7 @@ def current_traceparent() -> str | None:
     None unless that span is being recorded, or was left out by a sampler, which the server should
     know, too. A span that has ended is no parent for what a background task sends later.
     """
-    trace = _otel_trace()
+    trace: Any = sys.modules.get(_OTEL)
     if trace is None:
         return None
     here = trace.get_current_span()
@@ -141,44 +144,53 @@ def current_traceparent() -> str | None:
     return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
 
 
-def subscribe(listener: Listener) -> Callable[[], None]:
+def subscribe(listener: Callable[[Span], None]) -> Callable[[], None]:
     """Have `listener` called with every span that ends, in the thread where it ends.
 
-    Returns what ends the subscription. A listener must be quick; if it raises, that is logged
-    and the step goes on.
+    Returns what ends the subscription. A listener must be quick. If it raises, that is logged and
+    the step continues.
     """
     return _listeners.add(listener)
 
 
-class _Listeners:
-    """Who listens in this process."""
+class Listeners(Generic[T]):
+    """The subscribers of this process to one kind of event."""
 
     def __init__(self) -> None:
         # Mutable state: a tuple that is replaced, never edited, so that readers need no lock.
-        self.all: tuple[Listener, ...] = ()
+        self.all: tuple[Callable[[T], None], ...] = ()
         self._lock = threading.Lock()
 
-    def add(self, listener: Listener) -> Callable[[], None]:
+    def add(self, listener: Callable[[T], None]) -> Callable[[], None]:
+        """Call `listener` with every event from now on; returns what ends that."""
         with self._lock:
             self.all = (*self.all, listener)
         return lambda: self._remove(listener)
 
-    def _remove(self, listener: Listener) -> None:
+    def _remove(self, listener: Callable[[T], None]) -> None:
         with self._lock:
             kept = list(self.all)
             if listener in kept:
                 kept.remove(listener)
             self.all = tuple(kept)
 
+    def notify(self, event: T, name: str) -> None:
+        """Call every listener; one that raises is logged, and the step continues."""
+        for listener in self.all:
+            try:
+                listener(event)
+            except Exception:  # noqa: BLE001 - a listener is not part of the step
+                _log.warning("a listener failed on %s", name, exc_info=True)
+
 
 class _OtelSpan:
-    """The OpenTelemetry twin of a span, current while the span is."""
+    """The OpenTelemetry counterpart of a span, current while the span is."""
 
-    def __init__(self, tracer: Any, ours: Span) -> None:
+    def __init__(self, tracer: Any, source: Span) -> None:
         # Never the text of an error, which may quote a prompt; its type is enough.
         self._scope = tracer.start_as_current_span(
-            ours.name,
-            attributes=_attributes(ours.ids),
+            source.name,
+            attributes=_attributes(source.ids),
             record_exception=False,
             set_status_on_exception=False,
         )
@@ -189,29 +201,24 @@ class _OtelSpan:
 
     def end(self, *outcome: Any) -> None:
         if isinstance(outcome[1], Exception):
-            trace = _otel_trace()
+            trace: Any = sys.modules.get(_OTEL)
             self._span.set_attribute("error.type", type(outcome[1]).__name__)
             self._span.set_status(trace.Status(trace.StatusCode.ERROR))
         try:
             self._scope.__exit__(*outcome)
         except BaseException as error:
-            # A scope built from a generator hands the block's own error back; it is on its way.
+            # A scope built from a generator raises the block's own error again.
             if error is not outcome[1]:
                 raise
 
 
-def _otel_trace() -> Any:
-    """`opentelemetry.trace` when the program uses it; a provider cannot be set without it."""
-    return sys.modules.get("opentelemetry.trace")
-
-
 def otel_tracer() -> Any:
     """A tracer once the program has set up OpenTelemetry, else None."""
-    trace = _otel_trace()
+    trace: Any = sys.modules.get(_OTEL)
     if trace is None:
         return None
     provider = trace.get_tracer_provider()
-    # The proxy stands for "nobody has set up a provider yet"; it would record nothing.
+    # The proxy stands for a provider that is not set up yet; it would record nothing.
     return None if type(provider) is trace.ProxyTracerProvider else provider.get_tracer("tinkex")
 
 
@@ -223,13 +230,6 @@ def _readable(ids: dict[str, Id]) -> str:
     return "".join(f" {name}={value}" for name, value in ids.items() if value is not None)
 
 
-def _tell(listener: Listener, ended: Span) -> None:
-    try:
-        listener(ended)
-    except Exception:  # noqa: BLE001 - a listener is not part of the step
-        _log.warning("a listener failed on span %s", ended.name, exc_info=True)
-
-
 _current: ContextVar[Span | None] = ContextVar("tinkex_span", default=None)
-_listeners = _Listeners()
-_UNHEARD = _Unheard("unheard", {})
+_listeners: Listeners[Span] = Listeners()
+_UNHEARD = _Unheard()

@@ -3,9 +3,9 @@
 `plan` decides by name alone what to load; loading runs in a thread, because it reads files and
 may download. `transformers` is used where it is installed, else the small `tokenizers` library.
 
-A server of ours has the tokenizers of its base models. One on this machine is asked first, since
-it knows exactly what it computes with. Elsewhere the hub comes first, as official clients do it,
-and the server is asked when the hub has failed.
+A tinkex server has the tokenizers of its base models. A server on this machine is asked first,
+since it knows which tokenizer it uses. For other servers the hub comes first, as in official
+clients, and the server is asked when the hub has failed.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from tinkex.wire import routes
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from tinkex.clients.service import ServiceClient
     from tinkex.transport.api import Api
     from tinkex.wire.bodies import TokenizerResponse
 
 _UNGATED_LLAMA_3 = "thinkingmachineslabinc/meta-llama-3-instruct-tokenizer"
 _VENDOR_PREFIXES = ("TML/", "thinkingmachines/")
-# These repositories carry their own code, so what runs is fixed to a commit somebody has read.
+# These repositories carry their own code, so each is pinned to a commit that was reviewed.
 _PINNED = {
     "moonshotai/Kimi-K2-Thinking": "612681931a8c906ddb349f8ad0f582cb552189cd",
     "moonshotai/Kimi-K2.5": "4d01dfe0332d63057c186e0b262165819efb6611",
@@ -44,7 +45,7 @@ _HERE = frozenset({"127.0.0.1", "localhost", "::1"})
 
 
 class Tokenizer(Protocol):
-    """What a program may count on, whichever library the tokenizer comes from."""
+    """What every tokenizer has, whichever library it comes from."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -61,7 +62,7 @@ class Tokenizer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class TokenizerSource:
     """What to load: a folder, or a repository at a revision.
 
     `stamp` is when a folder was last written, so that a new version is not taken for an old one.
@@ -83,7 +84,7 @@ def load_tokenizer(model_name: str, tokenizer_id: str | None = None) -> Tokenize
     return _load(plan(model_name, tokenizer_id))
 
 
-def plan(model_name: str, tokenizer_id: str | None = None) -> Source:
+def plan(model_name: str, tokenizer_id: str | None = None) -> TokenizerSource:
     """What to load: an existing local folder, else the server's choice, else by the name."""
     if not model_name:
         raise InputError("must not be empty", "model_name")
@@ -93,13 +94,13 @@ def plan(model_name: str, tokenizer_id: str | None = None) -> Source:
             return folder
     name = tokenizer_id or _by_model_name(model_name.split(":")[0])
     if name.startswith("tinkex/"):
-        # Asking the hub for a name of ours would take a minute and fail.
+        # These names are on no hub; asking for one would take a minute and fail.
         raise TokenizerError(
             f"{name} is on no hub: only a tinkex server that serves it has its tokenizer; run "
             "`tinkex serve`, or use the embedded server"
         )
     name = _ALIASES.get(name, name)
-    return Source(name, _PINNED.get(name))
+    return TokenizerSource(name, _PINNED.get(name))
 
 
 def _by_model_name(name: str) -> str:
@@ -111,18 +112,18 @@ def _by_model_name(name: str) -> str:
     return name
 
 
-def _folder(name: str) -> Source | None:
+def _folder(name: str) -> TokenizerSource | None:
     """`name` as a local folder that holds a tokenizer."""
     folder = Path(name)
     try:
         stamps = [path.stat().st_mtime_ns for file in _FILES if (path := folder / file).is_file()]
     except (OSError, ValueError):  # too long a name, a null byte: no folder
         return None
-    return Source(str(folder.resolve()), local=True, stamp=max(stamps)) if stamps else None
+    return TokenizerSource(str(folder.resolve()), local=True, stamp=max(stamps)) if stamps else None
 
 
 @functools.lru_cache(maxsize=32)
-def _load(source: Source) -> Tokenizer:
+def _load(source: TokenizerSource) -> Tokenizer:
     if not source.local and source.name.startswith(_VENDOR_PREFIXES):
         found = _from_vendor(source.name)
         if found is not None:
@@ -136,7 +137,7 @@ def _load(source: Source) -> Tokenizer:
         except TokenizerError:
             raise
         except Exception as error:
-            # Both libraries raise whatever comes to their minds, bare Exception included.
+            # Both libraries raise errors of any type, bare Exception included.
             where = "the folder" if source.local else "the hub or its local cache"
             raise TokenizerError(
                 f"the tokenizer {source.name!r} could not be read from {where}: {error}"
@@ -165,7 +166,7 @@ def _from_vendor(name: str) -> Tokenizer | None:
     return found
 
 
-def _from_transformers(transformers: Any, source: Source) -> Tokenizer:
+def _from_transformers(transformers: Any, source: TokenizerSource) -> Tokenizer:
     options: dict[str, Any] = {}
     if source.revision is not None:
         options = {"revision": source.revision, "trust_remote_code": True}
@@ -173,7 +174,7 @@ def _from_transformers(transformers: Any, source: Source) -> Tokenizer:
     return loaded
 
 
-def _from_tokenizers(tokenizers: Any, source: Source) -> Tokenizer:
+def _from_tokenizers(tokenizers: Any, source: TokenizerSource) -> Tokenizer:
     folder = Path(source.name) if source.local else _downloaded(source)
     file = folder / "tokenizer.json"
     if not file.is_file():
@@ -184,7 +185,7 @@ def _from_tokenizers(tokenizers: Any, source: Source) -> Tokenizer:
     return FastTokenizer(source.name, tokenizers.Tokenizer.from_file(str(file)), _settings(folder))
 
 
-def _downloaded(source: Source) -> Path:
+def _downloaded(source: TokenizerSource) -> Path:
     # The hub's client is a dependency of `tokenizers`.
     hub: Any = importlib.import_module("huggingface_hub")
     return Path(
@@ -274,13 +275,36 @@ class FastTokenizer:
 # -- from the server --------------------------------------------------------------------------
 
 
+async def tokenizer_for_async(
+    service: ServiceClient, model: str, *, elsewhere: bool = False
+) -> Tokenizer:
+    """The tokenizer of a base model, with its chat template; starts no session and no run.
+
+    From the server where it has it (tinkex servers do), else from a folder or the hub by the
+    model's name. A model that a tinkex server on this machine does not serve is refused, unless
+    `elsewhere` says that only the tokenizer is wanted.
+    """
+
+    async def load() -> Tokenizer:
+        return await tokenizer_of(await service.holder.connected(), model, elsewhere=elsewhere)
+
+    return await service.operations.run(load)
+
+
+def tokenizer_for(service: ServiceClient, model: str, *, elsewhere: bool = False) -> Tokenizer:
+    """The tokenizer of a base model; `tokenizer_for_async` for blocking code."""
+    return service.operations.block(
+        lambda: tokenizer_for_async(service, model, elsewhere=elsewhere)
+    )
+
+
 async def tokenizer_of(
     api: Api, model_name: str, tokenizer_id: str | None = None, *, elsewhere: bool = False
 ) -> Tokenizer:
     """The tokenizer of a model that `api`'s server serves.
 
-    With `elsewhere` also of a model that it does not serve. Of a model that nobody has, the error
-    is the server's, which says what it serves.
+    With `elsewhere` also of a model that it does not serve. For a model that is found nowhere, the
+    error is the server's, which lists what it serves.
     """
     here = urls.parse(api.config.base_url).host in _HERE
     refused: BadRequestError | None = None
@@ -311,7 +335,7 @@ async def _served(api: Api, model_name: str) -> Tokenizer | None:
     except BadRequestError:
         raise
     except APIStatusError:
-        return None  # a server that has none, or is none of ours
+        return None  # a server without this route
     return await asyncio.to_thread(_made, model_name, answer)
 
 

@@ -15,7 +15,7 @@ from recorder import describe
 from scenarios import SCENARIOS
 
 from tests.patience import PATIENCE_S
-from tinkex.server.settings import Settings
+from tinkex.server import Settings
 from tinkex.testing import FakeServer
 from tinkex.types import ClientConfigResponse, ClientDynamicConfigResponse
 

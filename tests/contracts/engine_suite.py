@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
-from tinkex.engine.base import (
+from tinkex.engine.protocol import (
     GAUGES,
     AdapterSpec,
     OptimOp,
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
     from pathlib import Path
 
-    from tinkex.engine.base import Best, Engine, Layout, SampleResult
+    from tinkex.engine.protocol import Best, Engine, Layout, SampleResult
 
 MODEL = "tinkex/tiny"
 TEXT = list(b"a stitch in time saves nine")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from tinkex.engine.saved import SavedFiles
+    from tinkex.engine.checkpoints.saved_files import SavedFiles
 
 HOSTILE = [
     "",

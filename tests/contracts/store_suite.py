@@ -14,11 +14,11 @@ from tinkex.server.store.records import (
     AuditEntry,
     Model,
     Operation,
-    Outcome,
-    Sampler,
-    Session,
+    OperationOutcome,
     StoredCheckpoint,
     StoredLoss,
+    StoredSampler,
+    StoredSession,
     UsageEntry,
 )
 from tinkex.types import (
@@ -43,9 +43,9 @@ if TYPE_CHECKING:
 LORA, ADAM = LoraConfig(rank=8, train_mlp=False), AdamOptimizerConfig()
 
 
-def session(name: str = "s", owner: str = "o", at: float = 1.0, **more: Any) -> Session:
+def session(name: str = "s", owner: str = "o", at: float = 1.0, **more: Any) -> StoredSession:
     more = {"last_seen_at": at, **more}
-    return Session(session_id=name, owner=owner, created_at=at, **more)
+    return StoredSession(session_id=name, owner=owner, created_at=at, **more)
 
 
 def model(name: str = "s:train:0", owner: str = "o", **more: Any) -> Model:
@@ -62,8 +62,8 @@ def model(name: str = "s:train:0", owner: str = "o", **more: Any) -> Model:
     )
 
 
-def sampler(name: str = "s:sample:0", **more: Any) -> Sampler:
-    return Sampler(
+def sampler(name: str = "s:sample:0", **more: Any) -> StoredSampler:
+    return StoredSampler(
         sampler_id=name,
         owner="o",
         session_id=name.split(":")[0],
@@ -148,7 +148,7 @@ def used(at: float, kind: OpKind = "optim_step", owner: str = "o", **amounts: An
     )
 
 
-DONE = Outcome(body=b"result", size_bytes=6, usage=Usage(trained_tokens=3))
+DONE = OperationOutcome(body=b"result", size_bytes=6, usage=Usage(trained_tokens=3))
 
 
 class StoreSuite:
@@ -430,7 +430,7 @@ class StoreSuite:
     async def test_an_operation_ends_once_and_keeps_its_first_outcome(self, store: Store) -> None:
         await store.submit(step(1))
         assert await store.finish("s:train:0:1", DONE, 4.0)
-        assert not await store.finish("s:train:0:1", Outcome(error="late"), 5.0)
+        assert not await store.finish("s:train:0:1", OperationOutcome(error="late"), 5.0)
         assert not await store.finish("unknown", DONE, 5.0)
         ended = await store.get_operation("s:train:0:1")
         assert ended is not None
@@ -445,7 +445,7 @@ class StoreSuite:
         found, cursor = await store.completions("s:sample:0", 0, 0)
         assert [op.seq_id for op in found] == [1, 0]
         assert (await store.completions("s:sample:0", 0, cursor))[0] == []
-        await store.finish("s:sample:0:2", Outcome(error="no"), 2.0)
+        await store.finish("s:sample:0:2", OperationOutcome(error="no"), 2.0)
         found, later = await store.completions("s:sample:0", 0, cursor)
         assert [op.seq_id for op in found] == [2]
         assert later > cursor
@@ -691,7 +691,9 @@ class StoreSuite:
 
         body = bytes(range(256)) * (20_000_000 // 256)
         await store.submit(step(2**63 - 1, body=body))
-        await store.finish(f"s:train:0:{2**63 - 1}", Outcome(body=body, size_bytes=len(body)), 1.0)
+        await store.finish(
+            f"s:train:0:{2**63 - 1}", OperationOutcome(body=body, size_bytes=len(body)), 1.0
+        )
         (kept,) = await store.journal("s:train:0", 2**63 - 2)
         assert kept.body == body
         found = await store.get_operation(kept.op_id)

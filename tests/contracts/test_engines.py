@@ -15,13 +15,13 @@ from tinkex.clock import SystemClock
 from tinkex.engine.local import LocalEngine
 from tinkex.engine.models.loader import load_model
 from tinkex.engine.process import EngineSpec, LocalSettings, ModelSource, ProcessEngine
-from tinkex.serving.engine import RestartingEngine
+from tinkex.engine.process.supervisor import RestartingEngine
 from tinkex.testing import Delays, FakeEngine
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from tinkex.engine.base import Engine
+    from tinkex.engine.protocol import Engine
 
 # One sequence at a time, so that a place which is not given back is missed.
 SETTINGS = LocalSettings(max_sequences=1, cache_bytes=1 << 24)

@@ -11,11 +11,13 @@ import pytest
 
 from tests.contracts.saved_suite import SavedSuite
 from tests.s3 import bucket, s3_environment, s3_url
-from tinkex.engine.saved import SavedFiles, open_saved
+from tinkex.engine.checkpoints.remote_files import open_saved
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
+
+    from tinkex.engine.checkpoints.saved_files import SavedFiles
 
     Opened = Callable[[str], SavedFiles]
 

@@ -11,9 +11,8 @@ from sqlalchemy.pool import NullPool
 
 from tinkex.errors import StorageError
 from tinkex.server.store.sql import SqlStore
-from tinkex.server.store.sql.address import parse
 from tinkex.server.store.sql.schema import METADATA, VERSION
-from tinkex.server.store.sql.versions import MIGRATIONS, bring_up, migrate
+from tinkex.server.store.sql.store import MIGRATIONS, bring_up, migrate, parse
 
 if TYPE_CHECKING:
     from collections.abc import Callable

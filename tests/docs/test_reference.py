@@ -21,8 +21,8 @@ from tests.installed import extras
 from tinkex import Config, errors, testing
 from tinkex.clients.sampling_checks import RetryConfig
 from tinkex.futures.future import APIFuture, FutureStatus
-from tinkex.server.settings import Settings
-from tinkex.serving.settings import HostSettings, known
+from tinkex.server import Settings
+from tinkex.serving.host_settings import HostSettings, known
 from tinkex.testing import faults, plugin
 from tinkex.wire.routes import ROUTES
 

@@ -11,14 +11,14 @@ import torch
 from tests.docs.blocks import ROOT, page_named
 from tinkex.adapters import folder, tensor_header
 from tinkex.clients import local_loss
-from tinkex.engine import custom_loss, custom_loss_limits, losses, results
-from tinkex.engine.optim import adamw_step, fresh_moments
+from tinkex.engine.training import custom_loss, custom_loss_limits, losses, results
+from tinkex.engine.training.optim import adamw_step, fresh_moments
 from tinkex.server import Settings
-from tinkex.server.api import adapter_body
+from tinkex.server.api import imports
 from tinkex.server.api.call import MAX_JSON_PARTS, MAX_PROTOBUF_PARTS
 from tinkex.server.api.usage import MOST_AUDITED
 from tinkex.server.app import HANDLERS
-from tinkex.server.observability import seen
+from tinkex.server.observability import requests
 from tinkex.server.openapi import describe
 from tinkex.types import AdamParams
 
@@ -67,11 +67,11 @@ def test_the_limits_and_times_are_those_in_the_code() -> None:
         custom_loss_limits.MAX_WORK,
         folder.MAX_CONFIG_BYTES,
         tensor_header.MAX_HEAD_BYTES,
-        adapter_body.BLOCK_BYTES,
+        imports.BLOCK_BYTES,
     ]
     for number in numbers:
         assert f" {number:,} " in refused
-    assert f"latest {seen._KEPT:,} " in PAGE
+    assert f"latest {requests._KEPT_POLLS:,} " in PAGE
     settings = Settings()
     assert (settings.result_ttl_s, settings.session_timeout_s) == (6 * 3600, 5 * 60)
     assert (settings.url_ttl_s, settings.token_ttl_s) == (3600, 3600)

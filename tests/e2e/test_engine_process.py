@@ -33,7 +33,6 @@ from tests.contracts.engine_suite import (
 from tests.e2e.engine_parents import LONG
 from tests.patience import PATIENCE_S
 from tests.s3 import bucket, s3_environment, s3_url
-from tinkex.engine.base import TrainResult
 from tinkex.engine.process import (
     EngineSpec,
     LocalSettings,
@@ -41,6 +40,7 @@ from tinkex.engine.process import (
     ProcessEngine,
     ProcessSettings,
 )
+from tinkex.engine.protocol import TrainResult
 from tinkex.errors import (
     ClosedError,
     EngineDiedError,

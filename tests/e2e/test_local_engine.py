@@ -9,9 +9,9 @@ import pytest
 
 from tests.patience import PATIENCE_S
 from tinkex import AdamParams, Datum, ModelInput, RequestFailedError, SamplingParams, ServiceClient
-from tinkex.engine.base import SampleOp, Weights
 from tinkex.engine.local import LocalEngine
 from tinkex.engine.models.loader import load_model
+from tinkex.engine.protocol import SampleOp, Weights
 from tinkex.errors import ClosedError
 from tinkex.testing import API_KEY, FakeServer
 
@@ -128,7 +128,7 @@ def test_closing_the_engine_ends_whatever_waits(tmp_path: Path):
 
 
 def test_a_snapshot_stays_valid_while_a_sample_uses_it(tmp_path: Path):
-    from tinkex.engine.base import AdapterSpec
+    from tinkex.engine.protocol import AdapterSpec
     from tinkex.types import AdamOptimizerConfig, LoraConfig
 
     async def scenario() -> None:

@@ -13,7 +13,7 @@ from tinkex import AdamParams, Datum, ModelInput, ServiceClient
 from tinkex.config import DEFAULT_MODEL
 from tinkex.engine.local import LocalEngine
 from tinkex.engine.models.loader import load_model
-from tinkex.server.openai.texts import Text
+from tinkex.server.openai.tokenization import TextCodec
 from tinkex.testing import API_KEY, FakeServer
 
 if TYPE_CHECKING:
@@ -61,10 +61,10 @@ def smollm2(smollm2_server: FakeServer) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def text_of(server: FakeServer) -> Text:
+def text_of(server: FakeServer) -> TextCodec:
     spec = server.engine.models[0]
     assert spec.text is not None
-    return Text(spec.text, spec.max_context_length)
+    return TextCodec(spec.text, spec.max_context_length)
 
 
 def scored(server: FakeServer, prompt: list[int], tokens: list[int], **weights: str) -> list[float]:

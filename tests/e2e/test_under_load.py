@@ -45,7 +45,7 @@ class Hurried(SystemClock):
 @pytest.mark.req("S27")
 @pytest.mark.parametrize("feed", [True, False])
 def test_heartbeats_go_out_while_two_thousand_samples_wait(feed: bool):
-    from tinkex.server.settings import Settings
+    from tinkex.server import Settings
     from tinkex.types import ClientConfigResponse
 
     flags = ClientConfigResponse(sample_use_retrieve_futures=feed)

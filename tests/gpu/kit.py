@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from tinkex.engine.base import AdapterSpec, SampleOp, TrainOp, TrainResult, Weights
+from tinkex.engine.decoder import DecoderConfig
 from tinkex.engine.lora import wrap
-from tinkex.engine.models.base import DecoderConfig
 from tinkex.engine.models.families import family
+from tinkex.engine.protocol import AdapterSpec, SampleOp, TrainOp, TrainResult, Weights
 from tinkex.engine.sampler import LoraAdapters, Sampler, SamplerSettings
-from tinkex.engine.trainer import Trainer
+from tinkex.engine.training.trainer import Trainer
 from tinkex.types import AdamOptimizerConfig, Datum, LoraConfig, ModelInput, SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from tinkex.engine.base import SampleResult
     from tinkex.engine.lora import LoraWeights
     from tinkex.engine.models.weights import StoredDecoder
+    from tinkex.engine.protocol import SampleResult
 
 QWEN = DecoderConfig(
     name="test/qwen",

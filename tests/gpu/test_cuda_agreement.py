@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from tests.gpu import kit
-from tinkex.engine.settings import LocalSettings
+from tinkex.engine.local_settings import LocalSettings
 
 if TYPE_CHECKING:
-    from tinkex.engine.base import SampleResult
     from tinkex.engine.models.weights import StoredDecoder
+    from tinkex.engine.protocol import SampleResult
 
 RANKS = {"a": 16, "b": 5, "c": 40}
 LORA = {"a": {}, "b": {"train_mlp": False}, "c": {"train_attn": False, "train_unembed": False}}

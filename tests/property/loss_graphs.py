@@ -7,8 +7,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from tinkex.engine.custom_loss import compile_loss
-from tinkex.engine.custom_loss_tables import ATTRIBUTES, FUNCTIONS, MATH, METHODS, OPERATORS
+from tinkex.engine.training.custom_loss import compile_loss
+from tinkex.engine.training.custom_loss_tables import (
+    ATTRIBUTES,
+    FUNCTIONS,
+    MATH,
+    METHODS,
+    OPERATORS,
+)
 from tinkex.errors import InputError
 from tinkex.types import CustomLossGraph, CustomLossInput, CustomLossNode
 
@@ -109,6 +115,6 @@ def run(inputs: Sequence[CustomLossInput], graph: CustomLossGraph) -> None:
     p = torch.linspace(-3, 0, 5, requires_grad=True)
     loss, _ = compiled.evaluate(p, {k: v for k, v in values.items() if k in known})
     if loss.requires_grad:
-        from tinkex.engine.passes import _derivative
+        from tinkex.engine.training.passes import _derivative
 
         _derivative(loss, p)

@@ -16,8 +16,8 @@ from tinkex.adapters.archive import pack
 from tinkex.adapters.folder import read_adapter
 from tinkex.clock import SystemClock
 from tinkex.errors import APIStatusError, InputError
-from tinkex.server.api.adapter_body import Incoming, receive_adapter
 from tinkex.server.api.call import Uploads
+from tinkex.server.api.imports import Incoming, receive_adapter
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

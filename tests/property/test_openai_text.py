@@ -8,9 +8,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
-from tinkex.engine.base import ModelText
+from tinkex.engine.protocol import ModelText
 from tinkex.server.openai.choice import Choice, Delta, first_stop
-from tinkex.server.openai.texts import Text
+from tinkex.server.openai.tokenization import TextCodec
 
 EOS = 0
 
@@ -35,8 +35,10 @@ def tokenizer() -> Tokenizer:
 
 
 @cache
-def text() -> Text:
-    return Text(ModelText(tokenizer_json=tokenizer().to_str().encode(), eos_token_ids=(EOS,)), 100)
+def text() -> TextCodec:
+    return TextCodec(
+        ModelText(tokenizer_json=tokenizer().to_str().encode(), eos_token_ids=(EOS,)), 100
+    )
 
 
 # A few more ids than there are tokens: models have such.

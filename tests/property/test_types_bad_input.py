@@ -18,8 +18,8 @@ from msgspec import inspect as mi
 
 from tinkex import types
 from tinkex.errors import InputError
-from tinkex.types.base import Value
-from tinkex.types.checks import batch_to_send
+from tinkex.types.training import batch_to_send
+from tinkex.types.value import Value
 
 PUBLIC = [getattr(types, name) for name in types.__all__]
 STRUCTS = [kind for kind in PUBLIC if isinstance(kind, type) and issubclass(kind, Value)]

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from tinkex import SamplingClient, TrainingClient
     from tinkex.metrics import Metric
-    from tinkex.types.usage import Usage
+    from tinkex.types import Usage
 
 pytestmark = pytest.mark.req("S39")
 

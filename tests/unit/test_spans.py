@@ -84,7 +84,7 @@ def test_a_listener_that_raises_harms_nobody(
     stop()
     stop_last()
     assert len(heard) == 1
-    assert "a listener failed on span step" in caplog.text
+    assert "a listener failed on step" in caplog.text
 
 
 def test_unsubscribing_twice_removes_one_listener() -> None:

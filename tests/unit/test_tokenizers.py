@@ -19,9 +19,9 @@ from tinkex.testing import API_KEY, FakeServer
 from tinkex.testing.faults import reply
 from tinkex.tokenizers import (
     FastTokenizer,
-    Source,
     Tokenizer,
     TokenizerError,
+    TokenizerSource,
     load_tokenizer,
     load_tokenizer_async,
     plan,
@@ -86,7 +86,7 @@ def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 def test_a_name_leads_to_a_tokenizer(model: str, tokenizer_id: str | None, expected: str):
-    assert plan(model, tokenizer_id) == Source(expected)
+    assert plan(model, tokenizer_id) == TokenizerSource(expected)
 
 
 @pytest.mark.req("S33")
@@ -102,7 +102,7 @@ def test_a_name_leads_to_a_tokenizer(model: str, tokenizer_id: str | None, expec
     ],
 )
 def test_repositories_with_code_are_pinned(name: str, repository: str, revision: str):
-    expected = Source(f"moonshotai/{repository}", revision)
+    expected = TokenizerSource(f"moonshotai/{repository}", revision)
     assert plan(f"moonshotai/{name}") == expected
     assert plan("some/model", f"moonshotai/{name}") == expected
 
@@ -123,12 +123,12 @@ def test_a_tokenizer_id_may_be_a_local_folder_too(in_an_empty_folder: Path):
 
 def test_a_folder_without_a_tokenizer_in_it_does_not_count(in_an_empty_folder: Path):
     (in_an_empty_folder / "org" / "model").mkdir(parents=True)
-    assert plan("org/model") == Source("org/model")
+    assert plan("org/model") == TokenizerSource("org/model")
 
 
 @pytest.mark.parametrize("name", ["x\0y", "x" * 5000])
 def test_a_name_that_no_folder_can_have_is_no_folder(name: str):
-    assert plan(name) == Source(name)
+    assert plan(name) == TokenizerSource(name)
 
 
 def test_an_empty_name_is_refused():

@@ -1,1 +1,1 @@
-"""LoRA adapters as files: read and checked without torch, sent, renamed, merged, compared."""
+"""LoRA adapters as files, without torch: read, checked, renamed, packed, compared."""

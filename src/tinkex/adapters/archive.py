@@ -1,7 +1,7 @@
 """An adapter as one tar: its configuration, then its weights, and nothing else.
 
-Servers give such archives and take them. Ours are plain tar (POSIX); those of hosted Tinker may be
-compressed and have their files in a folder.
+Servers send and receive such archives. tinkex writes plain tar (POSIX); those of hosted Tinker may
+be compressed and have their files in a folder.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import zlib
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Final
 
-from tinkex.adapters.config import CONFIG_FILE, WEIGHTS_FILE
+from tinkex.adapters.peft_layout import CONFIG_FILE, WEIGHTS_FILE
 from tinkex.errors import InputError
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def _entry(name: str, content: bytes) -> list[bytes]:
 
 
 def unpack(archive: Path, folder: Path) -> None:
-    """Write the adapter in an archive to a folder; names in the archive decide nothing."""
+    """Write the adapter in an archive to a folder; member names are never used as paths."""
     try:
         with tarfile.open(archive) as tar:
             for member in tar:

@@ -1,8 +1,8 @@
 """Whether two computations of the same adapter agree, by the log-probabilities of fixed texts.
 
-Two programs that compute the same thing differ by rounding: other precision, another order of
-operations. How much that is here is not guessed but measured, on the base model without the
-adapter, whose weights both sides have. The adapter must not be further apart than that allows.
+Two programs that compute the same thing differ by rounding: another precision, another order of
+operations. The size of that difference is measured on the base model without the adapter, whose
+weights both sides have. With the adapter, the two must not differ more than that allows.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TEXTS: Final = (
 """Prose, code, a conversation, and letters beyond ASCII: what adapters are trained on."""
 
 _NOISE_FACTOR: Final = 3.0
-"""The adapter's own products are rounded, too, so its noise may be some times that of the base."""
+"""The adapter's own products are rounded, too, so its noise may be a few times the base model's."""
 _FLOOR: Final = 1e-4
 """What float32 loses over a deep model in another order of operations; measured: below 1e-5."""
 OTHER_BASE: Final = 0.3

@@ -1,6 +1,6 @@
 """A PEFT folder: what is in it, checked before anything is done with it.
 
-Only safetensors are read. A `.bin` is a pickle, which runs whatever its maker wrote into it.
+Only safetensors are read. A `.bin` is a pickle, which can run code when it is loaded.
 """
 
 from __future__ import annotations
@@ -11,8 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from tinkex.adapters.config import CONFIG_FILE, WEIGHTS_FILE, read_config
-from tinkex.adapters.names import Place, peft_key, place_of, target_modules
+from tinkex.adapters.peft_layout import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    LoraKey,
+    parse_key,
+    peft_key,
+    read_config,
+    target_modules,
+)
 from tinkex.adapters.tensor_header import read_tensors, rename_tensors
 from tinkex.errors import InputError
 
@@ -20,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from tinkex.adapters.config import AdapterConfig
+    from tinkex.adapters.peft_layout import AdapterConfig
     from tinkex.adapters.tensor_header import TensorInfo
 
 MAX_CONFIG_BYTES = 1 << 20
@@ -28,20 +35,20 @@ _PICKLE = "adapter_model.bin"
 
 
 @dataclass(frozen=True, slots=True)
-class Adapter:
+class AdapterInfo:
     """What the two files of an adapter say about it."""
 
     config: AdapterConfig
-    tensors: Mapping[Place, TensorInfo]
+    tensors: Mapping[LoraKey, TensorInfo]
 
     @property
     def parameters(self) -> int:
-        """How many numbers it has."""
+        """The number of its parameters."""
         return sum(tensor.count for tensor in self.tensors.values())
 
 
-def read_adapter(folder: Path) -> Adapter:
-    """The adapter in a folder; one that cannot be used is refused by what is wrong with it."""
+def read_adapter(folder: Path) -> AdapterInfo:
+    """The adapter in a folder; raises InputError that says why one cannot be used."""
     if not folder.is_dir():
         raise InputError("is no folder; give one with an adapter in PEFT's layout", str(folder))
     config_file, weights_file = folder / CONFIG_FILE, folder / WEIGHTS_FILE
@@ -66,53 +73,49 @@ def _without_weights(folder: Path) -> InputError:
     return InputError(f"has no {WEIGHTS_FILE}", str(folder))
 
 
-def check_adapter(config: AdapterConfig, tensors: Mapping[str, TensorInfo]) -> Adapter:
+def check_adapter(config: AdapterConfig, tensors: Mapping[str, TensorInfo]) -> AdapterInfo:
     """Refuse tensors that are no adapter, or another one than the configuration describes."""
-    places: dict[Place, TensorInfo] = {}
-    for key, tensor in tensors.items():
-        place = place_of(key)
-        if place is None:
-            raise InputError(f"{key} is not a matrix this engine adapts", WEIGHTS_FILE)
-        if place in places:
-            raise InputError(f"{key} is there under two names", WEIGHTS_FILE)
-        places[place] = tensor
-        _check_shape(key, place, tensor, config.r)
-    if not places:
+    found: dict[LoraKey, TensorInfo] = {}
+    for name, tensor in tensors.items():
+        key = parse_key(name)
+        if key is None:
+            raise InputError(f"{name} is not a matrix this engine adapts", WEIGHTS_FILE)
+        if key in found:
+            raise InputError(f"{name} is there under two names", WEIGHTS_FILE)
+        found[key] = tensor
+        shape = tensor.shape
+        if len(shape) != 2 or shape[0 if key.factor == "A" else 1] != config.r:
+            raise InputError(
+                f"{name} has shape {shape}, which is not of rank {config.r} as {CONFIG_FILE} says; "
+                "one rank for all matrices is supported",
+                WEIGHTS_FILE,
+            )
+    if not found:
         raise InputError("holds no tensors", WEIGHTS_FILE)
-    for place in places:
-        other = place._replace(factor="B" if place.factor == "A" else "A")
-        if other not in places:
+    for key in found:
+        other = key._replace(factor="B" if key.factor == "A" else "A")
+        if other not in found:
             raise InputError(f"{peft_key(other)} is missing", WEIGHTS_FILE)
-    return Adapter(config, places)
+    return AdapterInfo(config, found)
 
 
-def _check_shape(key: str, place: Place, tensor: TensorInfo, rank: int) -> None:
-    shape = tensor.shape
-    if len(shape) != 2 or shape[0 if place.factor == "A" else 1] != rank:
-        raise InputError(
-            f"{key} has shape {shape}, which is not of rank {rank} as {CONFIG_FILE} says; one rank "
-            "for all matrices is supported",
-            WEIGHTS_FILE,
-        )
-
-
-def make_peft(folder: Path, base_model: str | None = None) -> Adapter:
+def make_peft(folder: Path, base_model: str | None = None) -> AdapterInfo:
     """Rewrite a downloaded adapter as PEFT reads it: names, modules, and the base model's name."""
     adapter = read_adapter(folder)
     weights = folder / WEIGHTS_FILE
-    found = {key: place_of(key) for key in read_tensors(weights)}
-    names = {key: peft_key(place) for key, place in found.items() if place is not None}
-    if any(key != name for key, name in names.items()):
+    parsed = {name: parse_key(name) for name in read_tensors(weights)}
+    names = {name: peft_key(key) for name, key in parsed.items() if key is not None}
+    if any(old != new for old, new in names.items()):
         rename_tensors(weights, folder / f".{WEIGHTS_FILE}", names)
         os.replace(folder / f".{WEIGHTS_FILE}", weights)
     _complete_config(folder / CONFIG_FILE, adapter, base_model)
     return adapter
 
 
-def _complete_config(file: Path, adapter: Adapter, base_model: str | None) -> None:
+def _complete_config(file: Path, adapter: AdapterInfo, base_model: str | None) -> None:
     config: dict[str, Any] = msgspec.json.decode(file.read_bytes())
     # Exactly what has tensors: words such as "all-linear" leave out the unembedding.
-    config["target_modules"] = target_modules({place.matrix for place in adapter.tensors})
+    config["target_modules"] = target_modules({key.matrix for key in adapter.tensors})
     config["base_model_name_or_path"] = base_model or adapter.config.base_model_name_or_path
     config.setdefault("task_type", "CAUSAL_LM")
     config.setdefault("peft_type", "LORA")

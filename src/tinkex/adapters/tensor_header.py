@@ -1,8 +1,8 @@
-"""The head of a safetensors file, read without the library that would trust it.
+"""The header of a safetensors file, parsed here because the library would trust it.
 
-A file is the length of its head, the head (JSON: name, type, shape and place of each tensor), and
-the numbers, one tensor after another. Files come from strangers, so everything is checked that a
-reader would rely on: no overlap, no gap, nothing beyond the end, sizes that fit the shapes.
+A file is the length of its header, the header (JSON: name, type, shape and offsets of each tensor),
+and the data, one tensor after another. Files are untrusted, so everything that a reader relies on
+is checked: no overlap, no gap, nothing beyond the end, sizes that fit the shapes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from tinkex.adapters.config import WEIGHTS_FILE
+from tinkex.adapters.peft_layout import WEIGHTS_FILE
 from tinkex.errors import InputError
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ _METADATA: Final = "__metadata__"
 
 
 class TensorInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One tensor: its type as the format names it, its shape, and where its bytes lie."""
+    """One tensor: its type as the format names it, its shape, and the offsets of its data."""
 
     dtype: str
     shape: list[int]
@@ -36,7 +36,7 @@ class TensorInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def count(self) -> int:
-        """How many numbers it has."""
+        """The number of its elements."""
         return math.prod(self.shape)
 
 
@@ -86,7 +86,7 @@ def _end_of(name: str, tensor: TensorInfo, at: int) -> int:
 
 
 def read_head(file: IO[bytes], size_bytes: int) -> tuple[bytes, dict[str, TensorInfo]]:
-    """The head as it is written, and what it says, of an open file; leaves it at the numbers."""
+    """The head as it is written, and what it says, of an open file; leaves it at the data."""
     length = head_length(file.read(LENGTH.size), size_bytes)
     head = file.read(length)
     return head, parse_head(head, size_bytes - LENGTH.size - length)
@@ -99,14 +99,14 @@ def read_tensors(path: Path) -> dict[str, TensorInfo]:
 
 
 def rename_tensors(source: Path, target: Path, names: Mapping[str, str]) -> None:
-    """Write a file with the same numbers under other names; its metadata says PyTorch."""
+    """Write a file with the same data under other names; its metadata says PyTorch."""
     size = source.stat().st_size
     with source.open("rb") as read, target.open("wb") as written:
         _, tensors = read_head(read, size)
         head: dict[str, object] = {_METADATA: {"format": "pt"}}
         head |= {names[name]: tensor for name, tensor in tensors.items()}
         packed = msgspec.json.encode(head)
-        packed += b" " * (-len(packed) % LENGTH.size)  # numbers begin at a multiple of eight
+        packed += b" " * (-len(packed) % LENGTH.size)  # data begins at a multiple of eight
         written.write(LENGTH.pack(len(packed)) + packed)
         while block := read.read(1 << 20):
             written.write(block)

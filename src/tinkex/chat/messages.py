@@ -1,7 +1,7 @@
 """Messages as templates expect them: a known role, and the content as one string.
 
-The server's chat endpoint and the training data go through the same door, so that what a model
-is trained on looks the way it is asked later.
+The server's chat endpoint and training data use the same functions, so that a model is trained on
+the form in which it is prompted later.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ROLES = {role: role for role in ("system", "user", "assistant", "tool")} | {"dev
 
 
 def readable_messages(messages: Sequence[Message], path: str = "messages") -> list[dict[str, Any]]:
-    """All of them, each as `readable_message` makes it; raises InputError naming the first bad."""
+    """Every message as `readable_message` returns it; the error names the first bad one."""
     return [readable_message(message, f"{path}[{i}]") for i, message in enumerate(messages)]
 
 

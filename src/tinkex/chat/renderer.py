@@ -9,12 +9,10 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
-from tinkex.chat.boundary import EARLIER_TURN, PROMPT, check_beginning
-from tinkex.chat.examples import ChatExample, CompletionExample
+from tinkex.chat.examples import ChatExample, CompletionExample, Rendered
 from tinkex.chat.messages import is_trained, readable_messages
-from tinkex.chat.rendered import Rendered
-from tinkex.chat.turns import Turns, Written
-from tinkex.clock import StillDate, SystemClock
+from tinkex.chat.turns import EARLIER_TURN, PROMPT, Turns, Written, check_beginning
+from tinkex.clock import FixedDate, SystemClock
 from tinkex.errors import ChatTemplateError, InputError, MissingPackageError
 
 if TYPE_CHECKING:
@@ -28,8 +26,6 @@ if TYPE_CHECKING:
 
 TrainOn = Literal["all", "last"]
 _NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
-
-__all__ = ["Rendered", "Renderer", "TrainOn"]
 
 
 class Renderer:
@@ -62,7 +58,7 @@ class Renderer:
             return cls(tokenizer, None, train_on)
         clock = clock or SystemClock()
         # A template that writes the date must write the same one every time.
-        still = StillDate(clock, clock.wall())
+        still = FixedDate(clock, clock.wall())
         return cls(tokenizer, Turns(tokenizer, template, options, still), train_on)
 
     @property
@@ -167,7 +163,7 @@ class Renderer:
 
 
 def _plain(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Messages as a template sees them: weights are ours."""
+    """Messages as a template sees them, without `weight`."""
     readable = readable_messages(messages)
     return [{name: value for name, value in each.items() if name != "weight"} for each in readable]
 

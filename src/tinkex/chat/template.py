@@ -1,7 +1,7 @@
 """Messages to text, by the template that a model brings.
 
 Templates are Jinja as Hugging Face writes it. They come with a model's files, so they run in a
-sandbox and within bounds: a bad one is an error, never a hold-up. Needs jinja2 and nothing else.
+sandbox with limits on time and size: a bad one is an error and never blocks. Needs only jinja2.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class ChatTemplate:
         options: Mapping[str, Any] = _NO_OPTIONS,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """The text of a conversation, or of one that an assistant is to go on with.
+        """The text of a conversation; `add_generation_prompt` adds the beginning of an answer.
 
         `options` are variables of this template's own. Raises ChatTemplateError with what the
         template says, and InputError for options that are not the caller's to set.

@@ -1,6 +1,6 @@
-"""Text while it is being drawn: the server-sent events of `/v1/completions`.
+"""Text while it is sampled: the server-sent events of `/v1/completions`.
 
-Servers of ours have that route; another one refuses it, and its caller samples in the usual way.
+tinkex servers have that route. Others refuse it, and the caller samples in the usual way.
 Requests go out with the session's own transport and credentials.
 """
 
@@ -31,7 +31,7 @@ _MOST_ERROR_BYTES = 1 << 16
 async def text_pieces(
     api: Api, model: str, prompt: Sequence[int], **options: Any
 ) -> AsyncIterator[str]:
-    """The continuation of `prompt` as it comes; whoever stops reading stops the drawing.
+    """The continuation of `prompt`, piece by piece; to stop reading stops the sampling.
 
     `model` is a base model or a `tinker://` path; `options` are those of `/v1/completions`, None
     for what is not given. Raises an APIStatusError before the first piece where the server refuses

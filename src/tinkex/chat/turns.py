@@ -1,7 +1,12 @@
 """A conversation as tokens, at each of its turns, by a model's own template and tokenizer.
 
 Which tokens an assistant's message gets is found by rendering the conversation up to it and
-including it, never by looking for markers in the text: what stands there is the template's affair.
+including it, never by searching for markers in the text, which differ between templates.
+
+A training example must begin, token by token, with what a sampler would be given; otherwise it
+trains an answer to a prompt that is never used. The two differ when a template writes earlier turns
+differently once more follow (most drop their thinking), when it begins an answer with something
+that the answer lacks, or when tokens merge over the boundary.
 """
 
 from __future__ import annotations
@@ -13,7 +18,7 @@ from tinkex.chat.messages import whole_text
 from tinkex.errors import ChatTemplateError, InputError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from tinkex.chat.template import ChatTemplate
     from tinkex.clock import Clock
@@ -21,6 +26,7 @@ if TYPE_CHECKING:
 
 # A word that no template writes by itself.
 _PROBE = "quokka"
+_TOKENS_SHOWN = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,3 +116,54 @@ class Turns:
     def _is_special(self, token: int) -> bool:
         decode = self._tokenizer.decode
         return decode([token], skip_special_tokens=True) == "" != decode([token])
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The text that an example is compared with, and the advice where the two differ."""
+
+    other: str
+    advice: str
+
+
+EARLIER_TURN = Difference(
+    "what the model answers",
+    "its template writes this message differently once others follow: train only on the last "
+    'answer (train_on="last", --train-on last), or give each answer a line of its own',
+)
+PROMPT = Difference(
+    "what the model is asked with",
+    "its template begins an answer in another way than this one begins (with thinking, for "
+    "example): write the answer as the model would",
+)
+_MERGED = (
+    "tokens merge where the prompt ends: let the prompt end at the end of a word, and the answer "
+    "begin with the space or line break between them"
+)
+
+
+def first_difference(whole: Sequence[int], beginning: Sequence[int]) -> int | None:
+    """The first index at which `whole` differs from `beginning`; None if it begins with it."""
+    if whole[: len(beginning)] == beginning:
+        return None
+    pairs = zip(whole, beginning, strict=False)
+    return next((i for i, (one, other) in enumerate(pairs) if one != other), len(whole))
+
+
+def check_beginning(
+    whole: Written,
+    beginning: Written,
+    decode: Callable[[Sequence[int]], str],
+    where: str,
+    difference: Difference,
+) -> None:
+    """Raise ChatTemplateError where `whole` does not begin with `beginning`."""
+    at = first_difference(whole.tokens, beginning.tokens)
+    if at is None:
+        return
+    advice = _MERGED if whole.text.startswith(beginning.text) else difference.advice
+    trained, other = (decode(one.tokens[at : at + _TOKENS_SHOWN]) for one in (whole, beginning))
+    raise ChatTemplateError(
+        f"{where}: at token {at} what is trained ({trained!r}) differs from {difference.other} "
+        f"({other!r}); {advice}"
+    )

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator
     from pathlib import Path
 
-    from tinkex.adapters.folder import Adapter
+    from tinkex.adapters.folder import AdapterInfo
     from tinkex.clients.service import ServiceClient
     from tinkex.types import ExternalWeightsUrlsResponse
 
@@ -135,7 +135,7 @@ def put_in_place(folder: Path, target: Path) -> None:
 
 def fetch_adapter(
     service: ServiceClient, path: str, folder: Path, base_model: str | None = None
-) -> Adapter:
+) -> AdapterInfo:
     """Fetch a checkpoint's adapter into an empty folder, in PEFT's layout, and check it.
 
     Exports have a link for each file. Other checkpoints come as an archive where the server has

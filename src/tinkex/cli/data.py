@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterator, Sequence
 
-    from tinkex.chat.rendered import Rendered
+    from tinkex.chat.examples import Rendered
     from tinkex.chat.renderer import Renderer
     from tinkex.clients.service import ServiceClient
-    from tinkex.data.examples import Example, Kind
+    from tinkex.data.example_objects import Example, Kind
     from tinkex.tokenizers import Tokenizer
 
 _NO_LIMIT = 2**62
@@ -84,9 +84,9 @@ def _load_or_report(args: argparse.Namespace) -> RenderedFile | None:
 
 def _load(args: argparse.Namespace) -> RenderedFile:
     from tinkex.chat.renderer import Renderer
-    from tinkex.chat.tokenizers import tokenizer_for
     from tinkex.config import DEFAULT_MODEL
     from tinkex.data.jsonl import kind_of, read_examples
+    from tinkex.tokenizers import tokenizer_for
 
     path = Path(args.file)
     # Before a server is started, so that a bad file is reported at once.
@@ -105,7 +105,7 @@ def _load(args: argparse.Namespace) -> RenderedFile:
 def _render(
     renderer: Renderer, examples: Sequence[Example], most: int, source: str
 ) -> list[dict[str, Rendered]]:
-    from tinkex.data.examples import PreferenceExample
+    from tinkex.chat.examples import PreferenceExample
     from tinkex.data.rendering import render_all, render_pairs
 
     pairs = [example for example in examples if isinstance(example, PreferenceExample)]

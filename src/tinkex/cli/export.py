@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     import argparse
 
     from tinkex.adapters.compare import Comparison
-    from tinkex.adapters.merge import DtypeName
     from tinkex.cli.verify import Expected
     from tinkex.clients.service import ServiceClient
+    from tinkex.engine.checkpoints.merged import DtypeName
     from tinkex.engine.models.loader import BaseModel
 
 _ADAPTER = "adapter"
@@ -67,7 +67,7 @@ def export_adapter(service: ServiceClient, path: str, folder: Path | str) -> Non
 
     Replaces an adapter; raises a `CommandError` for a folder with other files.
     """
-    from tinkex.adapters.config import CONFIG_FILE
+    from tinkex.adapters.peft_layout import CONFIG_FILE
     from tinkex.cli import checkpoint_files as files
 
     target = Path(folder)
@@ -98,7 +98,7 @@ def export(args: argparse.Namespace) -> None:
 
 def _say_what_is_there(path: str) -> None:
     """Point to the adapter that the run has exported itself."""
-    from tinkex.adapters.config import CONFIG_FILE
+    from tinkex.adapters.peft_layout import CONFIG_FILE
 
     made = Path(path) / _ADAPTER
     if (made / CONFIG_FILE).is_file():
@@ -128,9 +128,9 @@ def _export(
 def _merged(
     base: BaseModel, expected: Expected, adapter: Path, folder: Path, dtype: DtypeName | None
 ) -> tuple[Path, Comparison]:
-    from tinkex.adapters.merge import merge, merged_bytes, own_dtype
     from tinkex.cli.fetch import writing_into
     from tinkex.cli.verify import load_base
+    from tinkex.engine.checkpoints.merged import merge, merged_bytes, own_dtype
 
     dtype = dtype or own_dtype(base)
     say(f"Merging in {dtype} …")

@@ -11,7 +11,7 @@ from urllib.parse import urljoin, urlsplit
 
 from tinkex.cli.command_errors import CommandError
 from tinkex.cli.output import size
-from tinkex.engine.storage import free_bytes, full_disk
+from tinkex.engine.checkpoints.storage import free_bytes, full_disk
 from tinkex.errors import APIConnectionError, ProxyError, StorageError
 from tinkex.new_files import replacing
 from tinkex.transport import urls

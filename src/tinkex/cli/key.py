@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Coroutine
     from typing import TypeVar
 
-    from tinkex.server.store.base import Store
+    from tinkex.server.store.protocol import Store
     from tinkex.server.store.records import ApiKey
-    from tinkex.serving.settings import HostSettings
+    from tinkex.serving.host_settings import HostSettings
 
     T = TypeVar("T")
 
@@ -36,7 +36,7 @@ def create(args: argparse.Namespace) -> None:
 
 
 async def _create(args: argparse.Namespace) -> tuple[str, ApiKey]:
-    from tinkex.server.api.keys import make_key
+    from tinkex.server.api.identity import make_key
 
     async with _store(args, new=True) as store:
         now = SystemClock().wall()
@@ -71,7 +71,7 @@ def revoke(args: argparse.Namespace) -> None:
 
 
 async def _revoke(args: argparse.Namespace) -> bool:
-    from tinkex.server.api.keys import end_key
+    from tinkex.server.api.identity import end_key
 
     async with _store(args) as store:
         return await end_key(store, args.key_id, SystemClock().wall())
@@ -82,7 +82,7 @@ async def _store(args: argparse.Namespace, *, new: bool = False) -> AsyncGenerat
     """The store of a server, which may be running; with `new` it is created if it is missing."""
     try:
         from tinkex.server.store.sql import SqlStore
-        from tinkex.serving.store import DATABASE
+        from tinkex.serving.data_dir import DATABASE
     except ModuleNotFoundError as error:
         needs = f"the keys of a server need {error.name}"
         raise MissingPackageError(needs, "'tinkex[server]'") from error
@@ -103,7 +103,7 @@ async def _store(args: argparse.Namespace, *, new: bool = False) -> AsyncGenerat
 
 def _settings(args: argparse.Namespace) -> HostSettings:
     from tinkex.config import server_environment
-    from tinkex.serving.settings import load_settings
+    from tinkex.serving.host_settings import load_settings
 
     given = {"data_dir": args.data_dir, "database": args.database}
     return load_settings({k: v for k, v in given.items() if v is not None}, server_environment())

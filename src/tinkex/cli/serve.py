@@ -15,7 +15,7 @@ from tinkex.errors import InputError, MissingPackageError
 if TYPE_CHECKING:
     import argparse
 
-    from tinkex.serving.settings import HostSettings
+    from tinkex.serving.host_settings import HostSettings
 
 # Each of these is a setting; `_settings` reads the others.
 _SETTINGS = (
@@ -72,7 +72,7 @@ def serve(args: argparse.Namespace) -> None:
 
 
 def _say_ready(args: argparse.Namespace, settings: HostSettings, url: str) -> None:
-    from tinkex.serving.settings import base_models
+    from tinkex.serving.host_settings import base_models
 
     names = [name for name, _ in base_models(settings)]
     if args.format == "json":
@@ -83,7 +83,7 @@ def _say_ready(args: argparse.Namespace, settings: HostSettings, url: str) -> No
 
 def _settings(args: argparse.Namespace) -> HostSettings:
     from tinkex.config import server_environment
-    from tinkex.serving.settings import load_settings
+    from tinkex.serving.host_settings import load_settings
 
     names = [argument.settings.get("dest", argument.names[0][2:]) for argument in _SETTINGS]
     flags = [name.replace("-", "_") for name in names]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tinkex.adapters.config import CONFIG_FILE
+from tinkex.adapters.peft_layout import CONFIG_FILE
 from tinkex.cli.command_errors import CommandError, misuse
 from tinkex.cli.connect import load_config, service_client
 from tinkex.config import DEFAULT_MODEL

@@ -61,7 +61,7 @@ class Expected:
         self, model: BaseModel, adapter: Path | None, hint: str, *, rounded: bool = False
     ) -> Comparison:
         """Compute them here with the adapter; raises a `CommandError` unless they agree."""
-        from tinkex.adapters.local import score
+        from tinkex.engine.local.score import score
 
         try:
             ours = score(model, self.texts, adapter)
@@ -80,7 +80,7 @@ class Expected:
 
 def ask(service: ServiceClient, path: str, base_model: str, model: BaseModel) -> Expected:
     """Compute the texts on the server; raises a `CommandError` if its base model differs."""
-    from tinkex.adapters.local import score, texts_for
+    from tinkex.engine.local.score import score, texts_for
 
     texts = texts_for(model)
     say(f"Comparing with {path} on {sum(map(len, texts))} tokens …")

@@ -15,7 +15,7 @@ from tinkex.errors import (
     ResultError,
 )
 from tinkex.types import ModelInput, SampleRequest, SamplingParams, TensorData
-from tinkex.types.frozen import frozen
+from tinkex.types.sampling import copy_request
 
 if TYPE_CHECKING:
     from tinkex.types import SampleResponse
@@ -141,7 +141,7 @@ def build_request(
     )
     _check_numbers(request)
     # What is checked is what is sent, now and if it has to be sent again.
-    request = frozen(request)
+    request = copy_request(request)
     _check_prompt(request)
     return request
 

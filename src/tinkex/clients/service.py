@@ -37,9 +37,9 @@ if TYPE_CHECKING:
         CustomLossInputRank,
         GetServerCapabilitiesResponse,
         OptimizerConfig,
+        Usage,
         WeightsInfoResponse,
     )
-    from tinkex.types.usage import Usage
 
 # What a server answers to a route that it does not have.
 _NO_SUCH_ROUTE = (404, 405, 501)

@@ -33,8 +33,8 @@ from tinkex.types import (
     ClientSessionFinishSuccess,
     CreateSessionRequest,
     SessionHeartbeatRequest,
+    Usage,
 )
-from tinkex.types.usage import Usage
 from tinkex.wire import bodies, json_codec, routes
 
 if TYPE_CHECKING:

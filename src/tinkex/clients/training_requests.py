@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -12,9 +13,8 @@ from tinkex.clients.training_queue import Outgoing, TrainingQueue, inside
 from tinkex.errors import ResultError, TinkerError
 from tinkex.futures.results import Result, charge, combine
 from tinkex.types import DmelChunk, EncodedTextChunk, ImageChunk
-from tinkex.types.checks import batch_to_send
-from tinkex.types.frozen import frozen
-from tinkex.types.training import loss_config
+from tinkex.types.datum import copy_datum
+from tinkex.types.training import batch_to_send, loss_config
 from tinkex.wire import json_codec, proto_codec, routes
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ class TrainingRequests:
             # One request is written down at once, which copies all that the caller may change. Of
             # a large batch only the chunks under way are written, from copies.
             whole = len(chunks) == 1
-            part = part if whole else [frozen(datum) for datum in part]
+            part = part if whole else [copy_datum(datum, "Datum") for datum in part]
 
             def write(seq_id: int) -> bytes:
                 return proto_codec.encode_forward_backward(
@@ -170,7 +170,7 @@ class TrainingRequests:
     ) -> APIFuture[T]:
         """One JSON request in its turn; it is tried once now, so bad input never takes a turn."""
         try:
-            snapshot = frozen(make(1))
+            snapshot = copy.deepcopy(make(1))
             json_codec.encode(snapshot)
         except TinkerError as error:
             return self.refuse(error)

@@ -1,6 +1,6 @@
-"""Training data from files: JSON Lines to examples, and all of what is wrong with them at once."""
+"""Training data from files: JSON Lines as examples, with every bad line reported at once."""
 
-from tinkex.data.examples import ChatExample, CompletionExample, PreferenceExample
+from tinkex.chat.examples import ChatExample, CompletionExample, PreferenceExample
 from tinkex.data.jsonl import kind_of, read_examples
 from tinkex.data.rendering import render_all, render_pairs
 

@@ -10,22 +10,14 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
-from tinkex.data.examples import example_of, kind_of_object
-from tinkex.data.rendering import render_all, render_pairs
+from tinkex.data.example_objects import example_of, kind_of_object
 from tinkex.errors import DataError, DataProblem, InputError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tinkex.data.examples import (
-        ChatExample,
-        CompletionExample,
-        Example,
-        Kind,
-        PreferenceExample,
-    )
-
-__all__ = ["kind_of", "read_examples", "render_all", "render_pairs"]
+    from tinkex.chat.examples import ChatExample, CompletionExample, PreferenceExample
+    from tinkex.data.example_objects import Example, Kind
 
 MOST_LINE_BYTES = 16 * 2**20
 _CHUNK_BYTES = 2**20

@@ -1,4 +1,4 @@
-"""Examples to tokens, all of them, and every one that cannot be with its line number."""
+"""Examples as tokens; every example that cannot be rendered is reported with its line."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from tinkex.errors import ChatTemplateError, DataError, DataProblem, InputError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from tinkex.chat.rendered import Rendered
+    from tinkex.chat.examples import ChatExample, CompletionExample, PreferenceExample, Rendered
     from tinkex.chat.renderer import Renderer
-    from tinkex.data.examples import ChatExample, CompletionExample, PreferenceExample
 
 E = TypeVar("E", bound="ChatExample | CompletionExample | PreferenceExample")
 R = TypeVar("R")

@@ -77,7 +77,7 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 class _Distribution(importlib.metadata.Distribution):
-    """What `importlib.metadata` says about the package we stand in for."""
+    """The metadata of the official package, for `importlib.metadata`."""
 
     def read_text(self, filename: str) -> str | None:
         if filename != "METADATA":
@@ -103,7 +103,7 @@ def _lookup(fullname: str, name: str) -> Any:
             found = getattr(importlib.import_module(module), attribute)
         else:
             continue
-        # A private name is an implementation detail of ours, not the official one.
+        # A private name is an implementation detail of tinkex, not the official one.
         if found is not _MISSING and not name.startswith("_"):
             return found
     raise AttributeError(f"module {fullname!r} (provided by tinkex) has no attribute {name!r}")

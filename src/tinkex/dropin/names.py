@@ -1,84 +1,61 @@
-"""Which module of the official package each name lives in, and what answers for it here.
+"""The modules of the official package and their names, and where each is found in tinkex.
 
 A module maps to the places where its attributes are looked up, in order: a tinkex module
-(every public name of it), or a dictionary for names that are called otherwise here.
+(every public name of it), or a dictionary of names that have another home or name here.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from enum import StrEnum
 from typing import TypeAlias
 
 OFFICIAL_NAME = "tinker"
 
 Source: TypeAlias = "str | dict[str, str]"
 
-CLIENTS = ("ServiceClient", "TrainingClient", "SamplingClient", "RestClient", "AdminClient")
-FUTURES = ("APIFuture", "LossHandle", "PerDatumLossFn")
-MODULE_ATTRIBUTES = ("auth", "types")
-TYPES = (
-    "AdamOptimizerConfig",
-    "AdamParams",
-    "Checkpoint",
-    "CheckpointType",
-    "Datum",
-    "DimuonOptimizerConfig",
-    "DimuonParams",
-    "DmelChunk",
-    "EncodedTextChunk",
-    "ForwardBackwardOutput",
-    "LoraConfig",
-    "ModelID",
-    "ModelInput",
-    "ModelInputChunk",
-    "OptimParams",
-    "OptimStepRequest",
-    "OptimStepResponse",
-    "ParsedCheckpointTinkerPath",
-    "PromptProvenanceSpan",
-    "SampledProvenanceSpan",
-    "SampledSequence",
-    "SampleRequest",
-    "SampleResponse",
-    "SamplingParams",
-    "StopReason",
-    "TensorData",
-    "TensorDtype",
-    "TrainingRun",
-)
-HTTP = ("Timeout", "RequestOptions")
-ERRORS = (
-    "TinkerError",
-    "APIError",
-    "APIStatusError",
-    "APITimeoutError",
-    "APIConnectionError",
-    "APIResponseValidationError",
-    "RequestFailedError",
-    "BadRequestError",
-    "AuthenticationError",
-    "BillingError",
-    "PermissionDeniedError",
-    "NotFoundError",
-    "ConflictError",
-    "UnprocessableEntityError",
-    "RateLimitError",
-    "InternalServerError",
-)
-
-ALL = (
-    *CLIENTS,
-    *FUTURES,
-    *MODULE_ATTRIBUTES,
-    *TYPES,
-    *HTTP,
-    *ERRORS,
-    "ExperimentalWarning",
-    "__version__",
-    "__title__",
-)
+_PUBLIC_NAMES = """
+ServiceClient TrainingClient SamplingClient RestClient AdminClient APIFuture LossHandle
+PerDatumLossFn auth types AdamOptimizerConfig AdamParams Checkpoint CheckpointType Datum
+DimuonOptimizerConfig DimuonParams DmelChunk EncodedTextChunk ForwardBackwardOutput LoraConfig
+ModelID ModelInput ModelInputChunk OptimParams OptimStepRequest OptimStepResponse
+ParsedCheckpointTinkerPath PromptProvenanceSpan SampledProvenanceSpan SampledSequence
+SampleRequest SampleResponse SamplingParams StopReason TensorData TensorDtype TrainingRun Timeout
+RequestOptions TinkerError APIError APIStatusError APITimeoutError APIConnectionError
+APIResponseValidationError RequestFailedError BadRequestError AuthenticationError BillingError
+PermissionDeniedError NotFoundError ConflictError UnprocessableEntityError RateLimitError
+InternalServerError ExperimentalWarning __version__ __title__
+"""
+ALL = tuple(_PUBLIC_NAMES.split())
 """`tinker.__all__`."""
 
-# One future serves for both of theirs.
+
+class QueueState(StrEnum):
+    """What the server says about its queue; equal to the plain strings that tinkex uses."""
+
+    ACTIVE = "active"
+    PAUSED_RATE_LIMIT = "paused_rate_limit"
+    PAUSED_CAPACITY = "paused_capacity"
+    UNKNOWN = "unknown"
+
+
+class QueueStateObserver(ABC):
+    """Notified when the queue pauses or moves again."""
+
+    @abstractmethod
+    def on_queue_state_change(self, queue_state: str, queue_state_reason: str | None) -> None:
+        """Called on every change."""
+
+
+def is_retryable_status_code(status_code: int) -> bool:
+    """Whether a request answered with this status is worth sending again."""
+    return status_code in (408, 409, 429) or 500 <= status_code < 600
+
+
+# Names from inside the official package that scripts import and tinkex itself does not use.
+_INTERNAL_NAMES = ("QueueState", "QueueStateObserver", "is_retryable_status_code")
+_INTERNALS: Source = {name: f"{__name__}:{name}" for name in _INTERNAL_NAMES}
+# One class stands for both of the official futures.
 _FUTURE: Source = {"AwaitableConcurrentFuture": "tinkex:APIFuture"}
 _PUBLIC = "tinker.lib.public_interfaces"
 
@@ -101,8 +78,8 @@ MODULES: dict[str, tuple[Source, ...]] = {
     f"{_PUBLIC}.admin_client": ("tinkex",),
     f"{_PUBLIC}.api_future": ("tinkex", _FUTURE),
     f"{_PUBLIC}.custom_loss": ("tinkex",),
-    "tinker.lib.retry_handler": ("tinkex", "tinkex.dropin.internals"),
-    "tinker.lib.api_future_impl": ("tinkex", "tinkex.dropin.internals"),
+    "tinker.lib.retry_handler": ("tinkex", _INTERNALS),
+    "tinker.lib.api_future_impl": ("tinkex", _INTERNALS),
     "tinker.lib.experimental": ("tinkex",),
     "tinker.types": ("tinkex.types",),
 }

@@ -23,7 +23,7 @@ from tinkex.errors import ClosedError
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Generator
 
-    from tinkex.types.usage import Usage
+    from tinkex.types import Usage
 
 T = TypeVar("T")
 R = TypeVar("R")

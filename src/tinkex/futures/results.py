@@ -10,8 +10,8 @@ import msgspec
 
 from tinkex.errors import APIResponseValidationError, InputError, ResponseInfo
 from tinkex.spans import span
+from tinkex.types import Usage
 from tinkex.types.training import ForwardBackwardOutput
-from tinkex.types.usage import Usage
 from tinkex.wire.results import decode_result
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tinkex.chat.renderer import Renderer
-    from tinkex.data.examples import Kind
+    from tinkex.data.example_objects import Kind
     from tinkex.loops.run_settings import OnData, Settings
 
 R = TypeVar("R")

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tinkex.chat.renderer import Renderer
-from tinkex.chat.tokenizers import tokenizer_for
 from tinkex.data.rendering import render_pairs
 from tinkex.errors import ResultError
 from tinkex.loops.batches import fingerprint, tokens_of, trained_logprobs, weighted
@@ -23,6 +22,7 @@ from tinkex.loops.dataset import FileJob
 from tinkex.loops.schedule import batch
 from tinkex.loops.training_loop import PreparedStep, Submission
 from tinkex.new_files import replacing
+from tinkex.tokenizers import tokenizer_for
 from tinkex.types import ModelInput
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tinkex.chat.rendered import Rendered
+    from tinkex.chat.examples import Rendered
     from tinkex.clients.service import ServiceClient
     from tinkex.clock import Clock
     from tinkex.loops.run_settings import DpoSettings

@@ -13,13 +13,13 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from tinkex.chat.renderer import Renderer
-from tinkex.chat.tokenizers import tokenizer_for
 from tinkex.errors import InputError, ResultError
 from tinkex.loops.batches import loss_of
 from tinkex.loops.dataset import counted, total_steps
 from tinkex.loops.schedule import batch, sampling_seed
 from tinkex.loops.task import load_task
 from tinkex.loops.training_loop import PreparedStep, Submission
+from tinkex.tokenizers import tokenizer_for
 from tinkex.types import Datum, ModelInput, SamplingParams
 
 if TYPE_CHECKING:

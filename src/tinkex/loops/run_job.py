@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from tinkex._version import __version__
-from tinkex.clock import StillDate, SystemClock
+from tinkex.clock import FixedDate, SystemClock
 from tinkex.config import DATA_DIR
 from tinkex.errors import InputError, NotFoundError, TinkerError
 from tinkex.loops.graceful_stop import GracefulStop
@@ -131,7 +131,7 @@ def run(
     began = clock.wall() if record is None else record.began
     # A template that writes the date must write the same one when the run is resumed.
     with doing(f"Tokenizing {job.material} for {job.settings.base_model}"):
-        recipe = job.prepare(service, StillDate(clock, began))
+        recipe = job.prepare(service, FixedDate(clock, began))
     if record is not None:
         refuse_other_tokens(record, recipe.rendered)
     plan = _plan(job.settings, job.steps, recipe.judged_by)

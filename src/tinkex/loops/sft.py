@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tinkex.chat.renderer import Renderer
-from tinkex.chat.tokenizers import tokenizer_for
 from tinkex.data.rendering import render_all
 from tinkex.loops.batches import fingerprint, loss_of, tokens_of, trained_weight, weighted
 from tinkex.loops.dataset import FileJob
 from tinkex.loops.schedule import batch
 from tinkex.loops.training_loop import PreparedStep, Submission
+from tinkex.tokenizers import tokenizer_for
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tinkex.chat.rendered import Rendered
+    from tinkex.chat.examples import Rendered
     from tinkex.clients.service import ServiceClient
     from tinkex.clients.training import TrainingClient
     from tinkex.clock import Clock

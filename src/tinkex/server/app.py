@@ -21,13 +21,12 @@ from starlette.routing import Route
 from tinkex.clock import SystemClock
 from tinkex.server import openai
 from tinkex.server.api import (
-    attach,
     checkpoints,
     downloads,
-    files,
     futures,
     imports,
     models,
+    operator_pages,
     sampling,
     service,
     sessions,
@@ -38,17 +37,14 @@ from tinkex.server.api.call import Call, Parts, Uploads, check_scope
 from tinkex.server.api.errors import error_reply, refuse
 from tinkex.server.api.exports import Exports
 from tinkex.server.api.identity import Identity
-from tinkex.server.api.limits import Limits
+from tinkex.server.api.limits import TenantLimits
 from tinkex.server.api.submit import decode_operation
-from tinkex.server.observability import routes as operators
-from tinkex.server.observability.meters import Meters
-from tinkex.server.observability.readiness import Readiness
-from tinkex.server.observability.requests import Observed
-from tinkex.server.observability.seen import Polls, seen_by
+from tinkex.server.observability.meters import Meters, Readiness
+from tinkex.server.observability.requests import Polls, RequestObserver, request_record
 from tinkex.server.scheduler.outcomes import Waiters
 from tinkex.server.scheduler.upkeep import Upkeep
 from tinkex.server.scheduler.worker import Worker
-from tinkex.server.settings import Settings
+from tinkex.server.server_settings import ServerSettings
 from tinkex.wire.routes import HEALTHZ, PREFIX, ROUTES, SESSION_HEARTBEAT
 
 if TYPE_CHECKING:
@@ -57,31 +53,36 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
     from tinkex.clock import Clock
-    from tinkex.engine.base import Engine
+    from tinkex.engine.protocol import Engine
     from tinkex.server.api.call import Handler
-    from tinkex.server.store.base import Store
+    from tinkex.server.store.protocol import Store
 
     Endpoint = Callable[[Request], Awaitable[Response]]
 
+_MODULES = (
+    service,
+    sessions,
+    models,
+    training,
+    sampling,
+    futures,
+    checkpoints,
+    downloads,
+    imports,
+    usage,
+)
+# A route's handler is the function of its name in one of these modules.
 HANDLERS: dict[str, Handler] = {
-    **service.HANDLERS,
-    **sessions.HANDLERS,
-    **models.HANDLERS,
-    **attach.HANDLERS,
-    **training.HANDLERS,
-    **sampling.HANDLERS,
-    **futures.HANDLERS,
-    **checkpoints.HANDLERS,
-    **downloads.HANDLERS,
-    **imports.HANDLERS,
-    **usage.HANDLERS,
+    name: vars(module)[name]
+    for module in _MODULES
+    for name in vars(module).keys() & {route.name for route in ROUTES}
 }
 
 
 def create_app(
     store: Store,
     engine: Engine,
-    settings: Settings | None = None,
+    settings: ServerSettings | None = None,
     clock: Clock | None = None,
     *,
     new_id: Callable[[], str] | None = None,
@@ -92,7 +93,7 @@ def create_app(
     parts = _connect(
         store,
         engine,
-        settings or Settings(),
+        settings or ServerSettings(),
         clock or SystemClock(),
         new_id or _random_id,
         meters or Meters(),
@@ -110,11 +111,19 @@ def create_app(
             *(_route(route, endpoints[route.name]) for route in ROUTES),
             *(_bare(route, endpoints[route.name]) for route in ROUTES if "{ckpt}" in route.path),
             Route(f"{PREFIX}/files/{{token}}/{{name:path}}", _files(parts), methods=["GET"]),
-            *operators.routes(parts),
+            *operator_pages.routes(parts),
             *openai.routes(parts),
         ],
         middleware=[
-            Middleware(Observed, parts=parts),
+            Middleware(
+                RequestObserver,
+                clock=parts.clock,
+                settings=parts.settings,
+                meters=parts.meters,
+                readiness=parts.readiness,
+                polls=parts.polls,
+                error_reply=error_reply,
+            ),
             Middleware(
                 Direct,
                 endpoints={
@@ -156,7 +165,7 @@ async def running(parts: Parts) -> AsyncGenerator[None]:
 def _connect(
     store: Store,
     engine: Engine,
-    settings: Settings,
+    settings: ServerSettings,
     clock: Clock,
     new_id: Callable[[], str],
     meters: Meters,
@@ -181,7 +190,7 @@ def _connect(
         worker=worker,
         waiters=waiters,
         identity=Identity(settings, clock, store),
-        limits=Limits(settings, clock, store, worker),
+        limits=TenantLimits(settings, clock, store, worker),
         exports=Exports(engine),
         imports=imports.Imports(),
         new_id=new_id,
@@ -197,10 +206,10 @@ def _endpoint(parts: Parts, route: Any) -> Endpoint:
     public = route.name == HEALTHZ.name
 
     async def endpoint(request: Request) -> Response:
-        seen = seen_by(request.scope)
-        seen.route = route.name
+        record = request_record(request.scope)
+        record.route = route.name
         try:
-            seen.owner = owner = "" if public else await _owner(parts, request, route.name)
+            record.owner = owner = "" if public else await _owner(parts, request, route.name)
             check_scope(request)
             call = Call(request=request, parts=parts, owner=owner)
             if route.name in training.IN_ORDER:
@@ -236,10 +245,10 @@ async def _owner(parts: Parts, request: Request, route: str) -> str:
 
 def _files(parts: Parts) -> Callable[[Request], Any]:
     async def endpoint(request: Request) -> Response:
-        seen_by(request.scope).route = "files"
+        request_record(request.scope).route = "files"
         params = request.path_params
         try:
-            return await files.download(parts, request, params["token"], params["name"])
+            return await downloads.download(parts, request, params["token"], params["name"])
         except Exception as error:  # noqa: BLE001  # a request ends here, answered
             return error_reply(request, error)
 

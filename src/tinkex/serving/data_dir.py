@@ -1,4 +1,4 @@
-"""What a server claims before it does anything: its folder, its secret and its address."""
+"""The data folder of a server and what it holds, and the socket that it listens on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import secrets
 import socket
 import threading
 from contextlib import contextmanager
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Final
 
 from tinkex.errors import StorageError
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator
     from pathlib import Path
 
+DATABASE: Final = "tinkex.db"
 _BACKLOG = 2048
 _SECRET_BYTES = 32
 _LOOK_EVERY_S = 0.1
@@ -24,14 +25,14 @@ _LOOK_EVERY_S = 0.1
 
 @contextmanager
 def claimed_folder(folder: Path, wait_s: float = 0.0) -> Generator[Path]:
-    """Make a data folder and keep other servers out of it; the system forgets with the process.
+    """Make a data folder and lock it; the system releases the lock when the process ends.
 
-    Another server that has it is given `wait_s` to leave.
+    Waits up to `wait_s` for a server that has locked it.
     """
     path = folder / "lock"
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        # Appending: a second server must be able to read who has it.
+        # Opened for appending: a second server must be able to read which process has locked it.
         file = path.open("a+")
     except OSError as error:
         raise StorageError(
@@ -58,7 +59,7 @@ def claimed_folder(folder: Path, wait_s: float = 0.0) -> Generator[Path]:
 
 
 def _lock(file: IO[str], wait_s: float) -> None:
-    """Take the lock; raises OSError when somebody else has it for longer than `wait_s`."""
+    """Lock the file; raises OSError if another process keeps it locked for `wait_s`."""
     never = threading.Event()
     for _ in range(round(wait_s / _LOOK_EVERY_S)):
         try:
@@ -69,7 +70,7 @@ def _lock(file: IO[str], wait_s: float) -> None:
 
 
 def kept_secret(folder: Path) -> bytes:
-    """What signs tokens and links; the same after a restart, and only the owner can read it."""
+    """The key that signs tokens and links: the same after a restart, readable by the user only."""
     path = folder / "secret"
     if not path.exists():
         fresh = folder / "secret.new"
@@ -81,12 +82,12 @@ def kept_secret(folder: Path) -> bytes:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens; who connects waits until somebody accepts."""
+    """A socket that listens; clients that connect wait until it is served."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        # With its protocol: asyncio turns off Nagle's waiting only where that says TCP.
+        # With its protocol: asyncio sets TCP_NODELAY only where that says TCP.
         listener = socket.socket(family, kind, protocol)
     except OSError as error:
         raise OSError(error.errno, f"{host} is no address of this machine: {error}") from error
@@ -101,7 +102,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def url_of(listener: socket.socket) -> str:
-    """Where a listener is reached."""
+    """The URL of a listener."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 

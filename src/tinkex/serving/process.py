@@ -1,14 +1,16 @@
-"""One server process from its start to its end: claims, loads, listens, drains.
+"""One server process from its start to its end: locks its folder, loads, listens, drains.
 
-It listens before the engine is ready, so that `/healthz` answers at once and `/readyz` tells what
-is going on. Work that was accepted is in the store; ending loses nothing of it.
+It listens before the engine is ready, so that `/healthz` answers at once and `/readyz` reports the
+progress. Accepted work is in the store, so a shutdown loses nothing of it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
+import resource
 import signal
 import sys
 from contextlib import suppress
@@ -18,13 +20,11 @@ import anyio
 
 from tinkex.clock import SystemClock
 from tinkex.engine.process import EngineSpec, LocalSettings, ModelSource, ProcessEngine
+from tinkex.engine.process.supervisor import RestartingEngine
 from tinkex.errors import ClosedError
-from tinkex.server.observability.meters import Meters
-from tinkex.server.observability.readiness import Readiness
+from tinkex.server.observability.meters import Meters, Readiness
 from tinkex.serving.data_dir import claimed_folder
-from tinkex.serving.engine import RestartingEngine
-from tinkex.serving.resources import raise_file_limit, settle
-from tinkex.serving.settings import base_models
+from tinkex.serving.host_settings import base_models
 
 if TYPE_CHECKING:
     import socket
@@ -34,22 +34,23 @@ if TYPE_CHECKING:
 
     from anyio.abc import TaskGroup
 
-    from tinkex.server.settings import Settings
-    from tinkex.serving.settings import HostSettings
+    from tinkex.server.server_settings import ServerSettings
+    from tinkex.serving.host_settings import HostSettings
     from tinkex.serving.web import Web
+
 
 _INTERRUPTED = 130
 _FORCED = 1
-# What an orderly end needs besides waiting for what runs: answers, snapshots, the engine's end.
+# What a shutdown needs besides waiting for what runs: replies, snapshots, the engine's exit.
 _FORCE_AFTER_S = 15.0
 
 _log = logging.getLogger(__name__)
 
 
 def run_host(host: Host, data_dir: Path, *, wait_s: float = 0.0) -> None:
-    """Run a server until it is told to end; raises what keeps it from starting.
+    """Run a server until it is stopped; raises what keeps it from starting.
 
-    A server that has the folder is given `wait_s` to leave it.
+    Waits up to `wait_s` for a server that has locked the folder.
     """
     raise_file_limit()
     with claimed_folder(data_dir, wait_s), asyncio.Runner(loop_factory=_loop_factory()) as runner:
@@ -57,12 +58,12 @@ def run_host(host: Host, data_dir: Path, *, wait_s: float = 0.0) -> None:
 
 
 class Host:
-    """The parts of one server, and how they end. `run` it once."""
+    """The parts of one server, and their shutdown. `run` it once."""
 
     def __init__(
         self,
         settings: HostSettings,
-        server: Settings,
+        server: ServerSettings,
         listener: socket.socket,
         *,
         on_ready: Callable[[], None],
@@ -76,16 +77,18 @@ class Host:
         self._clock = SystemClock()
         self._readiness = Readiness()
         self._meters = Meters()
-        # Mutable state: its loop once it runs, whether it answers, whether the end has begun,
-        # and what came in the way.
+        # Mutable state: its loop once it runs, whether it answers, whether it shuts down, and
+        # the error that `run` raises.
         self._loop: asyncio.AbstractEventLoop | None = None
         self._answering = asyncio.Event()
         self._stopping = asyncio.Event()
         self._failure: Exception | None = None
-        self._engine = RestartingEngine(self._start_engine, self._clock, self._on_change)
+        self._engine = RestartingEngine(  # pyright: ignore[reportAbstractUsage] - derived methods
+            self._start_engine, self._clock, self._on_change
+        )
 
     async def run(self) -> None:
-        """Serve until told to end."""
+        """Serve until `stop` or a signal."""
         self._loop = asyncio.get_running_loop()
         self._on_signals(self._loop)
         async with anyio.create_task_group() as group:
@@ -101,7 +104,7 @@ class Host:
             raise self._failure
 
     async def _serve(self, group: TaskGroup) -> None:
-        # Loaded beside the engine, which takes longer to start.
+        # Imported in a thread while the engine starts, which takes longer.
         opened = await asyncio.to_thread(_load_web)
         async with opened(
             self._settings,
@@ -115,15 +118,15 @@ class Host:
             await web.serve(self._listener, self._answering.set)
 
     def stop(self) -> None:
-        """Begin the end; on its loop."""
+        """Begin to shut down; call it on the loop."""
         self._stopping.set()
 
     def stop_from_thread(self) -> None:
-        """Begin the end; from any other thread."""
+        """Begin to shut down; call it from any other thread."""
         loop = self._loop
         if loop is None:
-            os._exit(_INTERRUPTED)  # it has not begun
-        with suppress(RuntimeError):  # it has ended
+            os._exit(_INTERRUPTED)  # nothing has started yet
+        with suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(self.stop)
 
     async def _announce(self) -> None:
@@ -145,13 +148,13 @@ class Host:
         web.close()
         await self._clock.sleep(self._settings.shutdown_s + _FORCE_AFTER_S)
         _log.error(
-            "the end takes too long, so it is forced; what was accepted is kept, and goes on when "
-            "the server is started again"
+            "the shutdown takes too long, so it is forced; accepted work is kept and continues "
+            "when the server is started again"
         )
         os._exit(_FORCED)
 
     def _on_change(self) -> None:
-        """The engine does something else now: tell whoever watches."""
+        """Report a new state or phase of the engine."""
         engine = self._engine
         if engine.state == "ready":
             self._readiness.ready("engine")
@@ -168,7 +171,7 @@ class Host:
 
     def _interrupt(self) -> None:
         if self._stopping.is_set():
-            # The engine's process ends by itself when this one is gone.
+            # The engine's process exits by itself when this one has exited.
             os._exit(_INTERRUPTED)
         self.stop()
 
@@ -208,3 +211,26 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
             return cast("Any", uvloop).new_event_loop
     return None
+
+
+_OPEN_FILES = 65_536
+# With the default of 700, almost all objects are still in use: a request makes a few hundred.
+_OBJECTS_BETWEEN_COLLECTIONS = 10_000
+
+
+def raise_file_limit() -> None:
+    """Allow as many open connections as the system lets this user have."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = resource.RLIM_INFINITY
+    wanted = _OPEN_FILES if hard == unlimited else min(_OPEN_FILES, hard)
+    if soft != unlimited and soft < wanted:
+        # Some systems allow less than they report.
+        with suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def settle() -> None:
+    """Exclude everything that is loaded by now from garbage collection: it lives until exit."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_OBJECTS_BETWEEN_COLLECTIONS)

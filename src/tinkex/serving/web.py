@@ -1,22 +1,22 @@
-"""The HTTP side of a server: its store, its app, and uvicorn around them."""
+"""The HTTP side of a server: its app, uvicorn, and what answers while the engine starts."""
 
 from __future__ import annotations
 
-import asyncio
+import logging
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import msgspec
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from tinkex.clock import time_limit
-from tinkex.errors import ClosedError, TinkerError
+from tinkex.engine.process.supervisor import first_line
+from tinkex.errors import ClosedError, InputError, TinkerError
+from tinkex.server.api.identity import any_key
 from tinkex.server.app import create_app
-from tinkex.serving.data_dir import kept_secret
-from tinkex.serving.engine import first_line
-from tinkex.serving.store import check_keys, opened_store
+from tinkex.server.store.sql import SqlStore
+from tinkex.serving.data_dir import DATABASE, kept_secret
 
 if TYPE_CHECKING:
     import socket
@@ -24,35 +24,36 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from starlette.applications import Starlette
-    from starlette.types import ASGIApp, Receive, Scope, Send
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from tinkex.clock import Clock
-    from tinkex.server.observability.meters import Meters
-    from tinkex.server.observability.readiness import Readiness
-    from tinkex.server.settings import Settings
-    from tinkex.serving.engine import RestartingEngine
-    from tinkex.serving.settings import HostSettings
+    from tinkex.engine.process.supervisor import RestartingEngine
+    from tinkex.server.observability.meters import Meters, Readiness
+    from tinkex.server.server_settings import ServerSettings
+    from tinkex.server.store.protocol import Store
+    from tinkex.serving.host_settings import HostSettings
 
-# How long requests that are being answered may take once the server ends.
+
+# How long requests under way may take once the server shuts down.
 _ANSWERS_S = 1
-# A request sent on a connection that is just being closed is lost. So connections are closed by
-# clients and load balancers, which keep idle ones for up to a minute, and not by the server.
+# A request sent on a connection that the server is closing is lost. So clients and load balancers
+# close connections, which keep idle ones for up to a minute, and the server does not.
 _IDLE_S = 75
 
 
 @asynccontextmanager
 async def open_web(
     settings: HostSettings,
-    server: Settings,
+    server: ServerSettings,
     engine: RestartingEngine,
     clock: Clock,
     meters: Meters,
     readiness: Readiness,
 ) -> AsyncGenerator[Web]:
     """Open the store and make the app; raises what keeps either from that."""
-    async with opened_store(settings, clock) as store:
+    async with _opened_store(settings, clock) as store:
         if server.key_mode == "stored":
-            await check_keys(store, settings)
+            await _check_keys(store, settings)
         signed = replace(server, secret=kept_secret(settings.data_dir))
         app = create_app(store, engine, signed, clock, meters=meters, readiness=readiness)
         yield Web(app, engine, clock)
@@ -67,7 +68,7 @@ class Web:
         self._server = _Server(
             uvicorn.Config(
                 cast("Any", self._gate),
-                http=HttpProtocol,
+                http="httptools",
                 ws="none",
                 lifespan="on",
                 log_config=None,
@@ -78,82 +79,28 @@ class Web:
         )
 
     async def serve(self, listener: socket.socket, on_started: Callable[[], None]) -> None:
-        """Answer requests until `close`; returns when the app has ended, too."""
-        self._server.on_started = on_started
+        """Answer requests until `close`; returns when the app has ended, too.
+
+        `on_started` is called when the app has started. Its listener accepts connections before.
+        """
+        self._gate.on_started = on_started
         try:
             await self._server.serve([listener])
-        except SystemExit as leaving:  # uvicorn's way to say so; the reason is in the log
+        except SystemExit as leaving:  # how uvicorn reports it; the reason is in the log
             raise ClosedError("the app could not start; its log says why") from leaving
 
     def close(self) -> None:
-        """Begin the end: nobody is let in any more, and long polls are answered now."""
+        """Begin to shut down: new requests are refused, and long polls are answered now."""
         self._gate.close()
         self._waiters.close()
         self._server.should_exit = True
 
 
 class _Server(uvicorn.Server):
-    """Says when it answers, and leaves the signals to the host."""
-
-    on_started: Callable[[], None]
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.on_started()
+    """Leaves the signals to the host."""
 
     def capture_signals(self) -> AbstractContextManager[None]:  # pyright: ignore[reportIncompatibleMethodOverride] - a context manager all the same
         return nullcontext()
-
-
-# Larger bodies are not copied to have them travel with their head.
-_ONE_WRITE_BYTES = 64 * 1024
-
-
-class Joined:
-    """A transport that sends what is written in one turn of the loop at once, if it is small.
-
-    uvicorn writes the head of an answer and its body apart. Each is a system call and a packet, and
-    each wakes the client; for small answers that is most of what sending costs.
-    """
-
-    def __init__(self, transport: asyncio.Transport) -> None:
-        self._transport = transport
-        self._loop = asyncio.get_running_loop()
-        # Mutable state: what was written first in this turn and waits for more.
-        self._held = b""
-
-    def write(self, data: bytes) -> None:
-        """Send at the end of the turn, or with the next write."""
-        if self._held:
-            if len(data) <= _ONE_WRITE_BYTES:
-                data = self._held + data
-                self._held = b""
-            else:
-                self._flush()
-            self._transport.write(data)
-        elif data:
-            self._held = data
-            self._loop.call_soon(self._flush)
-
-    def close(self) -> None:
-        """Send what is held, and close."""
-        self._flush()
-        self._transport.close()
-
-    def _flush(self) -> None:
-        data, self._held = self._held, b""
-        if data and not self._transport.is_closing():
-            self._transport.write(data)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
-
-
-class HttpProtocol(HttpToolsProtocol):
-    """uvicorn's own on a transport that joins writes."""
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride] - as uvicorn declares it
-        super().connection_made(cast("asyncio.Transport", Joined(transport)))
 
 
 _OPEN: Final = ("/healthz", "/readyz", "/metrics")
@@ -162,25 +109,29 @@ _RETRY_AFTER_S: Final = 1
 
 
 class Gate:
-    """An ASGI app around the server's, which answers while the server cannot work.
+    """An ASGI app around the server's, which answers while the server cannot.
 
     Until the first engine is ready its models are unknown, so requests wait a while and are then
-    asked to come back. What operators ask (`/healthz` and the like) is always let through.
+    refused with a 503. The operators' pages (`/healthz` and the like) always pass.
     """
 
     def __init__(self, app: ASGIApp, engine: RestartingEngine, clock: Clock) -> None:
         self._app = app
         self._engine = engine
         self._clock = clock
-        # Mutable state: whether it lets anybody in.
+        # Mutable state: whether requests are refused, and what to call when the app has started.
         self._draining = False
+        self.on_started: Callable[[], None] = lambda: None
 
     def close(self) -> None:
-        """Let nobody in from now on; who is in may finish."""
+        """Refuse new requests; those under way may finish."""
         self._draining = True
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let a request through, or tell it why not."""
+        """Pass a request on, or refuse it with the reason."""
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, self._reporting_start(send))
+            return
         if scope["type"] == "http" and not str(scope["path"]).endswith(_OPEN):
             if self._engine.generation == 0:
                 await self._wait()
@@ -189,12 +140,20 @@ class Gate:
                 return
         await self._app(scope, receive, send)
 
+    def _reporting_start(self, send: Send) -> Send:
+        async def report(message: Message) -> None:
+            await send(message)
+            if message["type"] == "lifespan.startup.complete":
+                self.on_started()
+
+        return report
+
     async def _wait(self) -> None:
         async with time_limit(self._clock, _PATIENCE_S):
             try:
                 await self._engine.wait_ready()
             except TinkerError:
-                return  # the answer says why
+                return  # the refusal says why
 
     def _reason(self) -> str:
         if self._draining:
@@ -214,3 +173,29 @@ async def _refuse(send: Send, reason: str) -> None:
     ]
     await send({"type": "http.response.start", "status": 503, "headers": headers})
     await send({"type": "http.response.body", "body": body})
+
+
+_log = logging.getLogger(__name__)
+
+
+@asynccontextmanager
+async def _opened_store(settings: HostSettings, clock: Clock) -> AsyncGenerator[Store]:
+    """The store, locked: no other server uses it while it is open."""
+    place = settings.database or settings.data_dir / DATABASE
+    async with SqlStore.open(place, clock=clock) as store:
+        await store.lock()
+        yield store
+
+
+async def _check_keys(store: Store, settings: HostSettings) -> None:
+    """Refuse to listen to other machines before there is a key."""
+    if await any_key(store):
+        return
+    make = f"`tinkex key create --data-dir {settings.data_dir}`"
+    if not settings.on_loopback:
+        raise InputError(
+            f"{settings.host} can be reached from other machines, and there is no key yet: make "
+            f"one with {make}, or listen on 127.0.0.1",
+            "host",
+        )
+    _log.warning("there is no key yet, so nobody is let in: make one with %s", make)

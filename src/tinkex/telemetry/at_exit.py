@@ -1,8 +1,8 @@
 """The end of the process: errors that telemetry has recorded are sent before it dies.
 
-Telemetry is sent by the client's loop, which runs in a daemon thread and ends with the process.
-So the exit waits for errors that are not sent yet, for two seconds at most, and for nothing else.
-Errors that no client has seen, of the main thread or of another one, are recorded too.
+The client's loop sends telemetry, and its daemon thread ends with the process. So the exit waits
+for errors that are not sent yet, for two seconds at most, and for nothing else. Uncaught errors of
+the main thread and of other threads are recorded, too.
 `os._exit` and signals that kill the process leave no time for any of this.
 """
 
@@ -32,7 +32,7 @@ class _Watch:
     """The telemetry of this process."""
 
     def __init__(self) -> None:
-        # Mutable state: who is watched, and the hook for threads that was there before ours.
+        # Mutable state: what is watched, and the hook for threads that was there before this one.
         self._watched: weakref.WeakSet[Telemetry] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._earlier_hook = None
@@ -73,7 +73,7 @@ class _Watch:
             for telemetry in self._all():
                 telemetry.wait_sent(give_up_at - clock.now())
         except KeyboardInterrupt:
-            pass  # whoever presses Ctrl-C again does not want to wait
+            pass  # the user presses Ctrl-C again: do not wait
 
     def after_fork(self) -> None:
         """In a forked child: what was recorded before is sent by the parent."""

@@ -1,9 +1,9 @@
-"""Telemetry: tells the server how the client fares, and never gets in anybody's way.
+"""Telemetry: events about sessions and errors, sent to the server in the background.
 
 Recording an event puts it into a bounded queue and returns, from any thread; a loop on the
 client's own event loop sends what is queued. Nothing here blocks, raises into its caller or
-delays an error: a dead telemetry route costs some events, which are counted. What events may
-say is decided in `redaction`; what happens when the process ends, in `at_exit`.
+delays an error: a dead telemetry route loses events, which are counted. `redaction` decides what
+events may contain, `at_exit` what happens when the process ends.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import weakref
 from collections import deque
 from datetime import UTC, datetime, timedelta
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from tinkex._version import PROTOCOL_VERSION
 from tinkex.clock import time_limit
@@ -51,11 +51,11 @@ _NAMES: frozenset[EventName] = frozenset({"queue_state_changed", "user_error"})
 _FLUSH_S = 2.0
 # The severities of errors that reached the user.
 _URGENT = ("WARNING", "ERROR")
-# So many errors are remembered, lest one is reported twice.
+# The number of errors that are remembered, so that one is not reported twice.
 _REMEMBERED = 32
 
 
-# What the sending loop can be told.
+# What the sending loop is notified of.
 _NOTHING, _LATER, _SOON = 0, 1, 2
 
 
@@ -66,7 +66,7 @@ class _Signals:
         self.queued = asyncio.Event()
         self.soon = asyncio.Event()
 
-    def tell(self, news: int) -> None:
+    def notify(self, news: int) -> None:
         self.queued.set()
         if news == _SOON:
             self.soon.set()
@@ -74,15 +74,6 @@ class _Signals:
     def clear(self) -> None:
         self.queued.clear()
         self.soon.clear()
-
-
-class _Stamp(NamedTuple):
-    """What every event carries."""
-
-    event_id: str
-    session_index: int
-    severity: Severity
-    timestamp: datetime
 
 
 class Telemetry:
@@ -103,8 +94,8 @@ class Telemetry:
         secrets: Callable[[], Iterable[str]] = tuple,
     ) -> None:
         # Mutable state: the queue, the batch under way, the counters and the errors reported last,
-        # behind one lock that is held for moments; the sending loop, its signals, and what it was
-        # told since it last sent; whether the server has said that it takes no telemetry.
+        # behind one lock that is held briefly; the sending loop, its signals, and what it was
+        # notified of since it last sent; whether the server has said that it takes no telemetry.
         self.session_id = session_id
         self.dropped = 0
         self._api = api
@@ -120,7 +111,7 @@ class Telemetry:
         self._reported: deque[weakref.ref[BaseException]] = deque(maxlen=_REMEMBERED)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._signals: _Signals | None = None
-        self._told = _NOTHING
+        self._notified = _NOTHING
         self._refused = False
         self._started_s = clock.now()
         self._pid = os.getpid()
@@ -132,11 +123,12 @@ class Telemetry:
         self, name: EventName, data: Mapping[str, Any] | None = None, severity: Severity = "INFO"
     ) -> None:
         """Record that something happened; of `data` only ids and known words are taken."""
-
-        def make(stamp: _Stamp) -> TelemetryEvent:
-            return self._generic(stamp, name, self._redactor.members(data or {}))
-
-        self._record(make, severity)
+        known = name if name in _NAMES else "other"
+        self._record(
+            GenericEvent,
+            severity,
+            lambda: {"event_name": known, "event_data": self._redactor.members(data or {})},
+        )
 
     def exception(self, error: BaseException) -> None:
         """Record an error that reached the user, once, and send it soon."""
@@ -147,55 +139,40 @@ class Telemetry:
             if not self._usable() or self._known(error):
                 return
             users = is_user_error(error)
-        except Exception:  # noqa: BLE001 - an error of somebody's own may break any rule
+        except Exception:  # noqa: BLE001 - a user's error class may misbehave
             _log.debug("an error could not be looked at", exc_info=True)
             return
         if users:
-            self._record(lambda stamp: self._user_error(stamp, error), "WARNING", urgent=True)
+            self._record(GenericEvent, "WARNING", lambda: self._user_error(error), urgent=True)
         else:
-            self._record(lambda stamp: self._unhandled(stamp, error), "ERROR", urgent=True)
+            self._record(UnhandledExceptionEvent, "ERROR", lambda: self._bug(error), urgent=True)
 
     def session_start(self) -> None:
         """Record that the session exists."""
-        self._record(
-            lambda stamp: SessionStartEvent(
-                event_id=stamp.event_id,
-                event_session_index=stamp.session_index,
-                severity=stamp.severity,
-                timestamp=stamp.timestamp,
-            ),
-            "INFO",
-        )
+        self._record(SessionStartEvent, "INFO")
 
     def session_end(self) -> None:
         """Record that the session is over."""
         duration = timedelta(seconds=self._clock.now() - self._started_s)
-        self._record(
-            lambda stamp: SessionEndEvent(
-                duration=str(duration),
-                event_id=stamp.event_id,
-                event_session_index=stamp.session_index,
-                severity=stamp.severity,
-                timestamp=stamp.timestamp,
-            ),
-            "INFO",
-        )
+        self._record(SessionEndEvent, "INFO", lambda: {"duration": str(duration)})
 
     def _record(
         self,
-        make: Callable[[_Stamp], TelemetryEvent],
+        kind: Callable[..., TelemetryEvent],
         severity: Severity,
+        make: Callable[[], dict[str, Any]] = dict,
         *,
         urgent: bool = False,
     ) -> None:
+        """Queue an event of `kind`; `make` gives the fields that are its own."""
         if not self._usable():
             return
         try:
             with self._lock:
-                self._put(make, severity)
+                self._put(kind, severity, make)
                 waiting = len(self._queue)
-            self._tell(_SOON if urgent or waiting >= _BATCH else _LATER)
-        except Exception:  # noqa: BLE001 - telemetry breaks nobody
+            self._notify(_SOON if urgent or waiting >= _BATCH else _LATER)
+        except Exception:  # noqa: BLE001 - telemetry must not fail its caller
             _log.debug("an event could not be recorded", exc_info=True)
 
     def _usable(self) -> bool:
@@ -212,45 +189,42 @@ class Telemetry:
                 self._reported.append(weakref.ref(error))
         return False
 
-    def _put(self, make: Callable[[_Stamp], TelemetryEvent], severity: Severity) -> None:
+    def _put(
+        self,
+        kind: Callable[..., TelemetryEvent],
+        severity: Severity,
+        make: Callable[[], dict[str, Any]],
+    ) -> None:
         if len(self._queue) >= _QUEUE:
             self.dropped += 1
             return
-        timestamp = datetime.fromtimestamp(self._clock.wall(), UTC)
-        self._queue.append(make(_Stamp(str(uuid.uuid4()), self._next_index, severity, timestamp)))
+        event = kind(
+            event_id=str(uuid.uuid4()),
+            event_session_index=self._next_index,
+            severity=severity,
+            timestamp=datetime.fromtimestamp(self._clock.wall(), UTC),
+            **make(),
+        )
+        self._queue.append(event)
         self._next_index += 1
 
-    def _generic(self, stamp: _Stamp, name: EventName, data: dict[str, Any]) -> GenericEvent:
-        return GenericEvent(
-            event_id=stamp.event_id,
-            event_name=name if name in _NAMES else "other",
-            event_session_index=stamp.session_index,
-            severity=stamp.severity,
-            timestamp=stamp.timestamp,
-            event_data=data,
-        )
+    def _user_error(self, error: Exception) -> dict[str, Any]:
+        return {"event_name": "user_error", "event_data": self._redactor.facts(error)}
 
-    def _user_error(self, stamp: _Stamp, error: Exception) -> GenericEvent:
-        return self._generic(stamp, "user_error", self._redactor.facts(error))
+    def _bug(self, error: Exception) -> dict[str, Any]:
+        return {
+            "error_message": self._redactor.message(error),
+            "error_type": self._redactor.facts(error)["error_type"],
+            "traceback": self._redactor.frames(error),
+        }
 
-    def _unhandled(self, stamp: _Stamp, error: Exception) -> UnhandledExceptionEvent:
-        return UnhandledExceptionEvent(
-            error_message=self._redactor.message(error),
-            error_type=self._redactor.facts(error)["error_type"],
-            event_id=stamp.event_id,
-            event_session_index=stamp.session_index,
-            severity=stamp.severity,
-            timestamp=stamp.timestamp,
-            traceback=self._redactor.frames(error),
-        )
-
-    def _tell(self, news: int) -> None:
-        """Wake the loop, unless it knows already; a burst of events posts once."""
+    def _notify(self, news: int) -> None:
+        """Wake the loop, unless it was notified already; a burst of events posts once."""
         signals = self._signals
-        if signals is not None and news > self._told:
-            self._told = news
+        if signals is not None and news > self._notified:
+            self._notified = news
             with contextlib.suppress(ClosedError):
-                self._post(lambda: signals.tell(news))
+                self._post(lambda: signals.notify(news))
 
     # -- sending, on the loop -----------------------------------------------------------------
 
@@ -267,7 +241,7 @@ class Telemetry:
                 async with time_limit(self._clock, _EVERY_S):
                     await signals.soon.wait()
                 signals.clear()
-                self._told = _NOTHING
+                self._notified = _NOTHING
                 await self._send_queued()
         finally:
             self._signals = None
@@ -300,7 +274,7 @@ class Telemetry:
                     self._queue.extendleft(reversed(batch))
                     self._sending = []
                 raise
-            except Exception as error:  # noqa: BLE001 - telemetry breaks nobody
+            except Exception as error:  # noqa: BLE001 - telemetry must not fail its caller
                 _log.debug("telemetry was not delivered: %s", self._redactor.message(error))
                 if not self._may_try_again(error):
                     break
@@ -311,7 +285,7 @@ class Telemetry:
         return False
 
     def _ended(self, dropped: int) -> None:
-        """Nothing is under way any more; tell whoever waits for that."""
+        """No batch is under way any more; notify `wait_sent`."""
         with self._sent:
             self._sending = []
             self.dropped += dropped
@@ -328,9 +302,9 @@ class Telemetry:
         """Block until no error waits to be sent, for at most `limit_s`."""
         if self._usable():
             with self._sent:
-                self._sent.wait_for(lambda: not self._owes(), max(limit_s, 0.0))
+                self._sent.wait_for(lambda: not self._has_unsent_errors(), max(limit_s, 0.0))
 
-    def _owes(self) -> bool:
+    def _has_unsent_errors(self) -> bool:
         """Whether an error is not sent yet, and still can be."""
         if self._refused or self._loop is None or not self._loop.is_running():
             return False
@@ -349,7 +323,7 @@ class Telemetry:
 
 
 def process_uuid() -> str:
-    """Names this process; a forked child has a name of its own."""
+    """Identifies this process; a forked child has an id of its own."""
     return _uuid_of(os.getpid())
 
 

@@ -1,9 +1,9 @@
-"""What telemetry may say about an error, or about anything else.
+"""What telemetry may say about an error, or about anything else. Pure.
 
-Pure. Texts are not cleaned, they are never taken: a server's message may quote a prompt, and an
-exception, its notes, its traceback's values and source lines may hold anything. What is taken is
-known to be harmless: the types of errors, the codes, categories and statuses of our own error tree,
-ids that look like ids, and places in our own code.
+Text is never sent, not even cleaned: a server's message may quote a prompt, and an exception, its
+notes, its traceback's values and source lines may hold anything. Only what is known to be harmless
+is sent: types of errors; codes, categories and statuses of `tinkex.errors`; ids that look like ids;
+and lines of tinkex's own code.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ _MAX_LINES = 50
 
 
 class Redactor:
-    """Takes what may leave the process; `secrets` gives the credentials in use now."""
+    """Selects what may leave the process; `secrets` gives the credentials in use now."""
 
     def __init__(self, secrets: Callable[[], Iterable[str]] = tuple) -> None:
         self._secrets = secrets
 
     def members(self, data: Mapping[str, Any]) -> dict[str, Any]:
-        """The members of an event that it may have, as far as their values are what they should."""
+        """Those members of an event that may be sent, where their values are valid."""
         taken = {name: self.identifier(data.get(name)) for name in ("queue_state", "request_id")}
         if taken["queue_state"] not in _QUEUE_STATES:
             del taken["queue_state"]
@@ -74,7 +74,7 @@ class Redactor:
         return ", ".join(f"{name} {value}" for name, value in facts.items())
 
     def frames(self, error: BaseException) -> str | None:
-        """Where in our code an error, its causes and the members of its group came from."""
+        """The lines of tinkex that an error, its causes and the members of its group came from."""
         lines = [line for link in chain(error) for line in self._frames_of(link)]
         return "\n".join(lines[:_MAX_LINES]) or None
 
@@ -106,7 +106,7 @@ class Redactor:
 
 
 def is_user_error(error: BaseException) -> bool:
-    """Whether the caller, and not the software, has to change something."""
+    """Whether the caller has to change something, and not the software."""
     return any(_is_users_fault(link) for link in chain(error))
 
 
@@ -119,7 +119,7 @@ def _is_users_fault(error: BaseException) -> bool:
 
 
 def chain(error: BaseException) -> Iterator[BaseException]:
-    """An error, what it came from and what a group holds; outermost first, not without end."""
+    """An error, its causes and the members of its groups, outermost first; at most `_MAX_LINKS`."""
     seen: set[int] = set()
     waiting: list[BaseException | None] = [error]
     while waiting and len(seen) < _MAX_LINKS:
@@ -135,7 +135,7 @@ def chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _place(path: str, line: int) -> str:
-    """A line of our code. The names of somebody else's files and functions are theirs."""
+    """A line of tinkex. Names of other files and functions are not sent."""
     if not path.startswith(_PACKAGE):
         return _ELSEWHERE
     return f"  tinkex/{path.removeprefix(_PACKAGE).replace(os.sep, '/')}:{line}"

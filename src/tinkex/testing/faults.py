@@ -1,4 +1,4 @@
-"""Trouble on demand: scripted faults between the network and the server's app.
+"""Scripted faults between the network and the server's app.
 
     server.faults.on("asample", rate_limit("retry-after-ms", 0.05), times=3)
     server.faults.on("retrieve_future", drop(), nth=0)
@@ -31,7 +31,7 @@ RetryAfterForm = Literal["retry-after-ms", "retry-after", "date", "none"]
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class FaultRule:
     """When an effect strikes: matching calls `first` to `first + times - 1`, or all after."""
 
     effect: Effect
@@ -55,7 +55,7 @@ class Faults:
 
     def __init__(self) -> None:
         # Mutable state: rules with how many calls each has matched, and what has happened.
-        self._rules: list[Rule] = []
+        self._rules: list[FaultRule] = []
         self._matched: list[int] = []
         self.fired: list[Fired] = []
 
@@ -73,7 +73,7 @@ class Faults:
         `times=None` strikes every later call.
         """
         name = getattr(effect, "__qualname__", repr(effect)).split(".")[0]
-        self._rules.append(Rule(effect, name, route, nth, times, when))
+        self._rules.append(FaultRule(effect, name, route, nth, times, when))
         self._matched.append(0)
 
     def clear(self) -> None:
@@ -83,7 +83,7 @@ class Faults:
 
     def choose(self, request: SeenRequest) -> Effect | None:
         """The effect for a request; counts the request for every rule it matches."""
-        chosen: Rule | None = None
+        chosen: FaultRule | None = None
         for index, rule in enumerate(self._rules):
             if rule.route not in (None, request.route):
                 continue
@@ -147,7 +147,7 @@ def rate_limit(form: RetryAfterForm = "none", seconds: float = 1.0, status: int 
 
 
 def try_again(queue_state: str = "active", reason: str | None = None, status: int = 200) -> Effect:
-    """An honest "pending" from retrieve_future; `status=408` says the same as a time-out."""
+    """A "pending" reply of retrieve_future; `status=408` sends the same as a time-out."""
 
     async def try_again(exchange: Exchange) -> None:
         answer = {"type": "try_again", "queue_state": queue_state}
@@ -275,7 +275,7 @@ def restart() -> Effect:
 
 
 def finish_session() -> Effect:
-    """End the caller's session behind its back, then handle the request."""
+    """End the caller's session, then handle the request."""
 
     async def finish_session(exchange: Exchange) -> None:
         await exchange.server.finish_session(exchange.request.json.get("session_id"))

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tinkex.clients.service import ServiceClient
-    from tinkex.testing.server import FakeServer
+    from tinkex.testing.fake_server import FakeServer
 
 
 @pytest.fixture
 def tinkex_server() -> Iterator[FakeServer]:
     """A `FakeServer` that listens on a loopback port (`tinkex_server.url`)."""
-    from tinkex.testing.server import FakeServer
+    from tinkex.testing.fake_server import FakeServer
 
     with FakeServer().serve() as server:
         yield server
@@ -35,7 +35,7 @@ def tinkex_server() -> Iterator[FakeServer]:
 def tinkex_service(tinkex_server: FakeServer) -> Iterator[ServiceClient]:
     """A `ServiceClient` of `tinkex_server`, closed after the test."""
     from tinkex.clients.service import ServiceClient
-    from tinkex.testing.server import API_KEY
+    from tinkex.testing.fake_server import API_KEY
 
     with ServiceClient(base_url=tinkex_server.url, api_key=API_KEY) as client:
         yield client

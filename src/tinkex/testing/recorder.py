@@ -1,4 +1,4 @@
-"""ASGI middleware that writes down every request and lets faults decide what becomes of it."""
+"""ASGI middleware that records every request and lets faults decide how it is answered."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 
     from tinkex.clock import Clock
-    from tinkex.testing.server import FakeServer
+    from tinkex.testing.fake_server import FakeServer
 
     Message = MutableMapping[str, Any]
     Receive = Callable[[], Awaitable[Message]]
@@ -81,8 +81,8 @@ class SeenRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """What the app wanted to answer."""
+class CapturedReply:
+    """The reply that the app would have sent."""
 
     status: int
     headers: dict[str, str]
@@ -90,7 +90,7 @@ class Answer:
 
 
 class Exchange:
-    """One request on its way, in the hands of an effect."""
+    """One request, as an effect handles it."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class Exchange:
         """Let the app answer."""
         await self._app(dict(self._scope), self._replay(), self._send)
 
-    async def capture(self) -> Answer:
+    async def capture(self) -> CapturedReply:
         """Let the app do its work and keep its answer from the client."""
         status, headers, body = 0, dict[str, str](), bytearray()
 
@@ -131,12 +131,12 @@ class Exchange:
                 body.extend(message.get("body", b""))
 
         await self._app(dict(self._scope), self._replay(), send)
-        return Answer(status, headers, bytes(body))
+        return CapturedReply(status, headers, bytes(body))
 
     async def answer(
         self, status: int, body: bytes, headers: Mapping[str, str], content_length: bool = True
     ) -> None:
-        """Answer in the app's place."""
+        """CapturedReply in the app's place."""
         kept = {k: v for k, v in headers.items() if k != "content-length"}
         if content_length:
             kept["content-length"] = str(len(body))

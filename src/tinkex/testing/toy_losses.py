@@ -45,8 +45,8 @@ def cispo(p: Floats, inputs: Arrays, config: Config) -> tuple[float, Floats]:
     """-sum(stopgrad(clip(r)) A p)"""
     low, high = _bounds(inputs, config, 0.0, 4.0)
     ratio = np.clip(np.exp(p - _like(p, inputs, "logprobs")), low, high)
-    slope = -ratio * _like(p, inputs, "advantages")
-    return float((slope * p).sum()), slope
+    derivative = -ratio * _like(p, inputs, "advantages")
+    return float((derivative * p).sum()), derivative
 
 
 def dro(p: Floats, inputs: Arrays, config: Config) -> tuple[float, Floats]:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tinkex.errors import RequestFailedError
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 ROWS = 32
 _MASK = (1 << 64) - 1
 _PICTURE_TOKENS = 16
+DEVICE_S_PER_TOKEN = 1e-6
 
 
 class Head:
@@ -119,3 +122,8 @@ def uniform(*parts: int) -> float:
         state = (state ^ state >> 27) * 0x94D049BB133111EB & _MASK
         state ^= state >> 31
     return (state >> 11) / (1 << 53)
+
+
+def user_error(message: str) -> RequestFailedError:
+    """The failure of a request that its caller can correct."""
+    return RequestFailedError(message, None, "user")

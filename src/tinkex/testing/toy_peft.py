@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from tinkex.adapters.config import CONFIG_FILE, WEIGHTS_FILE
 from tinkex.adapters.folder import read_adapter
-from tinkex.adapters.names import UNEMBED, Place
+from tinkex.adapters.peft_layout import CONFIG_FILE, UNEMBED, WEIGHTS_FILE, LoraKey
 from tinkex.adapters.tensor_header import LENGTH, read_head
 from tinkex.errors import InputError
 
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from tinkex.engine.base import Layout
+    from tinkex.engine.protocol import Layout
 
     Floats = npt.NDArray[np.float64]
 
@@ -58,23 +57,23 @@ def write_toy(base_model: str, rank: int, bias: Floats, layout: Layout) -> dict[
 def read_toy(folder: Path, base_model: str, vocab_size: int) -> tuple[int, Floats]:
     """Rank and bias of the adapter in a folder, if it is one of the toy's."""
     adapter = read_adapter(folder)
-    for place, tensor in adapter.tensors.items():
-        if place.matrix != UNEMBED:
-            raise InputError(f"{base_model} has no {(place.layer, place.matrix)}", WEIGHTS_FILE)
-        size = {"A": 1, "B": vocab_size}[place.factor]
-        expected = [adapter.config.r, size] if place.factor == "A" else [size, adapter.config.r]
+    for key, tensor in adapter.tensors.items():
+        if key.matrix != UNEMBED:
+            raise InputError(f"{base_model} has no {(key.layer, key.matrix)}", WEIGHTS_FILE)
+        size = {"A": 1, "B": vocab_size}[key.factor]
+        expected = [adapter.config.r, size] if key.factor == "A" else [size, adapter.config.r]
         if tensor.shape != expected:
             raise InputError(f"lm_head has shape {tensor.shape}, expected {expected}", WEIGHTS_FILE)
-    a, b = (_numbers(folder, Place(None, UNEMBED, factor), adapter) for factor in ("A", "B"))
+    a, b = (_numbers(folder, LoraKey(None, UNEMBED, factor), adapter) for factor in ("A", "B"))
     bias = (b @ a)[:, 0] * adapter.config.scale
     if not np.isfinite(bias).all():
         raise InputError("lm_head has values that are not finite", WEIGHTS_FILE)
     return adapter.config.r, bias
 
 
-def _numbers(folder: Path, place: Any, adapter: Any) -> Floats:
+def _numbers(folder: Path, key: Any, adapter: Any) -> Floats:
     path = folder / WEIGHTS_FILE
-    tensor = adapter.tensors[place]
+    tensor = adapter.tensors[key]
     with path.open("rb") as file:
         read_head(file, path.stat().st_size)
         file.seek(tensor.data_offsets[0], 1)

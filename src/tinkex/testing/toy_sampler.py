@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tinkex.engine.base import SampleResult
-from tinkex.errors import RequestFailedError
-from tinkex.testing.toy_model import ToyModel, uniform
+from tinkex.engine.protocol import SampleResult
+from tinkex.testing.toy_model import DEVICE_S_PER_TOKEN, ToyModel, uniform, user_error
 from tinkex.types import (
     PromptAltTokens,
     SampledSequence,
@@ -21,12 +20,11 @@ from tinkex.types import (
 
 if TYPE_CHECKING:
     from tinkex.clock import Clock
-    from tinkex.engine.base import Best, ModelSpec, OnToken, SampleOp
+    from tinkex.engine.protocol import Best, ModelSpec, OnToken, SampleOp
     from tinkex.testing.toy_model import Head
     from tinkex.types import SamplingParams, StopReason
 
 _EMPTY_CELL = -99999.0
-_DEVICE_S_PER_TOKEN = 1e-6
 # Keeps alternative draws apart from the draws of sampled tokens.
 _ALTERNATIVES = 1 << 40
 
@@ -88,7 +86,7 @@ class ToySampler:
             prompt_tokens=len(prompt),
             cached_tokens=0,
             generated_tokens=generated,
-            device_s=steps * token_s + (len(prompt) + generated) * _DEVICE_S_PER_TOKEN,
+            device_s=steps * token_s + (len(prompt) + generated) * DEVICE_S_PER_TOKEN,
         )
 
     def _grow(
@@ -133,17 +131,17 @@ def _best(head: Head, row: int, k: int) -> Best | None:
 
 def _limit(op: SampleOp, prompt: list[int], spec: ModelSpec) -> int:
     if not prompt:
-        raise _user("the prompt is empty")
+        raise user_error("the prompt is empty")
     if min(prompt) < 0 or max(prompt) >= spec.vocab_size:
-        raise _user(f"the prompt has a token outside 0..{spec.vocab_size - 1}")
+        raise user_error(f"the prompt has a token outside 0..{spec.vocab_size - 1}")
     room = spec.max_context_length - len(prompt)
     if room < 0:
-        raise _user(
+        raise user_error(
             f"the prompt has {len(prompt)} tokens, {spec.name} takes {spec.max_context_length}"
         )
     last_n = op.prompt_logprobs_last_n
     if last_n is not None and not 1 <= last_n <= max(len(prompt) - 1, 1):
-        raise _user(f"prompt_logprobs_last_n must lie between 1 and {len(prompt) - 1}")
+        raise user_error(f"prompt_logprobs_last_n must lie between 1 and {len(prompt) - 1}")
     wanted = op.params.max_tokens
     return room if wanted is None else min(wanted, room)
 
@@ -194,7 +192,7 @@ def _targets(op: SampleOp, head: Head, prompt: list[int]) -> TensorData | None:
     rows = ToyModel.rows(prompt)[:-1]
     shape = wanted.shape
     if shape is None or len(shape) != 2 or shape[0] != len(rows):
-        raise _user(f"target_prompt_logprobs must have shape [{len(rows)}, K], not {shape}")
+        raise user_error(f"target_prompt_logprobs must have shape [{len(rows)}, K], not {shape}")
     crow, col = wanted.sparse_crow_indices, wanted.sparse_col_indices
     if crow is None or col is None:
         ids = wanted.to_numpy()
@@ -203,7 +201,7 @@ def _targets(op: SampleOp, head: Head, prompt: list[int]) -> TensorData | None:
         ids = np.asarray(wanted.data, np.int64)
         spread = np.repeat(rows, np.diff(crow))
     if ids.size and ids.max() >= head.logprobs.shape[1]:
-        raise _user("target_prompt_logprobs has a token outside the vocabulary")
+        raise user_error("target_prompt_logprobs has a token outside the vocabulary")
     values = np.where(ids < 0, 0.0, head.logprobs[spread, np.maximum(ids, 0)])
     return TensorData(
         data=values.astype(np.float32),
@@ -234,7 +232,3 @@ def _alternatives(op: SampleOp, head: Head, prompt: list[int], seed: int) -> Pro
     return PromptAltTokens(
         tokens=TensorData.from_numpy(ids), logprobs=TensorData.from_numpy(logprobs)
     )
-
-
-def _user(message: str) -> RequestFailedError:
-    return RequestFailedError(message, None, "user")

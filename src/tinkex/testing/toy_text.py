@@ -9,7 +9,7 @@ from typing import Final
 
 import msgspec
 
-from tinkex.engine.base import ModelText
+from tinkex.engine.protocol import ModelText
 
 SPECIALS: Final = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 TEMPLATE: Final = (

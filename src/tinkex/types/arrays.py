@@ -1,7 +1,7 @@
-"""Anything array-like to an int64 or float32 numpy array, or an error with its path.
+"""Conversion of anything array-like to an int64 or float32 numpy array, or an error with its path.
 
-The one place that knows which element types travel and what may be cast into them. Torch is
-never imported here: a torch tensor can only be met when its owner has imported it.
+The one place that knows which element types are sent and what may be cast into them. Torch is
+never imported here: a torch tensor can only exist where the caller has imported it.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     Array = npt.NDArray[Any]
 
 TensorDtype = Literal["int64", "float32"]
-"""The element types that travel."""
+"""The element types that are sent."""
 
 
-# Sequences, but not of numbers that anybody means.
+# Sequences, but not of numbers that a caller means.
 _NO_NUMBERS: Final = (str, bytes, bytearray, memoryview)
 
 
 def is_torch(value: object) -> bool:
     """Whether `value` is a torch tensor."""
     torch = sys.modules.get("torch")
-    # A half-imported torch has no Tensor yet, and nobody can hold one then.
+    # A partly imported torch has no Tensor yet, and then no tensor exists.
     tensor = getattr(torch, "Tensor", None)
     return tensor is not None and isinstance(value, tensor)
 
@@ -189,7 +189,7 @@ def _short(value: object) -> str:
 
 
 def private_array(array: Array) -> Array:
-    """`array` itself when nobody can write to its memory, else a copy."""
+    """`array` itself when no code can write to its memory, else a copy."""
     holder: Any = array
     while is_numpy(holder) and not holder.flags.writeable:
         holder = holder.base

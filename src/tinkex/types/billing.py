@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from msgspec import field
 
-from tinkex.types.base import Request, Response
+from tinkex.types.value import Request, Response
 
 
 class GetBillingUsageRequest(Request):
@@ -97,7 +97,7 @@ class BillingUsageResponse(Response):
 
 
 class GetCurrentCheckpointStorageUsageRequest(Request):
-    """Ask how much checkpoints take up, in one project or in all."""
+    """Ask for the size of stored checkpoints, in one project or in all."""
 
     project_id: str | None = None
 

@@ -7,9 +7,8 @@ from urllib.parse import quote
 from msgspec.structs import force_setattr
 
 from tinkex.errors import InputError, InputTypeError
-from tinkex.types.base import Int, Request, Response, Result
 from tinkex.types.optimizers import OptimizerConfigField, optimizer_config
-from tinkex.types.usage import Usage
+from tinkex.types.value import Int, Request, Response, Result, Usage
 
 CheckpointType = Literal["training", "sampler", "external"]
 """What a checkpoint is for."""
@@ -38,7 +37,7 @@ class Checkpoint(Response):
 
 
 class Cursor(Response):
-    """Where a page lies in a list."""
+    """The position of a page in a list."""
 
     offset: int
     limit: int

@@ -1,9 +1,9 @@
 """The slow way to construct a value: accepts a little more, and explains what is wrong.
 
-Comes into play when the one-pass conversion in `base` fails or cannot be trusted. Accepts
-numpy and torch scalars where a number is expected, floats without a fraction where an integer
-is, any sequence or iterator where a list is, and dicts where a struct is. Everything else
-becomes an `InputError` that names the argument, such as `SamplingParams.temperature`.
+Used when the one-pass conversion in `value` fails or cannot be trusted. Accepts numpy and torch
+scalars where a number is expected, floats without a fraction where an integer is, any sequence or
+iterator where a list is, and dicts where a struct is. Everything else becomes an `InputError` that
+names the argument, such as `SamplingParams.temperature`.
 """
 
 import math
@@ -28,8 +28,8 @@ from msgspec.structs import fields as struct_fields
 
 from tinkex.errors import InputError, InputTypeError
 from tinkex.types.arrays import plain_number
-from tinkex.types.base import CONVERSION_ERRORS, Value, is_mapping
 from tinkex.types.tensors import TensorData
+from tinkex.types.value import CONVERSION_ERRORS, Value, is_mapping
 
 V = TypeVar("V", bound=Value)
 
@@ -132,7 +132,7 @@ def _prepare(cls: type[Value], name: str, value: Any) -> Any:
 
 
 def _listed(value: Any, hint: Any) -> Any:
-    """A generator, a deque, the values of a dict and the like as a list, where one belongs."""
+    """Generators, deques, dict views and other iterables as a list, where a list is expected."""
     if isinstance(value, str | bytes | bytearray | memoryview | list | tuple):
         return cast("Any", value)
     if isinstance(value, Sequence | Iterator | MappingView) and _items(hint):
@@ -141,7 +141,7 @@ def _listed(value: Any, hint: Any) -> Any:
 
 
 def _whole(value: Any, hint: Any) -> Any:
-    """Floats without a fraction as integers, where only those belong."""
+    """Floats without a fraction as integers, where only integers are expected."""
     if isinstance(value, float):
         kinds = _members(hint)
         whole = int in kinds and float not in kinds and value.is_integer() and abs(value) < 2**63
@@ -262,7 +262,7 @@ def _split(cls: type[Value], message: str) -> tuple[str, str, bool]:
 
 
 def _explain(cls: type[Value], fields: dict[str, Any], message: str) -> InputError:
-    """Our error for a message of msgspec's."""
+    """The InputError for a message of msgspec."""
     text, path, is_key = _split(cls, message)
     field = re.fullmatch(r"\w+\.(\w+)", path)
     hint = _hints(cls).get(field[1]) if field else None

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from msgspec import field
 
-from tinkex.types.base import Int, Request, Response
+from tinkex.types.value import Int, Request, Response
 
 CustomLossInputRank = Literal[0, 1, 2]
 """0 a number, 1 one value per token, 2 a row per token."""

@@ -1,4 +1,4 @@
-"""One training example, and where its tokens came from."""
+"""One training example, and the provenance of its tokens."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 from tinkex.errors import InputError, InputTypeError
 from tinkex.types.arrays import is_torch, plain_number, to_array
-from tinkex.types.base import is_mapping
-from tinkex.types.inputs import ModelInput
+from tinkex.types.inputs import ModelInput, copy_input
 from tinkex.types.tensors import TensorData
+from tinkex.types.value import is_mapping
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -103,7 +103,7 @@ class Datum:
         if (self.model_input_spans is None) != (self.loss_fn_input_spans is None):
             raise InputError("give both span lists, or neither", "Datum.loss_fn_input_spans")
         for name in ("model_input_spans", "loss_fn_input_spans"):
-            put(self, name, checked_spans(getattr(self, name), f"Datum.{name}"))
+            put(self, name, _checked_spans(getattr(self, name), f"Datum.{name}"))
 
     def with_provenance(
         self,
@@ -156,7 +156,7 @@ def _tensor(key: str, value: Any) -> TensorData:
     return TensorData._dense(array, value)  # pyright: ignore[reportPrivateUsage] -- same package
 
 
-def checked_spans(spans: Any, path: str) -> ProvenanceSpans | None:
+def _checked_spans(spans: Any, path: str) -> ProvenanceSpans | None:
     """A new list of the spans, or an `InputTypeError` for something else."""
     if spans is None:
         return None
@@ -170,6 +170,33 @@ def checked_spans(spans: Any, path: str) -> ProvenanceSpans | None:
                 f"{path}[{i}]",
             )
     return list(cast("ProvenanceSpans", spans))
+
+
+def copy_datum(datum: Datum, path: str) -> Datum:
+    """A copy that does not change when the caller changes the lists and arrays inside `datum`.
+
+    Arrays are copied only where other code could write to their memory. Raises `InputError` when
+    a list was changed into something that cannot be sent; `path` is the datum's name in it.
+    """
+    made = object.__new__(Datum)
+    put = object.__setattr__
+    put(made, "model_input", copy_input(datum.model_input, f"{path}.model_input", pack=True))
+    tensors = {key: _copy_tensor(path, key, each) for key, each in datum.loss_fn_inputs.items()}
+    put(made, "loss_fn_inputs", tensors)
+    for name in ("model_input_spans", "loss_fn_input_spans"):
+        put(made, name, _checked_spans(getattr(datum, name), f"{path}.{name}"))
+    return made
+
+
+def _copy_tensor(path: str, key: str, tensor: TensorData) -> TensorData:
+    if not isinstance(tensor, TensorData):  # pyright: ignore[reportUnnecessaryIsInstance] -- anything can be put into a dict
+        return tensor  # check_datum refuses it
+    try:
+        return tensor._copy()  # pyright: ignore[reportPrivateUsage] -- same package
+    except InputError as error:
+        from tinkex.types.coercion import rebase
+
+        raise rebase(error, f'{path}.loss_fn_inputs["{key}"]') from None
 
 
 def _check_cover(spans: ProvenanceSpans | None, length: int, path: str) -> None:

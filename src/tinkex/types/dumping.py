@@ -1,8 +1,8 @@
 """Values as plain dicts.
 
 Bytes are base64 text in every mode, as in the official client. A declared field that is None
-can be left out; a null inside a free-form map (user metadata, custom-loss arguments) always
-stays, because there it is the user's own data.
+can be left out; a null inside a free-form map (user metadata, custom-loss arguments) is the user's
+own data and always stays.
 """
 
 from base64 import b64encode
@@ -17,8 +17,8 @@ import msgspec
 from msgspec.structs import fields as struct_fields
 
 from tinkex.errors import InputTypeError
-from tinkex.types.base import ModelField, Value
 from tinkex.types.tensors import TensorData
+from tinkex.types.value import ModelField, Value
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ def selected(
     exclude: Iterable[str] | None,
     kind: str,
 ) -> dict[str, Any]:
-    """Those of `fields` that the two name."""
+    """The fields that `include` and `exclude` select."""
     kept, dropped = _names(include, f"{kind}.include"), _names(exclude, f"{kind}.exclude")
     return {
         name: value

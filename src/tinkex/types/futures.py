@@ -1,11 +1,10 @@
-"""Accepted requests and what becomes of them."""
+"""Accepted requests, their states and their results."""
 
 from enum import StrEnum
 from typing import TYPE_CHECKING, Literal
 
 from msgspec import field
 
-from tinkex.types.base import Count, Finite, Request, Response
 from tinkex.types.checkpoints import (
     LoadWeightsResponse,
     SaveWeightsExternalResponse,
@@ -15,6 +14,7 @@ from tinkex.types.checkpoints import (
 from tinkex.types.models import CreateModelResponse, UnloadModelResponse
 from tinkex.types.optimizers import OptimStepResponse
 from tinkex.types.training import ForwardBackwardOutput
+from tinkex.types.value import Count, Finite, Request, Response
 
 RequestID = str
 """The id under which a result can be fetched."""
@@ -36,7 +36,7 @@ class FutureRetrieveRequest(Request):
 
 
 class TryAgainResponse(Response):
-    """The result is not there yet."""
+    """The result is not ready yet."""
 
     type: Literal["try_again"] = "try_again"
     request_id: str = ""
@@ -90,7 +90,7 @@ class FuturesRetrieveResponse(Response):
 
 
 class RequestErrorCategory(StrEnum):
-    """Whose fault a failure was."""
+    """The side that caused a failure."""
 
     Unknown = "unknown"
     Server = "server"
@@ -124,4 +124,4 @@ FutureRetrieveResponse = (
     | UnloadModelResponse
     | RequestFailedResponse
 )
-"""Everything that asking for a result can give."""
+"""Everything that a request for a result can return."""

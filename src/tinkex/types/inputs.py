@@ -1,4 +1,4 @@
-"""Model inputs: text, image and audio chunks, and the prompt they add up to."""
+"""Model inputs: text, image and audio chunks, and the prompt they form."""
 
 import struct
 import sys
@@ -8,10 +8,11 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 from msgspec import ValidationError, convert
+from msgspec.structs import replace
 
 from tinkex.errors import InputError, InputTypeError
 from tinkex.types.arrays import is_numpy, is_torch, plain_number, to_array
-from tinkex.types.base import Count, Request, Token
+from tinkex.types.value import Count, Request, Token
 
 ImageFormat = Literal["png", "jpeg"]
 
@@ -39,55 +40,29 @@ class EncodedTextChunk(Request, tag_field="type", tag="encoded_text"):
 
     def packed(self, path: str = "tokens") -> bytes:
         """The ids as little-endian 32-bit integers; `path` names them if they are none."""
-        if isinstance(self.tokens, array):  # made by `compact`
-            return _little_endian(self.tokens)
-        packed = _pack(self.tokens, "<")
-        return _little_endian(packed_tokens(self.tokens, path)) if packed is None else packed
+        import numpy as np
 
-
-def compact(tokens: Sequence[int]) -> "array[int] | None":
-    """Token ids in four bytes each, or None when one of them is no token id."""
-    packed = _pack(tokens, "=")
-    if packed is None:
-        return None
-    ids = array("I")
-    ids.frombytes(packed)
-    return ids
-
-
-def packed_tokens(tokens: Sequence[int], path: str) -> "array[int]":
-    """Token ids in four bytes each, or an `InputError` that names the first that is none."""
-    ids = compact(tokens)
-    return array("I", token_list(tokens, path)) if ids is None else ids
-
-
-def _pack(tokens: Sequence[int], order: str) -> bytes | None:
-    """Token ids as 32-bit integers, or None when one of them is no token id."""
-    import numpy as np
-
-    try:
-        # Twice as fast as an array made from the same list.
-        packed = _packer(len(tokens), order).pack(*tokens)
-    except (TypeError, struct.error):
-        return None
-    seen = np.frombuffer(packed, f"{order}u4")
-    return packed if not seen.size or seen.item(seen.argmax()) < 2**31 else None
+        ids = self.tokens
+        if not isinstance(ids, array):  # else made by `copy_input`
+            try:
+                # Twice as fast as an array made from the same list.
+                packed = _packer(len(ids)).pack(*ids)
+                seen = np.frombuffer(packed, "<u4")
+                if not seen.size or seen.item(seen.argmax()) < 2**31:
+                    return packed
+            except (TypeError, struct.error):
+                pass
+            ids = token_list(ids, path)
+        return np.asarray(ids, "<u4").tobytes()
 
 
 @lru_cache(1024)
-def _packer(count: int, order: str) -> struct.Struct:
-    return struct.Struct(f"{order}{count}I")
-
-
-def _little_endian(ids: "array[int]") -> bytes:
-    if sys.byteorder == "big":
-        ids = ids[:]
-        ids.byteswap()
-    return ids.tobytes()
+def _packer(count: int) -> struct.Struct:
+    return struct.Struct(f"<{count}I")
 
 
 class ImageChunk(Request, tag_field="type", tag="image"):
-    """An image that travels inside the request; `data` may be given as base64 text."""
+    """An image inside the request; `data` may be given as base64 text."""
 
     data: bytes
     format: ImageFormat
@@ -186,7 +161,7 @@ class ModelInput(Request):
             try:
                 return convert({"chunks": [{"type": "encoded_text", "tokens": tokens}]}, cls)
             except ValidationError:
-                pass  # the careful way below accepts numpy scalars and explains the rest
+                pass  # `token_list` accepts numpy scalars and explains the rest
         ids = token_list(tokens, "tokens")
         return convert({"chunks": [{"type": "encoded_text", "tokens": ids}]}, cls)
 
@@ -225,6 +200,32 @@ class ModelInput(Request):
     def append_int(self, token: int) -> Self:
         """A new input with one more chunk of one token."""
         return self.append(EncodedTextChunk(tokens=[token]))
+
+
+def copy_input(value: ModelInput, path: str, *, pack: bool = False) -> ModelInput:
+    """A copy that does not change when the caller changes the lists inside `value`.
+
+    Token ids are Python numbers in it, as the JSON encoder wants them. With `pack` they are an
+    array of 32-bit integers, as protobuf does. Raises `InputError` for what cannot be sent.
+    """
+    chunks: list[ModelInputChunk] = []
+    for i, chunk in enumerate(value.chunks):
+        if isinstance(chunk, EncodedTextChunk):
+            ids = _compact(chunk, f"{path}.chunks[{i}].tokens") if pack else tuple(chunk.tokens)
+            chunks.append(replace(chunk, tokens=ids))
+        elif isinstance(chunk, ImageChunk | ImageAssetPointerChunk | DmelChunk):  # pyright: ignore[reportUnnecessaryIsInstance] -- anything can be put into a list
+            chunks.append(chunk)
+        else:
+            kind = type(cast("Any", chunk)).__name__
+            raise InputTypeError(f"expected a chunk, got {kind}", f"{path}.chunks[{i}]")
+    return replace(value, chunks=chunks)
+
+
+def _compact(chunk: EncodedTextChunk, path: str) -> Sequence[int]:
+    ids = array("I", chunk.packed(path))
+    if sys.byteorder == "big":
+        ids.byteswap()
+    return ids or ()
 
 
 def token_list(tokens: Any, path: str) -> list[int]:

@@ -1,13 +1,12 @@
-"""Models being trained: how they are made, described and dropped."""
+"""Models being trained: creating, describing and unloading them."""
 
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, field
 from msgspec.structs import force_setattr
 
-from tinkex.errors import InputError
-from tinkex.types.base import Int, Request, Response
 from tinkex.types.optimizers import AdamOptimizerConfig, OptimizerConfigField, optimizer_config
+from tinkex.types.value import Int, Request, Response
 
 
 class LoraConfig(Request):
@@ -18,15 +17,6 @@ class LoraConfig(Request):
     train_unembed: bool = True
     train_mlp: bool = True
     train_attn: bool = True
-
-
-def check_lora_config(config: LoraConfig) -> None:
-    """Refuse an adapter that would train nothing."""
-    if not (config.train_unembed or config.train_mlp or config.train_attn):
-        raise InputError(
-            "nothing to train: set at least one of train_unembed, train_mlp, train_attn",
-            "LoraConfig",
-        )
 
 
 class CreateModelRequest(Request):
@@ -41,7 +31,7 @@ class CreateModelRequest(Request):
     type: Literal["create_model"] = "create_model"
 
     def __post_init__(self) -> None:
-        _settle_config(self)
+        _set_config(self)
 
 
 class CreateModelResponse(Response):
@@ -78,7 +68,7 @@ class GetInfoResponse(Response):
     model_name: str | None = None
 
     def __post_init__(self) -> None:
-        _settle_config(self)
+        _set_config(self)
 
 
 class UnloadModelRequest(Request):
@@ -96,7 +86,7 @@ class UnloadModelResponse(Response):
 
 
 class WeightsInfoResponse(Response):
-    """What is needed to make a model again from a checkpoint."""
+    """What is needed to create a model from a checkpoint."""
 
     base_model: str
     optimizer_config: OptimizerConfigField = field(default_factory=AdamOptimizerConfig)
@@ -107,7 +97,7 @@ class WeightsInfoResponse(Response):
     train_attn: bool | None = None
 
     def __post_init__(self) -> None:
-        _settle_config(self)
+        _set_config(self)
 
 
 class SupportedModel(Response):
@@ -125,7 +115,7 @@ class GetServerCapabilitiesResponse(Response):
     supported_models: list[SupportedModel]
 
 
-def _settle_config(
+def _set_config(
     owner: CreateModelRequest | GetInfoResponse | WeightsInfoResponse,
 ) -> None:
     path = f"{type(owner).__name__}.optimizer_config"

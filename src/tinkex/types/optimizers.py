@@ -1,6 +1,6 @@
-"""Optimizers: what is chosen when a model is made, and what is given at each step.
+"""Optimizers: the configuration of a model's optimizer, and the parameters of one step.
 
-Both unions are open: a family this library does not know passes through with all its fields.
+Both unions are open: an optimizer that this library does not know keeps all its fields.
 """
 
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, Self, TypeVar
@@ -9,8 +9,7 @@ from msgspec import Meta
 from msgspec.structs import force_setattr
 
 from tinkex.errors import InputError, InputTypeError
-from tinkex.types.base import Finite, Int, NonNegative, Request, Result, is_mapping
-from tinkex.types.usage import Usage
+from tinkex.types.value import Finite, Int, NonNegative, Request, Result, Usage, is_mapping
 
 B = TypeVar("B", bound=Request)
 
@@ -58,7 +57,7 @@ def _make(kind: type[Request], fields: dict[str, Any]) -> Request:
 
 
 class OptimizerConfigBase(OpenRequest, eq=False):
-    """The optimizer of a model, of any family."""
+    """The optimizer of a model, of any kind."""
 
     type: str
 
@@ -90,7 +89,7 @@ class AdamParams(Request):
 
 
 class OptimParamsBase(OpenRequest, eq=False):
-    """Settings of one step, of any family but Adam."""
+    """Settings of one step, of any optimizer but Adam."""
 
     type: str
 
@@ -110,8 +109,8 @@ OptimizerConfig = AdamOptimizerConfig | OptimizerConfigBase
 OptimParams = AdamParams | OptimParamsBase
 """Optimizer settings of one step."""
 
-# msgspec cannot tell two structs without a tag apart, so fields of these types are decoded as
-# they come and `optimizer_config` / `optim_params` below pick the class.
+# msgspec cannot distinguish two structs without a tag, so fields of these types are decoded as
+# plain values and `optimizer_config` / `optim_params` below pick the class.
 if TYPE_CHECKING:
     OptimizerConfigField = OptimizerConfig
     OptimParamsField = OptimParamsBase
@@ -127,7 +126,7 @@ _PARAMS: Final[dict[str, type[OptimParamsBase]]] = {"dimuon": DimuonParams}
 
 
 def optimizer_config(value: Any, path: str) -> OptimizerConfigBase:
-    """The config that a decoded object or a caller's value means."""
+    """The config of a decoded object or of a caller's value."""
     if isinstance(value, OptimizerConfigBase):
         return value
     if not is_mapping(value):
@@ -136,7 +135,7 @@ def optimizer_config(value: Any, path: str) -> OptimizerConfigBase:
 
 
 def optim_params(value: Any, path: str) -> OptimParamsBase:
-    """The parameters that a decoded object or a caller's value means."""
+    """The parameters of a decoded object or of a caller's value."""
     if isinstance(value, OptimParamsBase):
         return value
     if not is_mapping(value):
@@ -160,7 +159,7 @@ class OptimStepRequest(Request):
 
     __adapts__: ClassVar[bool] = True
 
-    # The wire has two names: Adam's parameters under one, every other family's under the other.
+    # The wire has two names: one for Adam's parameters, one for those of every other optimizer.
     adam_params: AdamParams | None = None
     optimizer_params: OptimParamsField | None = None
     model_id: str
@@ -182,7 +181,7 @@ class OptimStepRequest(Request):
 
     @property
     def optim_params(self) -> OptimParams:
-        """The parameters, whichever family they belong to."""
+        """The parameters, of whichever optimizer."""
         params = self.adam_params or self.optimizer_params
         assert params is not None
         return params

@@ -1,14 +1,16 @@
 """Sampling: parameters, requests, and the session they run in."""
 
 from collections.abc import Sequence
+from types import NoneType
 from typing import Annotated, Literal
 
 from msgspec import Meta
+from msgspec.structs import replace
 
 from tinkex.errors import InputError, InputTypeError
-from tinkex.types.base import Count, Int, NonNegative, Request, Response
-from tinkex.types.inputs import ModelInput
+from tinkex.types.inputs import ModelInput, copy_input
 from tinkex.types.tensors import TensorData
+from tinkex.types.value import Count, Int, NonNegative, Request, Response
 
 StopReason = Literal["length", "stop"]
 """Why a sequence ended."""
@@ -61,6 +63,20 @@ class SampleRequest(Request):
     prompt_logprobs_last_n: Int | None = None
     record_stability_info: bool | None = None
     type: Literal["sample"] = "sample"
+
+
+def copy_request(request: SampleRequest) -> SampleRequest:
+    """A copy that does not change when the caller changes the lists and arrays inside `request`.
+
+    A request is sent after the call that made it has returned, and sometimes twice.
+    """
+    params, target = request.sampling_params, request.target_prompt_logprobs
+    return replace(
+        request,
+        prompt=copy_input(request.prompt, "SampleRequest.prompt"),
+        sampling_params=params if params.stop.__class__ in (NoneType, str) else params.model_copy(),
+        target_prompt_logprobs=None if target is None else target._copy(),  # pyright: ignore[reportPrivateUsage] -- same package
+    )
 
 
 class CreateSamplingSessionRequest(Request):

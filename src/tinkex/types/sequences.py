@@ -1,4 +1,4 @@
-"""What sampling returns: arrays as they came off the wire, lists when asked for."""
+"""What sampling returns: arrays as they were received, and lists made on demand."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tinkex.types.arrays import Array
-    from tinkex.types.usage import Usage
+    from tinkex.types.value import Usage
 
 TopkLists = list[list[tuple[int, float]] | None]
 """The best tokens of each position with their log-probabilities."""
@@ -87,7 +87,7 @@ class SampledSequence:
         logprobs_np: Array | None,
         topk_logprobs_np: TopkLogprobs | None,
     ) -> Self:
-        """Put together what a decoder has already checked."""
+        """Build one from values that a decoder has checked."""
         self = cls.__new__(cls)
         state = self.__dict__
         state["stop_reason"] = stop_reason
@@ -207,7 +207,7 @@ class SampleResponse:
         prompt_cache_hit_tokens: int,
         prompt_alt_tokens: PromptAltTokens | None,
     ) -> Self:
-        """Put together what a decoder has already checked."""
+        """Build one from values that a decoder has checked."""
         self = cls.__new__(cls)
         state = self.__dict__
         state["sequences"] = sequences

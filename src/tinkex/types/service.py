@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from tinkex.types.base import Request, Response
+from tinkex.types.value import Request, Response
 
 
 class CreateSessionRequest(Request):
@@ -17,7 +17,7 @@ class CreateSessionRequest(Request):
 
 
 class CreateSessionResponse(Response):
-    """The session's id, and what the server wants logged."""
+    """The session's id, and messages for the client to log."""
 
     type: Literal["create_session"] = "create_session"
     info_message: str | None = None

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from msgspec import Meta, field
 
-from tinkex.types.base import Request, Response
+from tinkex.types.value import Request, Response
 
 ClientSessionFinishReasonType = Literal["success", "errored", "interrupted"]
 """How a client closed its session."""

@@ -1,17 +1,17 @@
-"""Telemetry events and the batches they travel in."""
+"""Telemetry events and the batches they are sent in."""
 
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Literal
 
 from msgspec import field
 
-from tinkex.types.base import Request, Response
+from tinkex.types.value import Request, Response
 
 EventType = Literal["SESSION_START", "SESSION_END", "UNHANDLED_EXCEPTION", "GENERIC_EVENT"]
 """Kinds of events."""
 
 Severity = Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
-"""How bad an event is."""
+"""The severity of an event."""
 
 
 class SessionStartEvent(Response, tag_field="event", tag="SESSION_START"):
@@ -79,7 +79,7 @@ class TelemetryBatch(Response):
 
 
 class TelemetrySendRequest(Request):
-    """A batch on its way."""
+    """A batch to send."""
 
     events: list[TelemetryEvent]
     platform: str

@@ -1,7 +1,7 @@
 """Tensor payloads: `TensorData`, and the small array records that sampling answers carry.
 
-Storage is numpy, int64 or float32, dense or CSR. Nothing becomes a Python list before
-somebody asks for one, and numpy itself is loaded when the first tensor is made.
+Storage is numpy, int64 or float32, dense or CSR. Python lists are made only when asked for, and
+numpy itself is loaded when the first tensor is made.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tinkex.types.arrays import (
     to_array,
     torch_to_numpy,
 )
-from tinkex.types.base import FrozenValueError, pydantic_schema
+from tinkex.types.value import FrozenValueError, pydantic_schema
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,15 +36,15 @@ MASK_LOGPROB = -99999.0
 """The log-probability of an empty cell in `TopkLogprobs`."""
 
 
-# Who can write to the storage of a dense tensor: anybody who holds the array or gave it, this
-# tensor alone, or this one and its private copies. The first has to copy it for a call, the
-# last before anybody gets to see it; so what was made of a list is hardly ever copied.
-_ANYBODY, _ALONE, _TENSORS = range(3)
+# What can write to the storage of a dense tensor: other code that has the array, only this
+# tensor, or only this one and its private copies. In the first case a call copies the storage, in
+# the last it is copied before other code gets it. So tensors made from lists are rarely copied.
+_EXPOSED, _OWNED, _SHARED = range(3)
 
 
 def _holders(array: Array) -> int:
-    """Who holds an array that is not the caller's own."""
-    return _ALONE if array.flags.owndata else _ANYBODY
+    """What can write to an array that was made here."""
+    return _OWNED if array.flags.owndata else _EXPOSED
 
 
 class TensorData:
@@ -88,7 +88,7 @@ class TensorData:
         else:
             array = array.reshape(-1)
             _check_csr(array, dims, crow, col)
-        self._fill(array, dims, crow, col, _ANYBODY if array is data else _holders(array))
+        self._fill(array, dims, crow, col, _EXPOSED if array is data else _holders(array))
 
     def _fill(
         self,
@@ -121,22 +121,19 @@ class TensorData:
         self._fill(array, shape, crow, col, holders)
         return self
 
-    def _private(self) -> TensorData:
-        """The same values in memory that nobody else can write to."""
-        shape = self._shape
-        if self._holders != _ANYBODY:
-            object.__setattr__(self, "_holders", _TENSORS)
-            return TensorData._make(self._numpy, shape, holders=_TENSORS)
+    def _copy(self) -> TensorData:
+        """The same values in memory that no other code can write to."""
+        if self._holders != _EXPOSED:
+            object.__setattr__(self, "_holders", _SHARED)
+            return TensorData._make(self._numpy, self._shape, holders=_SHARED)
         array = private_array(self._numpy)
-        # An array can be given another shape or type in place.
-        intact = array.dtype.kind == self.dtype[0] and (shape is None or array.shape == shape)
-        if intact and self._crow is None:
-            return TensorData._make(array, shape)
+        if self._is_intact():
+            return TensorData._make(array, self._shape)
         crow, col = (
             None if indices is None else private_array(indices)
             for indices in (self._crow, self._col)
         )
-        return TensorData(array, self.dtype, shape, crow, col)  # pyright: ignore[reportArgumentType] -- arrays are sequences, too
+        return TensorData(array, self.dtype, self._shape, crow, col)  # pyright: ignore[reportArgumentType] -- arrays are sequences, too
 
     def _is_intact(self) -> bool:
         """Whether it is dense and its array was not given another shape or type in place."""
@@ -145,11 +142,11 @@ class TensorData:
         return same and self._crow is None
 
     def _exposed(self) -> Array:
-        """The dense storage for somebody who may write to it."""
-        if self._holders != _ANYBODY:
-            if self._holders == _TENSORS:
+        """The dense storage, for code that may write to it."""
+        if self._holders != _EXPOSED:
+            if self._holders == _SHARED:
                 object.__setattr__(self, "_numpy", self._numpy.copy())
-            object.__setattr__(self, "_holders", _ANYBODY)
+            object.__setattr__(self, "_holders", _EXPOSED)
         return self._numpy
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -186,7 +183,7 @@ class TensorData:
     @classmethod
     def _dense(cls, array: Array, given: object) -> Self:
         """Wrap what `given` became."""
-        holders = _ANYBODY if array is given else _holders(array)
+        holders = _EXPOSED if array is given else _holders(array)
         return cls._make(array, array.shape, holders=holders)
 
     @classmethod

@@ -14,9 +14,8 @@ from safetensors.numpy import load_file
 
 from tests.unit.adapters import kit
 from tinkex.adapters.archive import pack, pack_folder, unpack
-from tinkex.adapters.config import read_config
 from tinkex.adapters.folder import make_peft, read_adapter
-from tinkex.adapters.names import Place
+from tinkex.adapters.peft_layout import LoraKey, read_config
 from tinkex.errors import InputError
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 def test_an_adapter_says_its_rank_scale_and_matrices(tmp_path: Path):
     adapter = read_adapter(kit.write(tmp_path))
     assert (adapter.config.r, adapter.config.scale) == (2, 4.0)
-    assert adapter.tensors.keys() == {Place(None, "unembed", "A"), Place(None, "unembed", "B")}
+    assert adapter.tensors.keys() == {LoraKey(None, "unembed", "A"), LoraKey(None, "unembed", "B")}
     assert adapter.parameters == 2 * (1 + kit.VOCAB)
 
 

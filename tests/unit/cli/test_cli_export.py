@@ -16,7 +16,7 @@ import pytest
 
 from tests.unit.adapters import kit
 from tinkex.adapters.folder import read_adapter
-from tinkex.adapters.names import Place
+from tinkex.adapters.peft_layout import LoraKey
 from tinkex.cli.command_errors import CommandError
 from tinkex.cli.commands import DONE, FAILED, MISUSED
 from tinkex.cli.export import export_adapter
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     Run = Callable[..., Ran]
 
-HEAD = {Place(None, "unembed", "A"), Place(None, "unembed", "B")}
+HEAD = {LoraKey(None, "unembed", "A"), LoraKey(None, "unembed", "B")}
 
 
 def names_in(folder: Path) -> list[str]:

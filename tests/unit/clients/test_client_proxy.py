@@ -15,8 +15,8 @@ from tests.forward_proxy import ForwardProxy
 from tests.patience import PATIENCE_S
 from tests.unit.clients.world import MODEL, datum
 from tinkex import AdamParams, Config, ModelInput, ProxyError, SamplingParams, ServiceClient, errors
-from tinkex import embedded as embedded_server
 from tinkex.announcement import Announcement, announce
+from tinkex.serving import embedded as embedded_server
 from tinkex.testing import API_KEY, FakeServer, faults
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.patience import PATIENCE_S
 from tests.unit.clients.world import MODEL, World, datum
-from tinkex import AdamParams, BadRequestError, InternalServerError, ServiceClient
+from tinkex import AdamParams, BadRequestError, InternalServerError, ServiceClient, types
 from tinkex.testing import API_KEY, Delays, FakeServer, faults
 
 if TYPE_CHECKING:
@@ -93,6 +93,22 @@ def test_calls_of_many_tasks_are_sent_in_the_order_in_which_they_were_made():
     world.run(scenario)
     assert tags(world.server) == called
     assert seq_ids(world.server) == list(range(1, 51))
+
+
+@pytest.mark.req("S12")
+def test_an_optimizer_step_is_sent_with_the_parameters_it_was_called_with():
+    async def scenario(world: World) -> None:
+        async with world.service() as service:
+            training = await service.create_lora_training_client_async(MODEL, rank=2)
+            params: Any = types.OptimParamsBase(type="lion", betas=[0.9])  # pyright: ignore[reportCallIssue]
+            call = training.optim_step(params)
+            params.betas.append(0.5)
+            await call
+
+    world = World()
+    world.run(scenario)
+    (seen,) = world.server.seen("optim_step")
+    assert seen.json["optimizer_params"]["betas"] == [0.9]
 
 
 @pytest.mark.req("S19")

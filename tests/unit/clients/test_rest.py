@@ -33,7 +33,7 @@ from tinkex.errors import (
     TinkerError,
 )
 from tinkex.futures.future import APIFuture
-from tinkex.testing.clock import FakeClock
+from tinkex.testing.fake_clock import FakeClock
 from tinkex.types import SessionSearchRequest
 
 if TYPE_CHECKING:

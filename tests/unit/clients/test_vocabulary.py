@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models
 
 from tests.unit.clients.world import datum
 from tinkex import InputError
-from tinkex.engine.base import ModelSpec
+from tinkex.engine.protocol import ModelSpec
 from tinkex.testing import FakeClock, FakeEngine, FakeServer
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from tinkex import Datum, ModelInput, ServiceClient
 from tinkex.clients.portal import CurrentLoop
 from tinkex.clients.session import Session
 from tinkex.config import Config
-from tinkex.server.settings import Settings
+from tinkex.server import Settings
 from tinkex.testing import FakeClock, FakeServer
 from tinkex.types import ClientConfigResponse
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from tests.patience import PATIENCE_S
-from tinkex.engine.base import AdapterSpec, OptimOp, SampleOp, TrainOp, TrainResult, Weights
 from tinkex.engine.local import LocalEngine, LocalSettings
 from tinkex.engine.models.loader import BaseModel, load_model
+from tinkex.engine.protocol import AdapterSpec, OptimOp, SampleOp, TrainOp, TrainResult, Weights
 from tinkex.types import (
     AdamOptimizerConfig,
     AdamParams,

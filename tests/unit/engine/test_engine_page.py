@@ -6,7 +6,7 @@ import dataclasses
 import re
 
 from tests.docs.blocks import page_named
-from tinkex.engine.settings import LocalSettings
+from tinkex.engine.local_settings import LocalSettings
 
 PAGE = page_named("engine.md")
 

@@ -21,7 +21,7 @@ from tests.unit.engine.local_kit import (
     train_op,
     trained,
 )
-from tinkex.engine.base import AdapterSpec, Weights
+from tinkex.engine.protocol import AdapterSpec, Weights
 from tinkex.errors import RequestFailedError
 from tinkex.types import (
     AdamOptimizerConfig,

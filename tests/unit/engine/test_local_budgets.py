@@ -6,7 +6,7 @@ import torch
 
 import tinkex.engine.local.budgets as module
 from tinkex.engine.local.budgets import Budgets, budgets, machine_bytes, sizes
-from tinkex.engine.settings import LocalSettings
+from tinkex.engine.local_settings import LocalSettings
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 GIB = 1 << 30

@@ -12,13 +12,13 @@ import torch
 
 from tests.unit.engine.models.reference import random_model
 from tinkex.config import DEFAULT_MODEL
-from tinkex.engine.base import AdapterSpec, SampleOp, SampleResult, Weights
 from tinkex.engine.local import LocalEngine, LocalSettings
 from tinkex.engine.models.deferred import DeferredModel, defer_model
 from tinkex.engine.models.hub import packaged_file
 from tinkex.engine.models.loader import BaseModel, load_model
 from tinkex.engine.process.child import build_engine
 from tinkex.engine.process.spec import EngineSpec, ModelSource
+from tinkex.engine.protocol import AdapterSpec, SampleOp, SampleResult, Weights
 from tinkex.errors import ModelError, RequestFailedError
 from tinkex.types import AdamOptimizerConfig, LoraConfig, ModelInput, SamplingParams
 

@@ -21,8 +21,8 @@ from tests.unit.engine.local_kit import (
     trained,
 )
 from tests.unit.engine.training.kit import add, datum, gradient, op, run, step, trainer
-from tinkex.engine.base import OptimResult, SampleResult, TrainResult
 from tinkex.engine.models.loader import load_model
+from tinkex.engine.protocol import OptimResult, SampleResult, TrainResult
 from tinkex.errors import RequestFailedError
 from tinkex.types import Datum, ModelInput
 
@@ -168,13 +168,16 @@ def test_no_room_for_a_new_adapter_or_a_snapshot_is_that_requests_failure(tmp_pa
                 raise torch.OutOfMemoryError("no room at all")
 
             for place, call in (
-                ("tinkex.engine.trainer.initial", lambda: target.create_adapter(spec("new"))),
                 (
-                    "tinkex.engine.trainer.Trainer.snapshot",
+                    "tinkex.engine.training.trainer.initial",
+                    lambda: target.create_adapter(spec("new")),
+                ),
+                (
+                    "tinkex.engine.training.trainer.Trainer.snapshot",
                     lambda: target.publish("m", "snap"),
                 ),
                 (
-                    "tinkex.engine.checkpoints.write",
+                    "tinkex.engine.checkpoints.adapter_file.write",
                     lambda: target.save_adapter("m", "x", optimizer=True),
                 ),
             ):

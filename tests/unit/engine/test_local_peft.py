@@ -12,20 +12,20 @@ import torch
 
 from tests.unit.engine.local_kit import optim_op, spec, trained
 from tests.unit.engine.models.reference import random_model
-from tinkex.engine.base import SampleOp, TrainOp, Weights
-from tinkex.engine.checkpoints import load
+from tinkex.engine.checkpoints.adapter_file import load
+from tinkex.engine.checkpoints.merged import write_merged
+from tinkex.engine.checkpoints.peft import import_peft, read_folder
 from tinkex.engine.local import LocalEngine, LocalSettings
-from tinkex.engine.merged import write_merged
 from tinkex.engine.models.loader import load_model
-from tinkex.engine.peft import import_peft, read_folder
+from tinkex.engine.protocol import SampleOp, TrainOp, Weights
 from tinkex.engine.sampler import LoraAdapters, Sampler, SamplerSettings
 from tinkex.types import Datum, ModelInput, SamplingParams
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tinkex.engine.base import SampleResult
     from tinkex.engine.models.loader import BaseModel
+    from tinkex.engine.protocol import SampleResult
 
 peft = pytest.importorskip("peft")
 

@@ -14,8 +14,8 @@ from tests.unit.engine.training.kit import Reference, add, column, datum, gradie
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tinkex.engine.base import SampleResult
     from tinkex.engine.local import LocalEngine
+    from tinkex.engine.protocol import SampleResult
 
 RANKS = (1, 2, 3, 7, 31, 100, 255, 256)
 FLAGS = [

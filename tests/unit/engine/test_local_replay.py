@@ -29,15 +29,15 @@ from tests.unit.engine.local_kit import (
     trained,
 )
 from tinkex.clients.loss_graph import trace
-from tinkex.engine.base import CustomLoss, OptimOp, OptimResult
+from tinkex.engine.protocol import CustomLoss, OptimOp, OptimResult
 from tinkex.types import Datum, ModelInput
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
     from pathlib import Path
 
-    from tinkex.engine.base import TrainOp
     from tinkex.engine.local import LocalEngine
+    from tinkex.engine.protocol import TrainOp
 
 # Slices are cut by the larger; passes while samples run are filled up to the smaller.
 SIZES = {"max_pass_tokens": 96, "shared_pass_tokens": 40}

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
     from pathlib import Path
 
-    from tinkex.engine.base import OptimResult, TrainResult
     from tinkex.engine.local import LocalEngine
+    from tinkex.engine.protocol import OptimResult, TrainResult
 
 IDS = [5, 9, 200, 31, 77, 6]
 LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo")

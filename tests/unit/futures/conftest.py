@@ -12,7 +12,7 @@ import pytest
 
 from tinkex.config import Config
 from tinkex.errors import APIConnectionError
-from tinkex.testing.clock import FakeClock
+from tinkex.testing.fake_clock import FakeClock
 from tinkex.transport.api import connect
 from tinkex.transport.base import Reply
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tinkex.futures.results import combine
-from tinkex.types import ForwardBackwardOutput, TensorData
-from tinkex.types.usage import Usage
+from tinkex.types import ForwardBackwardOutput, TensorData, Usage
 
 
 def output(values: list[float], usage: Usage | None = None, **metrics: float):

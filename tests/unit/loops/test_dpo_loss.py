@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tinkex.chat.rendered import Rendered
+from tinkex.chat.examples import Rendered
 from tinkex.loops.batches import fingerprint, weighted
 from tinkex.loops.dpo import judged, margin_gradients
 

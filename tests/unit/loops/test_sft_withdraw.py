@@ -12,7 +12,7 @@ from tinkex.clients.service import ServiceClient
 from tinkex.errors import RequestFailedError
 from tinkex.loops.sft import SubmittedStep
 from tinkex.testing import API_KEY, FakeServer, faults
-from tinkex.testing.engine import FakeEngine
+from tinkex.testing.fake_engine import FakeEngine
 from tinkex.types import AdamParams, Datum, ModelInput
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from tinkex.wire.proto_codec import (
 )
 
 if TYPE_CHECKING:
-    from tinkex.testing.engine import Delays
+    from tinkex.testing.fake_engine import Delays
 
 PROTOBUF = "application/x-protobuf"
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import anyio
 
-from tinkex.engine.process.answering import METHODS
+from tinkex.engine.process.calls import METHODS
 from tinkex.errors import EngineDiedError, StorageError
 from tinkex.server import Settings
 from tinkex.server.store.memory import MemoryStore

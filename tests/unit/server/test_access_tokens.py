@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tinkex.server.api.keys import make_key
+from tinkex.server.api.identity import make_key
 
 from .conftest import Api, Start
 

@@ -15,14 +15,14 @@ import pytest
 from tinkex.errors import StorageError
 from tinkex.server.api.exports import ARCHIVE, Exports, OnDisk
 from tinkex.testing import FakeEngine
-from tinkex.testing.engine import EngineCall
+from tinkex.testing.fake_engine import EngineCall
 
 from .conftest import Api
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from tinkex.engine.base import Layout
+    from tinkex.engine.protocol import Layout
 
 pytestmark = pytest.mark.anyio
 

@@ -26,7 +26,7 @@ from .conftest import Api
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from tinkex.engine.base import Layout
+    from tinkex.engine.protocol import Layout
     from tinkex.server.api.exports import ExportKind
 
 pytestmark = pytest.mark.anyio

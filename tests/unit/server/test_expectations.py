@@ -5,7 +5,7 @@ from __future__ import annotations
 import anyio
 import pytest
 
-from tinkex.testing.engine import Delays
+from tinkex.testing.fake_engine import Delays
 
 from .conftest import Api, Start, datum
 from .mortal import World, logprobs, publish, save_state, train

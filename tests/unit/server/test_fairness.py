@@ -20,7 +20,7 @@ from .conftest import Api
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
-    from tinkex.engine.base import OnToken, SampleOp, SampleResult, TrainOp
+    from tinkex.engine.protocol import OnToken, SampleOp, SampleResult, TrainOp
 
 pytestmark = pytest.mark.anyio
 

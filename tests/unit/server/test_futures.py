@@ -6,7 +6,7 @@ import anyio
 import msgspec
 import pytest
 
-from tinkex.testing.engine import Delays
+from tinkex.testing.fake_engine import Delays
 
 from .conftest import PROTOBUF, Api, Start, datum
 

@@ -9,8 +9,7 @@ import pytest
 
 from tinkex.errors import APIStatusError, InputError
 from tinkex.server import Settings
-from tinkex.server.api.identity import LOCAL, Identity
-from tinkex.server.api.keys import any_key, fingerprint, make_key
+from tinkex.server.api.identity import LOCAL, Identity, any_key, fingerprint, make_key
 from tinkex.server.store.memory import MemoryStore
 from tinkex.testing import FakeClock
 

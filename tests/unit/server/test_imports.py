@@ -22,7 +22,7 @@ from tinkex.adapters.archive import pack
 from tinkex.clock import SystemClock
 from tinkex.errors import EngineDiedError
 from tinkex.server import Settings
-from tinkex.server.api import adapter_body, imports
+from tinkex.server.api import imports
 from tinkex.testing import FakeClock, FakeServer
 
 from .conftest import Api, Start, datum
@@ -405,7 +405,7 @@ async def test_a_body_that_does_not_arrive_is_given_up(start: Start, scratch: Pa
 async def test_a_body_may_take_long_as_long_as_it_comes(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(adapter_body, "BLOCK_BYTES", 1024)
+    monkeypatch.setattr(imports, "BLOCK_BYTES", 1024)
     parts = [WHOLE[at : at + 512] for at in range(0, len(WHOLE), 512)]
     clock = FakeClock()
 

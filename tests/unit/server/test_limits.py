@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from tinkex.testing.engine import Delays
+from tinkex.testing.fake_engine import Delays
 from tinkex.wire.proto_codec import encode_forward_backward
 
 from .conftest import PROTOBUF, Api, Start, datum

@@ -10,15 +10,15 @@ import pytest
 
 from tinkex.server.scheduler.lost_samples import BLOCK, LostSamples
 from tinkex.server.store.memory import MemoryStore
-from tinkex.server.store.records import Operation, Sampler
+from tinkex.server.store.records import Operation, StoredSampler
 from tinkex.testing import FakeClock
 
 if TYPE_CHECKING:
-    from tinkex.server.store.base import Store
+    from tinkex.server.store.protocol import Store
 
 pytestmark = pytest.mark.anyio
 
-SAMPLER = Sampler(
+SAMPLER = StoredSampler(
     sampler_id="s", owner="o", session_id="x", base_model="tinkex/tiny", created_at=0.0
 )
 

@@ -12,7 +12,7 @@ import pytest
 from tinkex.errors import EngineDiedError, RequestFailedError
 from tinkex.server.scheduler.engine_access import EngineAccess
 from tinkex.testing import FakeClock, FakeEngine
-from tinkex.testing.engine import Delays
+from tinkex.testing.fake_engine import Delays
 from tinkex.transport.base import Pool, Request
 
 from .conftest import Api, datum

@@ -10,11 +10,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.docs.blocks import page_named
-from tinkex.engine.base import GAUGES
+from tinkex.engine.protocol import GAUGES
 from tinkex.errors import EngineDiedError, StorageError
-from tinkex.server.api.keys import make_key
+from tinkex.server.api.identity import make_key
 from tinkex.server.observability.meters import Meters
-from tinkex.testing.engine import Delays
+from tinkex.testing.fake_engine import Delays
 from tinkex.transport.base import Pool, Reply, Request
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinkex.server.scheduler.plan import Plan, Queue, plan, work_of
+from tinkex.server.scheduler.plan import Queue, SchedulePlan, plan, work_of
 from tinkex.server.store.records import Operation
 
 
@@ -28,11 +28,11 @@ def lane(model: str, *ops: tuple[int, str], next_seq: int = 1, arrived: float = 
     return made
 
 
-def decide(*lanes: Queue, now: float = 0.0, busy: bool = False, most: int = 64) -> Plan:
+def decide(*lanes: Queue, now: float = 0.0, busy: bool = False, most: int = 64) -> SchedulePlan:
     return plan(lanes, now, device_busy=busy, gap_timeout_s=60, max_batch_ops=most)
 
 
-def batches(decided: Plan) -> list[list[str]]:
+def batches(decided: SchedulePlan) -> list[list[str]]:
     return [[op.op_id for op in batch.operations] for batch in decided.batches]
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tinkex.errors import EngineDiedError
-from tinkex.testing.engine import Delays
+from tinkex.testing.fake_engine import Delays
 
 from .conftest import Api, datum
 from .mortal import Fate, World, logprobs, publish, save_state, train

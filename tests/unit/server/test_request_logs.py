@@ -16,9 +16,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from tinkex.errors import EngineDiedError, RequestFailedError, StorageError
 from tinkex.server.observability.logs import LineFormatter, install
-from tinkex.server.observability.requests import owner_hash
-from tinkex.server.observability.seen import current_request_id
-from tinkex.testing.engine import Delays
+from tinkex.server.observability.requests import current_request_id, owner_hash
+from tinkex.testing.fake_engine import Delays
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tinkex.server.scheduler.upkeep import PRUNE_INTERVAL_S
-from tinkex.testing.engine import Delays
+from tinkex.testing.fake_engine import Delays
 from tinkex.types import TensorData
 
 from .conftest import Api, Start, datum

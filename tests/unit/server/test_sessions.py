@@ -8,7 +8,7 @@ import pytest
 
 from tinkex.server.api.identity import owner_of_key
 from tinkex.server.scheduler.upkeep import PRUNE_INTERVAL_S
-from tinkex.server.store.records import Session
+from tinkex.server.store.records import StoredSession
 
 if TYPE_CHECKING:
     from .conftest import Api, Start
@@ -76,7 +76,7 @@ async def test_a_clean_up_that_fails_does_not_stop_the_server(
 
 
 async def test_silence_ends_a_session_and_its_samples(start: Start) -> None:
-    from tinkex.testing.engine import Delays
+    from tinkex.testing.fake_engine import Delays
 
     async with start(Delays(sample_s=10_000), session_timeout_s=100) as api:
         session = await api.session()
@@ -143,7 +143,7 @@ async def test_search_looks_beyond_what_it_reads_at_once(api: Api) -> None:
     for number, name in enumerate(names):
         at = api.clock.wall() + number // 3
         await api.server.store.put_session(
-            Session(
+            StoredSession(
                 session_id=name,
                 owner=owner_of_key(api.key),
                 created_at=at,

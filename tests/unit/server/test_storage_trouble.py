@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from tinkex.errors import StorageError
-from tinkex.testing.engine import Delays
+from tinkex.testing.fake_engine import Delays
 
 from .mortal import World, publish, save_state, train
 from .test_recovery import KEEP, undisturbed

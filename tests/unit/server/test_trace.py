@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 from tinkex.server.api.trace import trace
-from tinkex.server.observability.seen import Poll, Polls
-from tinkex.server.store.records import Operation, Outcome
-from tinkex.testing.engine import Delays
+from tinkex.server.observability.requests import Poll, Polls
+from tinkex.server.store.records import Operation, OperationOutcome
+from tinkex.testing.fake_engine import Delays
 
 from .conftest import Api
 
@@ -102,7 +102,7 @@ def operation(number: int, created: float, started: float | None, finished: floa
         finished_at=finished,
         sampler_id="s:sample:0",
         seq_id=number,
-        outcome=None if finished is None else Outcome(error="x", category="user"),
+        outcome=None if finished is None else OperationOutcome(error="x", category="user"),
     )
 
 

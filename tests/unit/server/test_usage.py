@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from tinkex.server.api.keys import end_key, make_key
-from tinkex.server.api.stored_hours import stored_hours
+from tinkex.server.api.identity import end_key, make_key
+from tinkex.server.api.usage import stored_hours
 from tinkex.server.store.records import StoredCheckpoint
-from tinkex.testing.engine import Delays
+from tinkex.testing.fake_engine import Delays
 from tinkex.types import AdamOptimizerConfig, BillingUsageResponse, LoraConfig
 from tinkex.wire.json_codec import decode
 

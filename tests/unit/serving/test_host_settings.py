@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tinkex.config import server_environment
-from tinkex.engine.settings import LocalSettings
+from tinkex.engine.local_settings import LocalSettings
 from tinkex.errors import InputError
-from tinkex.server.settings import Settings
+from tinkex.server import Settings
+from tinkex.serving.host_settings import HostSettings, base_models, known, load_settings
 from tinkex.serving.process import _engine_spec
-from tinkex.serving.settings import HostSettings, base_models, known, load_settings
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -27,7 +27,7 @@ from tinkex.errors import (
     status_error,
 )
 from tinkex.telemetry.events import Telemetry, process_uuid
-from tinkex.testing.clock import FakeClock
+from tinkex.testing.fake_clock import FakeClock
 from tinkex.wire import json_codec, routes
 
 if TYPE_CHECKING:

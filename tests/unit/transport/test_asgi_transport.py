@@ -8,7 +8,7 @@ import anyio
 import pytest
 
 from tinkex.errors import APIConnectionError, APITimeoutError
-from tinkex.testing.clock import FakeClock
+from tinkex.testing.fake_clock import FakeClock
 from tinkex.transport.asgi import AsgiTransport
 from tinkex.transport.base import Pool, Request
 

@@ -13,7 +13,7 @@ import pytest
 
 from tinkex.config import Config
 from tinkex.errors import APIConnectionError, CredentialError
-from tinkex.testing.clock import FakeClock
+from tinkex.testing.fake_clock import FakeClock
 from tinkex.transport import auth
 from tinkex.transport.auth import Credentials, choose
 

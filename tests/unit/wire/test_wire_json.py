@@ -190,7 +190,7 @@ def test_a_metric_that_is_not_finite_travels_by_name():
 
 
 def test_what_a_result_cost_never_travels():
-    response = types.OptimStepResponse(metrics={}, usage=types.usage.Usage(trained_tokens=3))
+    response = types.OptimStepResponse(metrics={}, usage=types.Usage(trained_tokens=3))
     assert written(response) == {"metrics": {}}
 
 

@@ -95,7 +95,7 @@ def own_server_settings(config: Config) -> Iterator[Finding]:
     sources = [f"TINKEX_{name.upper()}" for name in names] + [str(file)] * file.is_file()
     found = f"of a server here: {', '.join(sources)}"
     try:
-        from tinkex.serving.settings import load_settings
+        from tinkex.serving.host_settings import load_settings
 
         load_settings({}, server_environment())
     except ModuleNotFoundError:

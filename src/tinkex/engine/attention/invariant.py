@@ -46,21 +46,10 @@ def scores(q_nRd: Tensor, k_nSd: Tensor) -> Tensor:
 
 def mix(p_nRS: Tensor, v_nSd: Tensor) -> Tensor:
     """o_nRd: the values, weighted."""
-    return mix_blocks(value_blocks(p_nRS, v_nSd))
-
-
-def value_blocks(p_nRS: Tensor, v_nSd: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Weights and values, `VALUE_BLOCK` keys at a time."""
     if v_nSd.shape[1] <= VALUE_BLOCK:
-        return [(p_nRS, v_nSd)]
-    starts = range(0, v_nSd.shape[1], VALUE_BLOCK)
-    blocks = [slice(start, start + VALUE_BLOCK) for start in starts]
-    return [(p_nRS[:, :, block], v_nSd[:, block]) for block in blocks]
-
-
-def mix_blocks(blocks: list[tuple[Tensor, Tensor]], out: Tensor | None = None) -> Tensor:
-    """The same, block by block; in fresh memory or in `out`."""
-    o_nRd = torch.bmm(*blocks[0], out=out)
-    for p_nRS, v_nSd in blocks[1:]:
-        o_nRd.baddbmm_(p_nRS, v_nSd)
+        return torch.bmm(p_nRS, v_nSd)
+    o_nRd = torch.bmm(p_nRS[:, :, :VALUE_BLOCK], v_nSd[:, :VALUE_BLOCK])
+    for start in range(VALUE_BLOCK, v_nSd.shape[1], VALUE_BLOCK):
+        block = slice(start, start + VALUE_BLOCK)
+        o_nRd.baddbmm_(p_nRS[:, :, block], v_nSd[:, block])
     return o_nRd

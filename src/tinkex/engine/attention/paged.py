@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate, groupby
-from math import gcd
+from math import gcd, prod
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -32,8 +32,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from tinkex.engine.models.base import DecoderConfig
+    from tinkex.engine.decoder import DecoderConfig
 
+_ALIGNMENT: Final = 64
+"""Of the memory that torch allocates; its vector code is fastest on it."""
 _SCORES: Final = 1 << 22
 """About how many scores exist at the same time."""
 _SHORT_CONTEXT: Final = 3
@@ -43,7 +45,7 @@ _LENGTH_STEP: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class TokenSpan:
     """Tokens `start` to `stop` of one sequence, whose keys and values lie in `blocks`."""
 
     start: int
@@ -74,15 +76,33 @@ class Span:
         )
 
 
-def cache_shape(config: DecoderConfig, slots: int) -> tuple[int, ...]:
-    """The cache that this attention reads."""
-    return 2, config.num_layers, config.num_kv_heads, slots, config.head_dim
+def new_cache(config: DecoderConfig, slots: int, like: Tensor) -> Tensor:
+    """An empty cache for so many tokens, on the device and in the type of `like`."""
+    shape = 2, config.num_layers, config.num_kv_heads, slots, config.head_dim
+    if like.device.type != "cpu":
+        return torch.zeros(shape, dtype=like.dtype, device=like.device)
+    return _untouched_zeros(shape, like.dtype)
+
+
+def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros on the CPU whose pages take neither time nor memory before they are written.
+
+    `torch.zeros` writes all of them: a gigabyte, and seconds of every start, for a cache of which a
+    small model uses little.
+    """
+    size_bytes = prod(shape) * dtype.itemsize
+    room = torch.from_numpy(np.zeros(size_bytes + _ALIGNMENT, np.uint8))  # pyright: ignore[reportUnknownMemberType] - torch types it loosely
+    start = -room.data_ptr() % _ALIGNMENT
+    return room[start : start + size_bytes].view(dtype).view(shape)
 
 
 class PagedAttention:
     """`Attend` for one pass: writes the new keys and values, then attends group by group."""
 
-    def __init__(self, cache: Tensor, spans: Sequence[Span], *, block_size: int) -> None:
+    def __init__(
+        self, cache: Tensor, spans: Sequence[TokenSpan], *, block_size: int, strict: bool = True
+    ) -> None:
+        del strict  # a token always has the bits that it has in a pack
         self._keys_GSd, self._values_GSd = (side.unbind(0) for side in cache.unbind(0))
         slots_T = np.concatenate([span.slots(block_size) for span in spans])
         self._slots_T = _tensor(slots_T, cache.device)
@@ -110,32 +130,6 @@ class PagedAttention:
         return torch.cat(found).index_select(0, self._back_T)
 
 
-class PagedTokens:
-    """The same within `qkv_RY`, whose first `count` rows hold heads of q, k and v side by side.
-
-    The result is in `o_RX`. Takes the spans of any number of passes.
-    """
-
-    def __init__(self, cache: Tensor, qkv_RY: Tensor, count: int, *, block_size: int) -> None:
-        kv_heads, dim = cache.shape[2], cache.shape[4]
-        self._cache, self._block_size = cache, block_size
-        heads_TNd = qkv_RY[:count].view(count, -1, dim)
-        sizes = heads_TNd.shape[1] - 2 * kv_heads, kv_heads, kv_heads
-        self._qkv = heads_TNd.split_with_sizes(sizes, dim=1)
-        self.o_RX = qkv_RY.new_zeros(len(qkv_RY), sizes[0] * dim)
-        self._o_TX = self.o_RX[:count]
-        self._attend: PagedAttention | None = None
-
-    def begin(self, spans: Sequence[Span]) -> None:
-        """Take the spans of the next pass; then call it for each layer."""
-        self._attend = PagedAttention(self._cache, spans, block_size=self._block_size)
-
-    def __call__(self, layer: int) -> None:
-        """Write the layer's keys and values to the cache, and attend."""
-        assert self._attend is not None
-        self._o_TX.copy_(self._attend(layer, *self._qkv))
-
-
 class _Group:
     """Spans of about the same length and context, attended together.
 
@@ -144,7 +138,7 @@ class _Group:
     """
 
     def __init__(
-        self, cache: Tensor, length: int, placed: list[tuple[int, Span]], block_size: int
+        self, cache: Tensor, length: int, placed: list[tuple[int, TokenSpan]], block_size: int
     ) -> None:
         heads, slots, dim = cache.shape[2:]
         self._shape = len(placed), length, heads, -1, dim
@@ -241,7 +235,7 @@ def _weights(part: _Part, k_nSd: Tensor) -> Tensor:
 
 
 def _rows_of_tokens(
-    spans: Sequence[Span], order: list[int], lengths: list[int]
+    spans: Sequence[TokenSpan], order: list[int], lengths: list[int]
 ) -> NDArray[np.int64]:
     """Where each token lies when the spans, filled up to `lengths`, come in `order`."""
     first = np.empty(len(spans), np.int64)
@@ -251,16 +245,16 @@ def _rows_of_tokens(
     )
 
 
-def block_table(spans: Sequence[Span], block_size: int, *, spare: int = 0) -> NDArray[np.int64]:
-    """Each span's blocks and `spare` more, in whole steps of keys whatever the size of a block."""
+def block_table(spans: Sequence[TokenSpan], block_size: int) -> NDArray[np.int64]:
+    """Each span's blocks, in whole steps of keys whatever the size of a block."""
     tables = [list(span.blocks) for span in spans]
-    width = round_up(max(map(len, tables)) + spare, KEY_STEP // gcd(KEY_STEP, block_size))
+    width = round_up(max(map(len, tables)), KEY_STEP // gcd(KEY_STEP, block_size))
     # Short rows are filled up with their own first block: masked numbers still take part in the
     # arithmetic, and a NaN of another tenant must not.
     return np.array([t + t[:1] * (width - len(t)) for t in tables], np.int64)
 
 
-def clear_fresh_blocks(cache: Tensor, spans: Sequence[Span], block_size: int) -> None:
+def clear_fresh_blocks(cache: Tensor, spans: Sequence[TokenSpan], block_size: int) -> None:
     """Wipe blocks that this pass begins and does not fill: see `block_table` for why."""
     fresh = [
         span.blocks[span.stop // block_size]

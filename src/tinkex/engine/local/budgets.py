@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 if TYPE_CHECKING:
-    from tinkex.engine.settings import LocalSettings
+    from tinkex.engine.local_settings import LocalSettings
 
 _MIB: Final = 2**20
 # The rest is for the sampler's passes, for the allocator, and for whoever else is there.

@@ -14,21 +14,21 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from tinkex.engine import checkpoints
-from tinkex.engine.base import GAUGES, ImportedAdapter, SavedAdapter, TrainResult
+from tinkex.engine.checkpoints import adapter_file
+from tinkex.engine.checkpoints.parking import Parking
+from tinkex.engine.checkpoints.peft import export_peft, import_folder
+from tinkex.engine.checkpoints.remote_files import open_saved
+from tinkex.engine.checkpoints.scratch import ScratchFolder
 from tinkex.engine.failures import user_error
 from tinkex.engine.local.budgets import budgets
 from tinkex.engine.local.relay import TokenRelay, hop
 from tinkex.engine.local.served import Served, device_of, saved_name, snapshot_name, spec_of
 from tinkex.engine.local.tasks import Task
 from tinkex.engine.local.thread import EngineThread
+from tinkex.engine.local_settings import LocalSettings
 from tinkex.engine.models.deferred import DeferredModel
-from tinkex.engine.parking import Parking
-from tinkex.engine.peft import export_peft, import_folder
+from tinkex.engine.protocol import GAUGES, ImportedAdapter, SavedAdapter, TrainResult
 from tinkex.engine.sampler import BASE
-from tinkex.engine.saved import open_saved
-from tinkex.engine.scratch import ScratchFolder
-from tinkex.engine.settings import LocalSettings
 from tinkex.errors import ClosedError, InputError, RequestFailedError
 
 if TYPE_CHECKING:
@@ -36,7 +36,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tinkex.clock import Clock
-    from tinkex.engine.base import (
+    from tinkex.engine.decoder import DecoderConfig
+    from tinkex.engine.local.tasks import Steps
+    from tinkex.engine.models.loader import BaseModel
+    from tinkex.engine.protocol import (
         AdapterSpec,
         Layout,
         ModelSpec,
@@ -47,9 +50,6 @@ if TYPE_CHECKING:
         SampleResult,
         TrainOp,
     )
-    from tinkex.engine.local.tasks import Steps
-    from tinkex.engine.models.base import DecoderConfig
-    from tinkex.engine.models.loader import BaseModel
 
 
 class LocalEngine:
@@ -131,8 +131,8 @@ class LocalEngine:
 
         return await self._do(save(), _model(model_id), _saved(location))
 
-    def _write(self, state: checkpoints.State, location: str) -> Steps:
-        write, needed = partial(checkpoints.write, state), checkpoints.size_bytes(state)
+    def _write(self, state: adapter_file.State, location: str) -> Steps:
+        write, needed = partial(adapter_file.write, state), adapter_file.size_bytes(state)
         size = yield partial(self._files.put, location, write, needed)
         self._retire(location)
         return SavedAdapter(size_bytes=size, has_optimizer=state.moments is not None)
@@ -309,7 +309,7 @@ class LocalEngine:
                 weights = yield partial(import_folder, folder, config)
             except InputError as error:
                 raise user_error(str(error)) from error
-            state = checkpoints.State(base_model=config.name, weights=weights)
+            state = adapter_file.State(base_model=config.name, weights=weights)
             saved = yield from self._write(state, location)
             return ImportedAdapter(size_bytes=saved.size_bytes, lora=weights.lora)
 
@@ -324,11 +324,11 @@ class LocalEngine:
             found.update(served.stats())
         return dict(found)
 
-    def _read(self, location: str, served: Served | None = None) -> checkpoints.State:
+    def _read(self, location: str, served: Served | None = None) -> adapter_file.State:
         """What is saved there, for a base model; None is the one that it belongs to."""
         with _naming(location), self._files.open(location) as path:
-            config = served.config if served else self._config(checkpoints.base_model_of(path))
-            return checkpoints.load(path, config)
+            config = served.config if served else self._config(adapter_file.base_model_of(path))
+            return adapter_file.load(path, config)
 
     def _config(self, name: str) -> DecoderConfig:
         deferred = self._deferred.get(name)

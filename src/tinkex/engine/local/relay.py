@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from asyncio import AbstractEventLoop
     from collections.abc import Callable
 
-    from tinkex.engine.base import Best, OnToken
+    from tinkex.engine.protocol import Best, OnToken
 
     Drawn = tuple[OnToken, int, int, float, Best | None]
 

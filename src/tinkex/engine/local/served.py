@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from tinkex.engine import checkpoints
-from tinkex.engine.base import ModelSpec, ModelText, SampleResult
+from tinkex.engine.checkpoints import adapter_file
 from tinkex.engine.failures import failure, user_error
-from tinkex.engine.kernels import has_kernels
 from tinkex.engine.local.budgets import sizes
 from tinkex.engine.local.versions import Versions
 from tinkex.engine.lora import wrap
 from tinkex.engine.models.deferred import DeferredModel
+from tinkex.engine.protocol import ModelSpec, ModelText, SampleResult
 from tinkex.engine.sampler import (
     BASE,
     LoraAdapters,
@@ -20,22 +19,22 @@ from tinkex.engine.sampler import (
     SamplerSettings,
     cache_bytes_per_token,
 )
-from tinkex.engine.trainer import Trainer
+from tinkex.engine.training.trainer import Trainer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
 
-    from tinkex.engine.base import OnToken, SampleOp, Weights
+    from tinkex.engine.checkpoints.parking import Parking
+    from tinkex.engine.decoder import DecoderConfig
     from tinkex.engine.local.budgets import Budgets
     from tinkex.engine.local.relay import TokenRelay
-    from tinkex.engine.models.base import DecoderConfig
+    from tinkex.engine.local_settings import LocalSettings
     from tinkex.engine.models.loader import BaseModel
     from tinkex.engine.models.tokenizer import ModelTokenizer
-    from tinkex.engine.parking import Parking
+    from tinkex.engine.protocol import OnToken, SampleOp, Weights
     from tinkex.engine.sampler.request import SampleRun
-    from tinkex.engine.settings import LocalSettings
     from tinkex.errors import RequestFailedError
 
     Tell = Callable[["SampleResult | RequestFailedError"], None]
@@ -72,7 +71,7 @@ class Served:
         )
         # Mutable state besides the trainer's: versions, whom to tell about which sample, and
         # tokens so far.
-        copied_as = weight.dtype if has_kernels(weight) else None
+        copied_as = weight.dtype if decoder.backend.copies_adapters else None
         self.versions = Versions(parking, config.name, copied_as)
         self._waiting: dict[SampleRun, Tell] = {}
         self.counts: Counter[str] = Counter()
@@ -97,13 +96,13 @@ class Served:
             fits=self.versions.fit,
         )
 
-    def frozen(self, snapshot: str) -> checkpoints.State:
+    def frozen(self, snapshot: str) -> adapter_file.State:
         """What was published under a name, in host memory."""
         version = self.versions.find(snapshot_name(snapshot))
         weights = None if version is None else self.versions.peek(version)
         if weights is None:
             raise _not_published(snapshot)
-        return checkpoints.State(
+        return adapter_file.State(
             base_model=self.config.name,
             weights=wrap(self.config, weights.lora, weights.flat_P.cpu()),
         )
@@ -119,7 +118,7 @@ class Served:
             return BASE
         return self.versions.find(saved_name(weights.location))
 
-    def add_saved(self, location: str, state: checkpoints.State) -> str:
+    def add_saved(self, location: str, state: adapter_file.State) -> str:
         """Make what was read from a file a version."""
         flat_P = state.weights.flat_P
         self._parking.check(location, flat_P.numel() * flat_P.itemsize)

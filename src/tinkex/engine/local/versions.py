@@ -15,16 +15,16 @@ from collections import Counter
 from itertools import count
 from typing import TYPE_CHECKING
 
+from tinkex.engine.checkpoints.parking import Packed
 from tinkex.engine.lora import wrap
-from tinkex.engine.parking import Packed
 from tinkex.engine.sampler import BASE
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from tinkex.engine.checkpoints.parking import Parking
     from tinkex.engine.lora import LoraWeights
-    from tinkex.engine.parking import Parking
 
 
 class Versions:

@@ -1,10 +1,9 @@
 """LoRA adapters: shapes, weights, and the layers that serve many at once."""
 
 from tinkex.engine.lora.head import LOGITS_BYTES, Swept, Targets, adapt_, logits, sweep
-from tinkex.engine.lora.layers import Adapt, Segment, adapted_in_place, adapted_projections
+from tinkex.engine.lora.layers import Segment, adapted_projections
 from tinkex.engine.lora.shapes import (
     ALPHA,
-    MAX_RANK,
     Matrix,
     Target,
     check_lora,
@@ -15,10 +14,8 @@ from tinkex.engine.lora.weights import LoraWeights, Pair, initial, seed_of, wrap
 
 __all__ = [
     "ALPHA",
-    "Adapt",
     "LOGITS_BYTES",
     "LoraWeights",
-    "MAX_RANK",
     "Matrix",
     "Pair",
     "Segment",
@@ -26,7 +23,6 @@ __all__ = [
     "Target",
     "Targets",
     "adapt_",
-    "adapted_in_place",
     "adapted_projections",
     "check_lora",
     "initial",

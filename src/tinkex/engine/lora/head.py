@@ -19,25 +19,25 @@ from typing import TYPE_CHECKING, Final, Protocol
 import torch
 from torch.nn import functional as F
 
-from tinkex.engine.logprobs import exponentials_
+from tinkex.engine.backends.torch.linear import MIN_ROWS
+from tinkex.engine.backends.torch.rectangles import rectangles
 from tinkex.engine.lora.layers import product_into
-from tinkex.engine.lora.rectangles import rectangles
-from tinkex.engine.lora.thin import expand_add_, shrink
-from tinkex.engine.packing import MIN_ROWS
-from tinkex.engine.rows import BLOCK_ROWS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
+    from tinkex.engine.backends.table import Backend
+    from tinkex.engine.backends.torch.linear import Linear
+    from tinkex.engine.backends.torch.rectangles import Rectangle
+    from tinkex.engine.decoder import Decoder
     from tinkex.engine.lora.layers import Segment
-    from tinkex.engine.lora.rectangles import Rectangle
     from tinkex.engine.lora.weights import LoraWeights
-    from tinkex.engine.models.linear import Linear
 
 LOGITS_BYTES: Final = 64 * 2**20
 """How large a chunk of logits may be."""
+_MANY_ROWS: Final = 256
 _CPU_BYTES: Final = 16 * 2**20
 """The same on a CPU: every step of the softmax then finds its input in the cache."""
 
@@ -77,7 +77,7 @@ class _Piece:
 
 def sweep(
     h_TD: Tensor,
-    head: Linear,
+    decoder: Decoder,
     segments: Sequence[Segment],
     targets: Targets,
     slope_M: Tensor | None = None,
@@ -94,8 +94,8 @@ def sweep(
     if h_TD.device.type == "cpu":
         logits_bytes = min(logits_bytes, _CPU_BYTES)
     with torch.no_grad():
-        state = _Sweep(h_TD.detach(), head, segments, targets, slope_M, products)
-        for chunk in _chunks(segments, chunk_rows(head.weight_OI.shape[0], logits_bytes)):
+        state = _Sweep(h_TD.detach(), decoder, segments, targets, slope_M, products)
+        for chunk in _chunks(segments, chunk_rows(decoder.config.vocab_size, logits_bytes)):
             state.run(chunk)
         return Swept(torch.cat(state.found), state.dh_TD)
 
@@ -106,7 +106,7 @@ def chunk_rows(vocabulary: int, logits_bytes: int = LOGITS_BYTES) -> int:
     Many are a power of two: products on a device like that best.
     """
     rows = logits_bytes // (4 * vocabulary)
-    if rows >= BLOCK_ROWS:
+    if rows >= _MANY_ROWS:
         return 1 << (rows.bit_length() - 1)
     return max(rows // MIN_ROWS, 1) * MIN_ROWS
 
@@ -138,69 +138,16 @@ def logits(h_CD: Tensor, head: Linear) -> Tensor:
     return logits_CV if logits_CV.dtype == torch.float64 else logits_CV.float()
 
 
-def adapt_(logits_SV: Tensor, h_SD: Tensor, weights: LoraWeights | None) -> Tensor | None:
+def adapt_(
+    logits_SV: Tensor, h_SD: Tensor, weights: LoraWeights | None, backend: Backend
+) -> Tensor | None:
     """Add an adapter's low-rank product to logits of its rows; return the inner activations."""
     pair = None if weights is None else weights.pair(None, "unembed")
     if weights is None or pair is None:
         return None
-    z_SR = shrink(h_SD, pair.a_RI.to(h_SD.dtype)).to(logits_SV.dtype)
-    expand_add_(logits_SV, z_SR, pair.b_OR.to(z_SR.dtype), weights.scale)
+    z_SR = backend.shrink(h_SD, pair.a_RI.to(h_SD.dtype)).to(logits_SV.dtype)
+    backend.expand_add_(logits_SV, z_SR, pair.b_OR.to(z_SR.dtype), weights.scale)
     return z_SR
-
-
-def _softmax(
-    logits_CV: Tensor,
-    parts: Sequence[Rectangle],
-    ids_M: Tensor,
-    slope_M: Tensor | None,
-    dtype: torch.dtype,
-) -> tuple[list[Tensor], Tensor | None]:
-    """Log-probabilities of the chosen tokens and, given slopes, the slope by the logits.
-
-    The logits' memory may be used for the answer.
-    """
-    if logits_CV.is_cuda and logits_CV.dtype == torch.float32 and dtype != torch.float32:
-        return _softmax_on_cuda(logits_CV, parts, ids_M, slope_M, dtype)
-    found = [logits_CV[part.start : part.stop].gather(1, part.filled(ids_M)) for part in parts]
-    # From here on the logits' memory holds exp(logit - largest), then the slopes.
-    lse_C1, total_C1 = exponentials_(logits_CV)
-    for part, chosen_BK in zip(parts, found, strict=True):
-        chosen_BK -= lse_C1[part.start : part.stop]
-    flat = [part.flat(chosen_BK) for part, chosen_BK in zip(parts, found, strict=True)]
-    if slope_M is None:
-        return flat, None
-    # The slope by the logits: each target up, the softmax down.
-    for part in parts:
-        dlogits_BV = logits_CV[part.start : part.stop]
-        slope_BK = part.filled(slope_M)
-        down_B1 = slope_BK.sum(1, keepdim=True).neg_().div_(total_C1[part.start : part.stop])
-        dlogits_BV.mul_(down_B1).scatter_add_(1, part.filled(ids_M), slope_BK)
-    return flat, logits_CV.to(dtype)
-
-
-def _softmax_on_cuda(
-    logits_CV: Tensor,
-    parts: Sequence[Rectangle],
-    ids_M: Tensor,
-    slope_M: Tensor | None,
-    dtype: torch.dtype,
-) -> tuple[list[Tensor], Tensor | None]:
-    from tinkex.engine.kernels import cross_entropy
-
-    flat: list[Tensor] = []
-    dlogits_CV = None
-    if slope_M is not None:
-        dlogits_CV = torch.empty(logits_CV.shape, dtype=dtype, device=logits_CV.device)
-    for part in parts:
-        logits_BV = logits_CV[part.start : part.stop]
-        ids_BK = part.filled(ids_M)
-        chosen_BK, lse_B = cross_entropy.logprobs(logits_BV, ids_BK)
-        flat.append(part.flat(chosen_BK))
-        if slope_M is not None and dlogits_CV is not None:
-            slope_BK = part.filled(slope_M)
-            out_BV = dlogits_CV[part.start : part.stop]
-            cross_entropy.dlogits(logits_BV, lse_B, ids_BK, slope_BK, out=out_BV)
-    return flat, dlogits_CV
 
 
 class _Sweep:
@@ -209,7 +156,7 @@ class _Sweep:
     def __init__(
         self,
         h_TD: Tensor,
-        head: Linear,
+        decoder: Decoder,
         segments: Sequence[Segment],
         targets: Targets,
         slope_M: Tensor | None,
@@ -217,7 +164,8 @@ class _Sweep:
     ) -> None:
         self._products = products
         self._h_TD = h_TD
-        self._head = head
+        self._head = decoder.head
+        self._backend = decoder.backend
         self._segments = segments
         self._targets = targets
         self._slope_M = slope_M
@@ -239,7 +187,9 @@ class _Sweep:
         inner = {piece: self._adapt(piece, logits_CV, start) for piece in chunk}
         parts = self._rectangles(chunk)
         ids_M, slope_M = self._targets.ids_M, self._slope_M
-        found, dlogits_CV = _softmax(logits_CV, parts, ids_M, slope_M, h_CD.dtype)
+        found, dlogits_CV = self._backend.cross_entropy(
+            logits_CV, parts, ids_M, slope_M, h_CD.dtype
+        )
         self.found += [each.float() for each in found]
         if dlogits_CV is None or self.dh_TD is None:
             return
@@ -262,7 +212,8 @@ class _Sweep:
         if self._products is not None:  # the product is in the logits already
             pair = None if weights is None else weights.pair(None, "unembed")
             return None if pair is None else F.linear(h_SD, pair.a_RI.to(h_SD.dtype))
-        return adapt_(logits_CV[piece.start - start : piece.stop - start], h_SD, weights)
+        rows = slice(piece.start - start, piece.stop - start)
+        return adapt_(logits_CV[rows], h_SD, weights, self._backend)
 
     def _gradient(self, piece: _Piece, dlogits_SV: Tensor, z_SR: Tensor) -> None:
         segment = self._segments[piece.segment]

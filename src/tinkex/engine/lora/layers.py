@@ -20,20 +20,18 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from tinkex.engine.adjacent import side_by_side
-from tinkex.engine.lora.pieces import Piece
-from tinkex.engine.lora.thin import expand_add_, shrink
-from tinkex.engine.lora.together import add_products, goes_together, write_slopes
+from tinkex.engine.backends.torch.layers import side_by_side
 from tinkex.engine.lora.weights import in_dtype
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
 
-    from tinkex.engine.lora.weights import LoraWeights
-    from tinkex.engine.models.base import Decoder, Project, Projection
-    from tinkex.engine.models.linear import Linear
+    from tinkex.engine.backends.table import Backend
+    from tinkex.engine.backends.torch.linear import Linear
+    from tinkex.engine.decoder import Decoder, Project, Projection
+    from tinkex.engine.lora.weights import Group, LoraWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,22 +62,13 @@ class RowProducts(Protocol):
         ...
 
 
-class Adapt(Protocol):
-    """Adds the adapters' products to those with base weights."""
-
-    def __call__(
-        self, layer: int, names: tuple[Projection, ...], x_TI: Tensor, y_TY: Tensor
-    ) -> None:
-        """Add to y, given what the projections read."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class _Plan:
     """Everything `_Adapted` needs besides the tensors it differentiates."""
 
     linear: Linear
-    pieces: tuple[Piece, ...]
+    backend: Backend
+    pieces: tuple[AdaptedRows, ...]
     base: Callable[[Tensor], Tensor]
     add: Callable[[Tensor, Tensor], None] | None
 
@@ -110,10 +99,13 @@ def adapted_projections(
         found = (_piece(segment, weights, layer, names) for segment, weights in cast)
         pieces = tuple(piece for piece in found if piece is not None)
         if products is None:
-            plan = _Plan(linear, pieces, partial(linear.multiply, packed=packed), None)
+            plan = _Plan(
+                linear, decoder.backend, pieces, partial(linear.multiply, packed=packed), None
+            )
         else:
             plan = _Plan(
                 linear,
+                decoder.backend,
                 pieces,
                 partial(products.base, linear),
                 partial(products.add, layer, names),
@@ -124,32 +116,14 @@ def adapted_projections(
     return project
 
 
-def adapted_in_place(segments: Sequence[Segment]) -> Adapt | None:
-    """What adds the adapters' products to those with base weights; None if there are none.
-
-    The weights have the precision of the activations.
-    """
-    adapted = [(s, s.weights) for s in segments if s.weights is not None]
-    if not adapted:
-        return None
-
-    def adapt(layer: int, names: tuple[Projection, ...], x_TI: Tensor, y_TY: Tensor) -> None:
-        for segment, weights in adapted:
-            piece = _piece(segment, weights, layer, names)
-            if piece is not None:
-                _add(piece, x_TI, y_TY)
-
-    return adapt
-
-
 def _piece(
     segment: Segment, weights: LoraWeights, layer: int, names: tuple[Projection, ...]
-) -> Piece | None:
+) -> AdaptedRows | None:
     factors = weights.group(layer, names)
     if factors is None:
         return None
     gradient = None if segment.gradient is None else segment.gradient.group(layer, names)
-    return Piece(slice(segment.start, segment.stop), weights.scale, factors, gradient)
+    return AdaptedRows(slice(segment.start, segment.stop), weights.scale, factors, gradient)
 
 
 def _apply(plan: _Plan, x_TI: Tensor, anchor: Tensor | None) -> tuple[Tensor, ...]:
@@ -164,21 +138,15 @@ def _forward(plan: _Plan, x_TI: Tensor) -> tuple[Tensor, list[Tensor]]:
     if plan.add is not None:
         plan.add(x_TI, y_TY)
         return y_TY, []
-    native = [goes_together(piece) for piece in plan.pieces]
-    together = [piece for piece, goes in zip(plan.pieces, native, strict=True) if goes]
-    found = iter(add_products(together, x_TI.contiguous(), y_TY) if together else ())
-    return y_TY, [
-        next(found) if goes else _add(piece, x_TI, y_TY)
-        for piece, goes in zip(plan.pieces, native, strict=True)
-    ]
+    return y_TY, [_add(plan.backend, piece, x_TI, y_TY) for piece in plan.pieces]
 
 
-def _add(piece: Piece, x_TI: Tensor, y_TY: Tensor) -> Tensor:
+def _add(backend: Backend, piece: AdaptedRows, x_TI: Tensor, y_TY: Tensor) -> Tensor:
     """Add a piece's products to its rows; return its inner activations."""
-    z_SZ = shrink(x_TI[piece.rows], piece.factors.a_ZI)
+    z_SZ = backend.shrink(x_TI[piece.rows], piece.factors.a_ZI)
     parts = piece.parts(y_TY[piece.rows], z_SZ)
     for (y_SO, z_SR), b_OR in zip(parts, piece.factors.bs_OR, strict=True):
-        expand_add_(y_SO, z_SR, b_OR, piece.scale)
+        backend.expand_add_(y_SO, z_SR, b_OR, piece.scale)
     return z_SZ
 
 
@@ -198,13 +166,7 @@ class _Adapted(torch.autograd.Function):
         x_TI, *inner = ctx.saved_tensors
         dy_TY = _joined(slopes)
         dx_TI = plan.linear.slope(dy_TY) if ctx.needs_input_grad[1] else None
-        together = [n for n, piece in enumerate(plan.pieces) if inner and goes_together(piece)]
-        if together:
-            pieces, own = [plan.pieces[n] for n in together], [inner[n] for n in together]
-            write_slopes(pieces, x_TI.contiguous(), own, dy_TY, dx_TI)
         for number, piece in enumerate(plan.pieces):
-            if number in together:
-                continue
             x_SI, dy_SY = x_TI[piece.rows], dy_TY[piece.rows]
             z_SZ = inner[number] if inner else torch.mm(x_SI, piece.factors.a_ZI.T)
             dz_SZ = _inner_slope(piece, dy_SY, z_SZ)
@@ -219,7 +181,7 @@ class _Adapted(torch.autograd.Function):
         return None, dx_TI, None
 
 
-def _inner_slope(piece: Piece, dy_SY: Tensor, z_SZ: Tensor) -> Tensor:
+def _inner_slope(piece: AdaptedRows, dy_SY: Tensor, z_SZ: Tensor) -> Tensor:
     """The slope by the inner activations, with the scale in it."""
     dz_SZ = torch.empty_like(z_SZ)
     parts = piece.parts(dy_SY, dz_SZ)
@@ -253,3 +215,27 @@ def _joined(slopes: tuple[Tensor, ...]) -> Tensor:
     if joined_TY is None or not joined_TY.is_contiguous():
         return torch.cat(slopes, dim=1)
     return joined_TY
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedRows:
+    """The low-rank products of one segment that share an input.
+
+    `factors` are in the activations' precision, `gradient` in that of the masters.
+    """
+
+    rows: slice
+    scale: float
+    factors: Group
+    gradient: Group | None
+
+    def parts(self, y_SY: Tensor, z_SZ: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """The outputs of each projection, and the inner activations that belong to them."""
+        bs_OR = self.factors.bs_OR
+        if len(bs_OR) == 1:
+            return iter(((y_SY, z_SZ),))
+        widths, rank = [b_OR.shape[0] for b_OR in bs_OR], bs_OR[0].shape[1]
+        ranks = [rank] * len(widths)
+        return zip(
+            y_SY.split_with_sizes(widths, dim=1), z_SZ.split_with_sizes(ranks, dim=1), strict=True
+        )

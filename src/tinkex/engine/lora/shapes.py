@@ -10,19 +10,17 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final, Literal
 
-from tinkex.engine.models.base import SHARED_INPUT, Projection
+from tinkex.adapters.peft_layout import ATTENTION
+from tinkex.engine.decoder import SHARED_INPUT, Projection, projection_shape
+from tinkex.engine.protocol import MAX_RANK
 from tinkex.errors import InputError, NothingToTrain
 
 if TYPE_CHECKING:
-    from tinkex.engine.models.base import DecoderConfig
+    from tinkex.engine.decoder import DecoderConfig
     from tinkex.types import LoraConfig
 
 ALPHA: Final = 32.0
 """An adapter adds `(ALPHA / rank) * B @ A` to the weight it covers."""
-MAX_RANK: Final = 256
-
-ATTENTION: Final[tuple[Projection, ...]] = ("q_proj", "k_proj", "v_proj", "o_proj")
-MLP: Final[tuple[Projection, ...]] = ("gate_proj", "up_proj", "down_proj")
 Matrix = Projection | Literal["unembed"]
 """A matrix that can carry an adapter."""
 
@@ -48,19 +46,10 @@ class Target:
 
 def matrix_shape(config: DecoderConfig, matrix: Matrix) -> tuple[int, int]:
     """Inputs and outputs of one matrix of the base model."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    shapes: dict[Matrix, tuple[int, int]] = {
-        "q_proj": (hidden, queries),
-        "k_proj": (hidden, keys),
-        "v_proj": (hidden, keys),
-        "o_proj": (queries, hidden),
-        "gate_proj": (hidden, inner),
-        "up_proj": (hidden, inner),
-        "down_proj": (inner, hidden),
-        "unembed": (hidden, config.vocab_size),
-    }
-    return shapes[matrix]
+    if matrix == "unembed":
+        return config.hidden_size, config.vocab_size
+    outputs, inputs = projection_shape(config, matrix)
+    return inputs, outputs
 
 
 def groups(config: DecoderConfig, lora: LoraConfig) -> tuple[tuple[Target, ...], ...]:

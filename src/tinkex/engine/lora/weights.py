@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
+from tinkex.engine.decoder import SHARED_INPUT
 from tinkex.engine.lora.shapes import ALPHA, Matrix, Target, groups, parameter_count, targets
-from tinkex.engine.models.base import SHARED_INPUT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import Tensor
 
-    from tinkex.engine.models.base import DecoderConfig
+    from tinkex.engine.decoder import DecoderConfig
     from tinkex.types import LoraConfig
 
 _GroupKey = tuple[int | None, tuple[Matrix, ...]]

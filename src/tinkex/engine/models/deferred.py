@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from tinkex.engine.models.base import DecoderConfig
+    from tinkex.engine.decoder import DecoderConfig
     from tinkex.engine.models.loader import BaseModel
     from tinkex.engine.models.tokenizer import ModelTokenizer
 

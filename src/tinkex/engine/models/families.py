@@ -1,16 +1,84 @@
-"""The table of model families."""
+"""The dense families: pre-norm blocks of rotary attention with grouped heads, and a gated MLP.
+
+`Llama` defines the order of operations. The others differ in what their weights are: Qwen2 has
+biases on q, k and v, Qwen3 normalises queries and keys per head before the rotation.
+
+Shapes: T tokens, D hidden, H heads, G key/value heads, d head size, X = H*d, Y = G*d,
+M intermediate.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar
 
-from tinkex.engine.models.llama import Llama
-from tinkex.engine.models.qwen2 import Qwen2
-from tinkex.engine.models.qwen3 import Qwen3
+from torch.nn import functional as F
+
+from tinkex.engine.backends.torch.layers import rotation, split_heads
+from tinkex.engine.decoder import plainly
+from tinkex.engine.models.weights import StoredDecoder
 from tinkex.errors import ModelError
 
 if TYPE_CHECKING:
-    from tinkex.engine.models.weights import StoredDecoder
+    from torch import Tensor
+
+    from tinkex.engine.backends.torch.layers import Rotation
+    from tinkex.engine.decoder import Attend, Project, Projection, RunBlock
+
+
+class Llama(StoredDecoder):
+    """Llama 2 and 3, SmolLM2 and others of `LlamaForCausalLM`."""
+
+    arch = "LlamaForCausalLM"
+    model_type = "llama"
+
+    def hidden(
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        attend: Attend,
+        project: Project,
+        run_block: RunBlock = plainly,
+    ) -> Tensor:
+        """Return h_TD after the final norm."""
+        rotate = rotation(positions_T, self.frequencies_F)
+        h_TD = F.embedding(tokens_T, self.stored.embed_VD)
+        for layer in range(self.config.num_layers):
+            h_TD = run_block(partial(self._block, layer, rotate, attend, project), h_TD)
+        return self.backend.norm(h_TD, self.stored.final_norm_D, self.config.rms_eps)
+
+    def _block(
+        self, layer: int, rotate: Rotation, attend: Attend, project: Project, h_TD: Tensor
+    ) -> Tensor:
+        compute, weights = self.backend, self.stored.layers[layer]
+        head_dim, eps = self.config.head_dim, self.config.rms_eps
+        x_TD = compute.norm(h_TD, weights.input_norm_D, eps)
+        q_TX, k_TY, v_TY = project(layer, ("q_proj", "k_proj", "v_proj"), x_TD)
+        q_THd, k_TGd = compute.rotate(q_TX, k_TY, rotate, weights.head_norms_2d, eps)
+        o_TX = attend(layer, q_THd, k_TGd, split_heads(v_TY, head_dim))
+        (o_TD,) = project(layer, ("o_proj",), o_TX)
+
+        h_TD, x_TD = compute.add_norm(h_TD, o_TD, weights.post_attention_norm_D, eps)
+        gate_TM, up_TM = project(layer, ("gate_proj", "up_proj"), x_TD)
+        return h_TD + project(layer, ("down_proj",), compute.gate(gate_TM, up_TM))[0]
+
+
+class Qwen2(Llama):
+    """Qwen2 and Qwen2.5: biases on the attention's inputs and none on its output."""
+
+    arch = "Qwen2ForCausalLM"
+    model_type = "qwen2"
+    biased: ClassVar[tuple[Projection, ...]] = ("q_proj", "k_proj", "v_proj")
+    always_biased = True
+
+
+class Qwen3(Llama):
+    """The dense Qwen3: queries and keys are normalised per head."""
+
+    arch = "Qwen3ForCausalLM"
+    model_type = "qwen3"
+    qk_norm = True
+
 
 FAMILIES: tuple[type[StoredDecoder], ...] = (Llama, Qwen2, Qwen3)
 

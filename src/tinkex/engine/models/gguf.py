@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tinkex.engine.models.base import DecoderConfig, RopeScaling
-from tinkex.engine.models.families import family
+from tinkex.engine.decoder import DecoderConfig, RopeScaling
+from tinkex.engine.models.families import Llama, family
 from tinkex.engine.models.hf_config import check_config
-from tinkex.engine.models.llama import Llama
 from tinkex.errors import ModelError
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import msgspec
 
-from tinkex.engine.models.base import DecoderConfig, RopeScaling
+from tinkex.engine.decoder import DecoderConfig, RopeScaling
 from tinkex.engine.models.families import family
 from tinkex.errors import ModelError
 

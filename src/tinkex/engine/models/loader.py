@@ -32,7 +32,7 @@ from tinkex.errors import InputError, ModelError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tinkex.engine.models.base import DecoderConfig
+    from tinkex.engine.decoder import DecoderConfig
     from tinkex.engine.models.tokenizer import ModelTokenizer
     from tinkex.engine.models.weights import StoredDecoder, TensorSource
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from tinkex.engine.models.base import DecoderConfig
-from tinkex.engine.models.llama import Llama
+from tinkex.engine.decoder import DecoderConfig
+from tinkex.engine.models.families import Llama
 from tinkex.engine.models.tokenizer import BYTE_EOS, BYTE_VOCAB_SIZE
 
 if TYPE_CHECKING:

@@ -13,9 +13,17 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 
-from tinkex.engine.models.base import PROJECTIONS, SHARED_INPUT, Projection, plainly
-from tinkex.engine.models.layers import rope_frequencies
-from tinkex.engine.models.linear import Linear
+from tinkex.adapters.peft_layout import ATTENTION
+from tinkex.engine.backends.choose import backend_for
+from tinkex.engine.backends.torch.layers import rope_frequencies
+from tinkex.engine.backends.torch.linear import Linear
+from tinkex.engine.decoder import (
+    PROJECTIONS,
+    SHARED_INPUT,
+    Projection,
+    plainly,
+    projection_shape,
+)
 from tinkex.errors import ModelError
 
 if TYPE_CHECKING:
@@ -23,9 +31,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from tinkex.engine.models.base import Attend, BlockForm, DecoderConfig, Project, RunBlock
-
-ATTENTION: tuple[Projection, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
+    from tinkex.engine.backends.table import MakeLinear
+    from tinkex.engine.decoder import Attend, DecoderConfig, Project, RunBlock
 
 
 class TensorSource(Protocol):
@@ -110,23 +117,16 @@ class StoredDecoder:
     """Whether the family has these biases without the configuration saying so."""
     qk_norm: ClassVar[bool] = False
     """Whether queries and keys are normalised per head."""
-    form: ClassVar[BlockForm | None] = None
-    """What `hidden` computes; None keeps it from being computed in any other way.
-
-    A subclass does not inherit it (see `own_form`), because it may change what is computed.
-    """
 
     def __init__(self, config: DecoderConfig, *, dtype: torch.dtype, device: torch.device) -> None:
         self.config = config
-        self.stored = allocate(config, self.biased, dtype=dtype, device=device)
+        self.backend = backend_for(config, dtype=dtype, device=device)
+        self.stored = allocate(
+            config, self.biased, dtype=dtype, device=device, linear=self.backend.linear
+        )
         self.unembed_VD = self.stored.unembed_VD
-        self.head = Linear(self.unembed_VD)
+        self.head = self.backend.linear(self.unembed_VD)
         self.frequencies_F = rope_frequencies(config).to(device)
-
-    @classmethod
-    def own_form(cls) -> BlockForm | None:
-        """The form that this very class declares."""
-        return cls.__dict__.get("form")
 
     def hidden(
         self,
@@ -157,29 +157,13 @@ class StoredDecoder:
         return self.stored.layers[layer].linears[names]
 
 
-def projection_shape(config: DecoderConfig, name: Projection) -> tuple[int, int]:
-    """Outputs and inputs of a projection."""
-    heads = config.num_heads * config.head_dim
-    kv_heads = config.num_kv_heads * config.head_dim
-    hidden, middle = config.hidden_size, config.intermediate_size
-    shapes: dict[Projection, tuple[int, int]] = {
-        "q_proj": (heads, hidden),
-        "k_proj": (kv_heads, hidden),
-        "v_proj": (kv_heads, hidden),
-        "o_proj": (hidden, heads),
-        "gate_proj": (middle, hidden),
-        "up_proj": (middle, hidden),
-        "down_proj": (hidden, middle),
-    }
-    return shapes[name]
-
-
 def allocate(
     config: DecoderConfig,
     biased: tuple[Projection, ...],
     *,
     dtype: torch.dtype,
     device: torch.device,
+    linear: MakeLinear = Linear,
 ) -> DecoderWeights:
     """Room for a decoder's weights, not yet filled."""
 
@@ -200,7 +184,7 @@ def allocate(
             if config.attention_bias and group[0] in biased:
                 bias_O = empty(sum(rows))
                 made.biases.update(zip(group, bias_O.split_with_sizes(rows), strict=True))
-            made.linears[group] = Linear(joined_OI, bias_O, rows)
+            made.linears[group] = linear(joined_OI, bias_O, rows)
         return made
 
     embed_VD = empty(config.vocab_size, config.hidden_size)

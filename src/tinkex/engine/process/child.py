@@ -1,9 +1,9 @@
-"""What the engine's process runs: builds a `LocalEngine` and answers its parent.
+"""What the engine's process runs: builds a `LocalEngine` and runs the calls of its parent.
 
-The main thread runs a loop that reads, answers and beats; the engine has a thread of its own, so
-heartbeats go on while it computes. The process ends when its parent does: that closes the
-connection, however the parent went. It ignores SIGINT and SIGTERM, which reach a whole process
-group or service at once: the parent decides what they mean.
+The main thread runs a loop that reads calls, sends results and sends heartbeats; the engine has a
+thread of its own, so heartbeats continue while it computes. The process exits when its parent
+exits, for whatever reason, because that closes the connection. It ignores SIGINT and SIGTERM, which
+reach a whole process group or service at once: the parent decides what they mean.
 """
 
 from __future__ import annotations
@@ -20,10 +20,18 @@ import traceback
 from typing import TYPE_CHECKING, Final
 
 from tinkex.clock import SystemClock
-from tinkex.engine.process.answering import Answering
-from tinkex.engine.process.channel import open_channel
-from tinkex.engine.process.failures import sendable
-from tinkex.engine.process.messages import Beat, Broken, Call, Cancel, Logged, Phase, Ready, Start
+from tinkex.engine.process.calls import CallRunner, sendable
+from tinkex.engine.process.messages import (
+    Beat,
+    Broken,
+    CallMessage,
+    Cancel,
+    EngineReady,
+    Logged,
+    Phase,
+    Start,
+    open_channel,
+)
 from tinkex.errors import ClosedError, InputError, MissingPackageError, ModelError
 
 if TYPE_CHECKING:
@@ -34,8 +42,7 @@ if TYPE_CHECKING:
     from tinkex.engine.local import LocalEngine
     from tinkex.engine.models.deferred import DeferredModel
     from tinkex.engine.models.loader import BaseModel
-    from tinkex.engine.process.channel import Channel
-    from tinkex.engine.process.messages import Message
+    from tinkex.engine.process.messages import Channel, Message
     from tinkex.engine.process.spec import EngineSpec
 
 LOG_NAME: Final = "tinkex.engine.process.child"
@@ -51,7 +58,7 @@ def main(fd: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     faulthandler.enable()
-    # What the engine starts, such as a compiler, must not keep the connection open.
+    # A process that the engine starts, such as a compiler, must not keep the connection open.
     os.set_inheritable(fd, False)
     asyncio.run(_Child(SystemClock()).run(socket.socket(fileno=fd)))
 
@@ -63,11 +70,10 @@ class _Child:
         self._clock = clock
         self._started = asyncio.Event()
         self._stopped = asyncio.Event()
-        # Mutable state: how it was asked to start, why it must end, and its parts once they are
-        # there.
+        # Mutable state: how it was asked to start, why it must exit, and its parts once they exist.
         self._start: Start | None = None
         self._broken: BaseException | None = None
-        self._answering: Answering | None = None
+        self._runner: CallRunner | None = None
         self._channel: Channel | None = None
         self._beating: asyncio.Task[None] | None = None
 
@@ -80,12 +86,12 @@ class _Child:
         self._beating = asyncio.get_running_loop().create_task(self._beat(channel))
         engine = await self._build(self._start.spec)
         if engine is not None:
-            # What lives for good need not be looked at whenever garbage is collected: with torch
-            # loaded that takes longer than many a pass.
+            # Objects that live until exit need no garbage collection: with torch loaded, one
+            # collection takes longer than many passes.
             gc.collect()
             gc.freeze()
-            self._answering = Answering(engine, channel.send, self._give_up)
-            channel.send(Ready(engine.models))
+            self._runner = CallRunner(engine, channel.send, self._give_up)
+            channel.send(EngineReady(engine.models))
             await self._stopped.wait()
         if self._broken is not None:
             await self._report(self._broken)
@@ -98,12 +104,12 @@ class _Child:
         loop = asyncio.get_running_loop()
 
         def say(text: str) -> None:
-            # Waits, so that the parent knows of a step that then holds up every thread.
+            # Waits, so that the parent knows the step before that holds up every thread.
             asyncio.run_coroutine_threadsafe(self._say(text), loop).result()
 
         try:
             return await asyncio.to_thread(build_engine, spec, say)
-        except Exception as error:  # noqa: BLE001 - the parent is told
+        except Exception as error:  # noqa: BLE001 - reported to the parent
             self._broken = error
             return None
 
@@ -113,7 +119,7 @@ class _Child:
 
     async def _report(self, error: BaseException) -> None:
         assert self._channel is not None
-        # A device that hangs must not keep the process from saying so and ending.
+        # A device that hangs must not keep the process from reporting it and exiting.
         threading.Timer(_FLUSH_TIMEOUT_S, _leave, [_BROKEN_CODE]).start()
         self._channel.send(Broken(sendable(error)))
         await self._channel.drained()
@@ -129,9 +135,9 @@ class _Child:
         if isinstance(message, Start):
             self._start = message
             self._started.set()
-        elif isinstance(message, Call | Cancel):
-            if self._answering is not None:
-                self._answering.take(message)
+        elif isinstance(message, CallMessage | Cancel):
+            if self._runner is not None:
+                self._runner.take(message)
         else:
             self._stopped.set()
 
@@ -140,7 +146,7 @@ class _Child:
         self._stopped.set()
 
     def _watch_threads(self) -> None:
-        """A thread of the engine that ends with an error leaves callers waiting: give up."""
+        """Exit when a thread of the engine ends with an error: its callers would wait for ever."""
         loop = asyncio.get_running_loop()
         usual = threading.excepthook
 
@@ -153,7 +159,7 @@ class _Child:
 
 
 def build_engine(spec: EngineSpec, say: Callable[[str], None]) -> LocalEngine:
-    """Load what `spec` names; `say` is told what is going on."""
+    """Load what `spec` names; `say` gets each step before it begins."""
     say("importing torch")
     try:
         import torch
@@ -185,7 +191,7 @@ def build_engine(spec: EngineSpec, say: Callable[[str], None]) -> LocalEngine:
         except ModelError as error:
             if not model.deferred:
                 raise
-            # Perhaps nobody wants it, and those that are there can be used.
+            # It may never be used, and the others can be.
             left_out.append(error)
     if left_out and not models:
         raise left_out[0]
@@ -228,12 +234,12 @@ def _send_logs(channel: Channel, level: int) -> None:
 
 
 def _on_lost(error: Exception | None) -> None:
-    """The parent has gone, or says what cannot be understood: either way it is over."""
+    """The parent has exited, or sent bytes that are no message: exit."""
     if error is not None:
         traceback.print_exception(error)
     _leave(0 if error is None else _BROKEN_CODE)
 
 
 def _leave(code: int) -> None:
-    """End without clean-up of the interpreter, which could wait for a device that hangs."""
+    """Exit without clean-up of the interpreter, which could wait for a device that hangs."""
     os._exit(code)

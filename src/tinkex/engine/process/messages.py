@@ -1,18 +1,18 @@
-"""What the two processes say to each other, and how it becomes bytes.
+"""The messages between the API process and the engine process, and the channel they cross.
 
 Messages are pickled. Both ends are the same program of the same user on the same machine, and the
-channel is a socket pair without a name, so nobody else can write to it. What crosses are values
-that the API process has already decoded and checked, and numpy arrays, which pickle copies as
-blocks of memory instead of number by number.
+channel is an unnamed socket pair, so no other process can write to it. Numpy arrays cross as
+blocks of memory, not number by number.
 
-Reading still trusts nobody more than it must: only the value types listed here are made, no other
-class and no function. An engine process that was taken over through a crafted model file cannot
-have the API process run something by answering with a pickle of it. Writing keeps to the same
-list, so that a value which has no place in a message is its sender's error, not the end of both.
+Unpickling makes only the value types listed here, no other class, and calls no function: an engine
+process that was compromised by a crafted model file cannot run code in the API process by what it
+sends. Pickling checks the same list, so that a value of another type fails at its sender and does
+not close the channel.
 """
 
 from __future__ import annotations
 
+import asyncio
 import io
 import pickle
 import struct
@@ -24,14 +24,15 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from tinkex.types import TensorData
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    import socket
+    from collections.abc import Callable, Sequence
 
-    from tinkex.engine.base import Best, ModelSpec
     from tinkex.engine.process.spec import EngineSpec
+    from tinkex.engine.protocol import Best, ModelSpec
     from tinkex.errors import TinkerError
 
 HEADER: Final = struct.Struct("<Q")
-"""In front of every message: its length in bytes."""
+"""Before every message: its length in bytes."""
 
 
 # -- from the parent --------------------------------------------------------------------------
@@ -47,26 +48,25 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class CallMessage:
     """Call a method of the engine; `number` names the call in every later message."""
 
     number: int
     method: str
-    args: tuple[Any, ...]
-    options: dict[str, Any]
+    arguments: dict[str, Any]
     streams: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Nobody waits for this call any more."""
+    """Cancel a call."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Finish what runs now and end."""
+    """Finish what runs now and exit."""
 
 
 # -- from the child ---------------------------------------------------------------------------
@@ -74,20 +74,20 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """What the child is busy with while it starts."""
+    """What the child does while it starts."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
-    """The engine is there."""
+class EngineReady:
+    """The engine takes calls."""
 
     models: Sequence[ModelSpec]
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class CallResult:
     """A call has ended, with a value or an error."""
 
     number: int
@@ -104,12 +104,12 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """A sign of life."""
+    """A heartbeat."""
 
 
 @dataclass(frozen=True, slots=True)
 class Logged:
-    """Something the child wants in the log."""
+    """A log record of the child."""
 
     level: int
     logger: str
@@ -118,12 +118,24 @@ class Logged:
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """The child cannot start or cannot go on, and ends after this."""
+    """The child cannot start or cannot continue, and exits after this."""
 
     error: TinkerError
 
 
-Message = Start | Call | Cancel | Stop | Phase | Ready | Answer | Tokens | Beat | Logged | Broken
+Message = (
+    Start
+    | CallMessage
+    | Cancel
+    | Stop
+    | Phase
+    | EngineReady
+    | CallResult
+    | Tokens
+    | Beat
+    | Logged
+    | Broken
+)
 
 
 # -- bytes ------------------------------------------------------------------------------------
@@ -131,8 +143,8 @@ Message = Start | Call | Cancel | Stop | Phase | Ready | Answer | Tokens | Beat 
 _CLASSES_OF: Final = (
     "tinkex.types",
     "tinkex.errors",
-    "tinkex.engine.base",
-    "tinkex.engine.settings",
+    "tinkex.engine.protocol",
+    "tinkex.engine.local_settings",
     "tinkex.engine.process.messages",
     "tinkex.engine.process.spec",
 )
@@ -155,7 +167,7 @@ _NAMES: Final = frozenset(
 
 
 def encode(message: Message) -> memoryview:
-    """A message with its header; `pickle.PicklingError` when something in it has no place there."""
+    """A message with its header; `pickle.PicklingError` for a value of another type."""
     buffer = io.BytesIO()
     buffer.write(bytes(HEADER.size))
     _Pickler(buffer, 5).dump(message)
@@ -179,7 +191,7 @@ class _Pickler(pickle.Pickler):
             if not (_named(module, name) or (isinstance(obj, type) and _value(module, name))):
                 raise pickle.PicklingError(f"{module}.{name} has no place in a message")
             return NotImplemented
-        # Its own way asks for `getattr`, with which a reader would get hold of anything.
+        # Its own reduction calls `getattr`, which must not be on the list: it reaches everything.
         if type(obj) is TensorData:
             return _tensor, cast("Any", obj.__reduce__())[1]
         return NotImplemented
@@ -200,10 +212,113 @@ def _named(module: str, name: str) -> bool:
 
 @lru_cache(maxsize=1024)  # asked for every part of every message
 def _value(module: str, name: str) -> bool:
-    # A dot would lead on to the attributes of a class.
+    # A dot would reach the attributes of a class.
     below = tuple(f"{package}." for package in _CLASSES_OF)
     return "." not in name and (module in _CLASSES_OF or module.startswith(below))
 
 
 def _tensor(*stored: Any) -> TensorData:
     return TensorData._make(*stored)  # pyright: ignore[reportPrivateUsage] -- its own way back
+
+
+# -- the channel ------------------------------------------------------------------------------
+
+
+class Channel(asyncio.BufferedProtocol):
+    """One end of a socket pair, on an asyncio loop; both processes use it.
+
+    `on_message` gets each message. `on_lost` is called once, at the end, with what was wrong with a
+    message, or None when the other end closed. Sending never waits: what the socket does not take
+    yet stays in memory. Every byte that arrives counts as a heartbeat, so a large message that is
+    still arriving keeps its sender alive.
+    """
+
+    def __init__(
+        self, on_message: Callable[[Message], None], on_lost: Callable[[Exception | None], None]
+    ) -> None:
+        self._on_message = on_message
+        self._on_lost = on_lost
+        # Mutable state: the buffer being filled (a header or a body) and how far; whether anything
+        # arrived since `heard` was last called; what was wrong with a message; whether everything
+        # was handed to the socket.
+        self._header = memoryview(bytearray(HEADER.size))
+        self._target = self._header
+        self._filled = 0
+        self._heard = True
+        self._error: Exception | None = None
+        self._sent = asyncio.Event()
+        self._sent.set()
+        self._transport: asyncio.Transport | None = None
+
+    def heard(self) -> bool:
+        """Whether anything has arrived since the last call."""
+        heard, self._heard = self._heard, False
+        return heard
+
+    def send(self, message: Message) -> None:
+        """Send; without a connection the message is dropped, and `on_lost` reports that."""
+        framed = encode(message)
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(framed)
+
+    async def drained(self) -> None:
+        """Return when everything was handed to the socket, or the connection is gone."""
+        await self._sent.wait()
+
+    def abort(self) -> None:
+        """End the connection; what was not sent is lost."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    # -- callbacks of asyncio -----------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+        # So that `pause_writing` is called for the first byte that waits, which `drained` needs.
+        self._transport.set_write_buffer_limits(high=0)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._target[self._filled :]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._heard = True
+        self._filled += nbytes
+        if self._filled < len(self._target):
+            return
+        full, self._filled = self._target, 0
+        try:
+            self._target = self._next(full)
+        except Exception as error:  # noqa: BLE001 - handed to the owner, by `on_lost`
+            self._error = error
+            self.abort()
+
+    def _next(self, full: memoryview) -> memoryview:
+        """Use a full buffer; returns the one to fill next."""
+        if full is not self._header:
+            self._on_message(decode(full))
+            return self._header
+        (size,) = HEADER.unpack(full)
+        if size == 0:
+            raise EOFError("a message has no bytes")
+        return memoryview(bytearray(size))
+
+    def pause_writing(self) -> None:
+        self._sent.clear()
+
+    def resume_writing(self) -> None:
+        self._sent.set()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._sent.set()
+        self._on_lost(self._error)
+
+
+async def open_channel(
+    end: socket.socket,
+    on_message: Callable[[Message], None],
+    on_lost: Callable[[Exception | None], None],
+) -> Channel:
+    """A channel over one end of a socket pair, which it closes."""
+    loop = asyncio.get_running_loop()
+    _, channel = await loop.create_unix_connection(lambda: Channel(on_message, on_lost), sock=end)
+    return channel

@@ -1,29 +1,34 @@
-"""The operating system's side of an engine process: starts it, reads its output, sees it end.
+"""The operating system's side of an engine process: start, output, liveness, exit.
 
-Two daemon threads do what would block a loop: one reads lines, one waits for the exit. They are
-apart because a process the engine started, such as a compiler, may keep the output open.
+Two daemon threads make the blocking calls: one reads lines, one waits for the exit. There are two
+because a process that the engine started, such as a compiler, may keep the output open.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import subprocess
 import sys
 import threading
 from collections import deque
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from tinkex.clock import time_limit
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from tinkex.clock import Clock
 
 _log = logging.getLogger(__name__)
 
+LOOKS: Final = 8
+"""Checks within one timeout; the end of a silence is seen at most one check late."""
+_COMPUTES: Final = frozenset("RD")  # running or ready to run; waiting for a disk
 _KEPT_LINES: Final = 20
 _LINE_BYTES: Final = 4096
 # The child imports what its parent would: the parent's path may have been changed by hand.
@@ -54,16 +59,16 @@ class Program:
         return list(self._lines)
 
     def kill(self) -> None:
-        """End it at once; one that has ended is fine."""
+        """Kill it; one that has exited is fine."""
         self._popen.kill()
 
     async def wait(self, clock: Clock, timeout_s: float) -> int | None:
-        """Its exit code, negative for a signal; None when it is still there after `timeout_s`."""
+        """Its exit code, negative for a signal; None if it still runs after `timeout_s`."""
         async with time_limit(clock, timeout_s):
             await self._exited.wait()
         if not self._exited.is_set():
             return None
-        # What it wrote last is in the pipe, unless somebody else keeps that open.
+        # Its last lines are still in the pipe, unless another process keeps that open.
         await asyncio.to_thread(self._reader.join, timeout_s)
         return self._popen.returncode
 
@@ -102,3 +107,71 @@ async def start_program(end: socket.socket, on_exit: Callable[[], None]) -> Prog
         )
 
     return Program(await asyncio.to_thread(spawn), on_exit)
+
+
+class Silence:
+    """Counts checks without a heartbeat.
+
+    Checks, not seconds between heartbeats: when the watching process was itself stopped for a
+    minute (Ctrl-Z, a debugger, a suspended machine), that minute is one check.
+    """
+
+    def __init__(self) -> None:
+        self._looks = 0
+
+    def look(self, look_s: float, *, heard: bool) -> float:
+        """The seconds of silence so far; checks come every `look_s`."""
+        self._looks = 0 if heard else self._looks + 1
+        return self._looks * look_s
+
+
+def verdict(
+    silent_s: float, limit_s: float, busy_limit_s: float, computing: Callable[[], bool]
+) -> str | None:
+    """Why a process is given up after this much silence; None while it is not."""
+    if silent_s >= max(limit_s, busy_limit_s):
+        return f"was busy and gave no sign of life for {silent_s:g} s, and was killed"
+    if silent_s >= limit_s and not computing():
+        return f"gave no sign of life for {silent_s:g} s and was killed"
+    return None
+
+
+def computes(pid: int, proc: Path = Path("/proc")) -> bool:
+    """Whether a thread of a process runs or waits for a disk; False without `/proc`.
+
+    Heartbeats need the interpreter's lock, which a library may hold for seconds while it is
+    loaded. A stopped or deadlocked process has no such thread.
+    """
+    try:
+        stats = [path.read_text() for path in (proc / str(pid) / "task").glob("*/stat")]
+    except OSError:  # no such system, or a thread that has just ended
+        return False
+    # "pid (name) state ...", where the name may hold anything.
+    return any(stat.rpartition(")")[2].split()[0] in _COMPUTES for stat in stats)
+
+
+def how_it_ended(code: int | None, reason: str | None, lines: Iterable[str]) -> str:
+    """One sentence on the end of an engine's process, then its last lines.
+
+    `code` is what `Popen.wait` returns, None if the process did not exit; `reason` is why its
+    parent killed it, if it did.
+    """
+    if reason is not None:
+        how = reason if code is not None else f"{reason}, and it is still there"
+    elif code is None:
+        how = "closed its connection and does not end"
+    elif code < 0:
+        how = f"was killed by signal {-code} ({_signal_name(-code)})"
+        if -code == signal.SIGKILL:
+            how += "; the system does that when memory runs out"
+    else:
+        how = f"ended with exit code {code}"
+    tail = "\n".join(lines)
+    return f"the engine process {how}" + (f"; its last lines:\n{tail}" if tail else "")
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return "unknown"

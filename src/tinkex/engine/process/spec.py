@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, get_args
 
-from tinkex.engine.settings import LocalSettings
+from tinkex.engine.local_settings import LocalSettings
 from tinkex.errors import InputError
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 from tinkex.engine.sampler.adapters import LoraAdapters
 from tinkex.engine.sampler.request import SampleRun
-from tinkex.engine.sampler.runner import Adapters, Segment, cache_bytes_per_token
+from tinkex.engine.sampler.runner import Adapters, VersionRows, cache_bytes_per_token
 from tinkex.engine.sampler.sampler import BASE, Sampler, SamplerSettings
 
 __all__ = [
@@ -12,6 +12,6 @@ __all__ = [
     "SampleRun",
     "Sampler",
     "SamplerSettings",
-    "Segment",
+    "VersionRows",
     "cache_bytes_per_token",
 ]

@@ -7,17 +7,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tinkex.engine.lora import Segment as LoraSegment
-from tinkex.engine.lora import adapt_, adapted_projections, logits
+from tinkex.engine.lora import Segment, adapt_, adapted_projections, logits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, MutableMapping, Sequence
 
     from torch import Tensor
 
+    from tinkex.engine.decoder import Decoder, Project
     from tinkex.engine.lora import LoraWeights
-    from tinkex.engine.models.base import Decoder, Project
-    from tinkex.engine.sampler.runner import Segment
+    from tinkex.engine.sampler.runner import VersionRows
 
 
 class LoraAdapters:
@@ -41,20 +40,20 @@ class LoraAdapters:
         self.peek = peek or find
         self.copies = copies
 
-    def project(self, segments: Sequence[Segment]) -> Project:
+    def project(self, segments: Sequence[VersionRows]) -> Project:
         """The base layers with each segment's adapter on top."""
         return adapted_projections(self._decoder, self.segments(segments), packed=True)
 
-    def segments(self, segments: Sequence[Segment]) -> list[LoraSegment]:
+    def segments(self, segments: Sequence[VersionRows]) -> list[Segment]:
         """The same rows with the weights of their versions."""
-        return [LoraSegment(s.start, s.stop, self.find(s.version)) for s in segments]
+        return [Segment(s.start, s.stop, self.find(s.version)) for s in segments]
 
-    def logits(self, h_RD: Tensor, segments: Sequence[Segment]) -> Tensor:
+    def logits(self, h_RD: Tensor, segments: Sequence[VersionRows]) -> Tensor:
         """The head, with the unembedding's low-rank product where an adapter has one."""
         logits_RV = logits(h_RD, self._decoder.head)
         for segment in segments:
             weights = self.find(segment.version)
             if weights is not None:
                 rows = slice(segment.start, segment.stop)
-                adapt_(logits_RV[rows], h_RD[rows], weights)
+                adapt_(logits_RV[rows], h_RD[rows], weights, self._decoder.backend)
         return logits_RV

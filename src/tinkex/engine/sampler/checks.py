@@ -11,8 +11,8 @@ from tinkex.errors import InputError
 from tinkex.types import EncodedTextChunk
 
 if TYPE_CHECKING:
-    from tinkex.engine.base import SampleOp
-    from tinkex.engine.models.base import DecoderConfig
+    from tinkex.engine.decoder import DecoderConfig
+    from tinkex.engine.protocol import SampleOp
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 
-from tinkex.engine.sampler.pick import best, invert, scaled, uniforms
+from tinkex.engine.backends.torch.pick import best, invert, scaled, uniforms
 from tinkex.types import PromptAltTokens, TensorData, TopkLogprobs
 from tinkex.types.tensors import MASK_LOGPROB
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from tinkex.engine.base import SampleOp
+    from tinkex.engine.protocol import SampleOp
 
 
 class PromptScores:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from tinkex.engine.base import SampleResult
-from tinkex.engine.sampler.pick import Draw, seed_of, uniforms
+from tinkex.engine.backends.torch.pick import Draw, seed_of, uniforms
+from tinkex.engine.protocol import SampleResult
 from tinkex.engine.sampler.prompt import PromptScores
 from tinkex.engine.sampler.sequence import TokenSequence
 from tinkex.types import SampledSequence, SampleResponse, TopkLogprobs
@@ -15,7 +15,7 @@ from tinkex.types import SampledSequence, SampleResponse, TopkLogprobs
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tinkex.engine.base import OnToken, SampleOp
+    from tinkex.engine.protocol import OnToken, SampleOp
     from tinkex.engine.sampler.checks import Accepted
     from tinkex.engine.sampler.stops import Stops
     from tinkex.errors import RequestFailedError

@@ -15,22 +15,19 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 
-from tinkex.engine.attention import Span, new_cache, paged_attention
-from tinkex.engine.attention.invariant import round_up
-from tinkex.engine.models.packed import ROW_STEP
-from tinkex.engine.sampler.cpu_step import cpu_steps
+from tinkex.engine.attention.paged import TokenSpan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-    from tinkex.engine.models.base import Decoder, DecoderConfig, Project
+    from tinkex.engine.decoder import Decoder, DecoderConfig, Project
     from tinkex.engine.sampler.batcher import Piece
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class VersionRows:
     """Rows `start` to `stop` of a packed pass use one version of the weights."""
 
     version: str
@@ -41,11 +38,11 @@ class Segment:
 class Adapters(Protocol):
     """The versions of the weights that sequences name. Segments tile the rows in order."""
 
-    def project(self, segments: Sequence[Segment]) -> Project:
+    def project(self, segments: Sequence[VersionRows]) -> Project:
         """The linear layers for tokens that lie in these segments."""
         ...
 
-    def logits(self, h_RD: Tensor, segments: Sequence[Segment]) -> Tensor:
+    def logits(self, h_RD: Tensor, segments: Sequence[VersionRows]) -> Tensor:
         """The logits [R, V] of rows in these segments, each with its own unembedding."""
         ...
 
@@ -82,8 +79,9 @@ class Runner:
         self._strict = strict
         self._device = decoder.unembed_VD.device
         # The only mutable state: keys and values.
-        self.cache = new_cache(decoder.config, num_blocks * block_size, decoder.unembed_VD)
-        self._steps = cpu_steps(decoder, adapters, self.cache, block_size=block_size)
+        self.cache = decoder.backend.new_cache(
+            decoder.config, num_blocks * block_size, decoder.unembed_VD
+        )
 
     def run(self, pieces: Sequence[Piece]) -> Pass:
         """Compute the hidden rows of `pieces` and leave their keys and values in the cache.
@@ -92,7 +90,7 @@ class Runner:
         """
         # Rows of one version lie together: each further run of them costs products of its own.
         # Within a version, spans that are attended together do.
-        spans = {p: Span(p.start, p.stop, p.sequence.blocks) for p in pieces}
+        spans = {p: TokenSpan(p.start, p.stop, p.sequence.blocks) for p in pieces}
         ordered = sorted(pieces, key=lambda p: (p.sequence.version, *spans[p].shape))
         starts = [0, *accumulate(len(piece) for piece in ordered)][:-1]
         tokens: list[int] = []
@@ -100,10 +98,10 @@ class Runner:
             tokens += piece.sequence.tokens[piece.start : piece.stop]
         segments = _segments([(p.sequence.version, len(p)) for p in ordered])
         laid = [spans[p] for p in ordered]
-        if self._steps is not None and self._steps.suits(laid):
-            return Pass(ordered, starts, self._steps.hidden(tokens, laid, segments))
         positions = np.concatenate([np.arange(p.start, p.stop) for p in ordered])
-        attend = paged_attention(self.cache, laid, block_size=self._block_size, strict=self._strict)
+        attend = self._decoder.backend.paged_attention(
+            self.cache, laid, block_size=self._block_size, strict=self._strict
+        )
         h_TD = self._decoder.hidden(
             torch.tensor(tokens, device=self._device),
             torch.from_numpy(positions).to(self._device),  # pyright: ignore[reportUnknownMemberType] -- torch's own stub
@@ -116,26 +114,24 @@ class Runner:
         """float32 logits [R, V] of some rows of a pass; the caller keeps R small."""
         count = len(rows)
         if list(rows) == list(range(count)):
-            # Steps on a CPU have filled their rows up, as the product would once more.
-            filled = count if self._steps is None else round_up(count, ROW_STEP)
-            h_RD = h_TD if len(h_TD) == filled else h_TD[:filled]
+            h_RD = h_TD[:count]
         else:
             h_RD = h_TD[torch.tensor(rows, device=self._device)]
         segments = _segments([(version, 1) for version in versions])
         logits_RV = self._adapters.logits(h_RD, segments)
         if logits_RV.dtype != torch.float32:
             logits_RV = logits_RV.float()
-        return logits_RV[:count]
+        return logits_RV
 
 
-def _segments(runs: Sequence[tuple[str, int]]) -> list[Segment]:
+def _segments(runs: Sequence[tuple[str, int]]) -> list[VersionRows]:
     """Neighbouring rows of one version, joined."""
     if len(runs) == 1:
-        return [Segment(runs[0][0], 0, runs[0][1])]
-    segments: list[Segment] = []
+        return [VersionRows(runs[0][0], 0, runs[0][1])]
+    segments: list[VersionRows] = []
     start = 0
     for version, run in groupby(runs, key=lambda pair: pair[0]):
         stop = start + sum(count for _, count in run)
-        segments.append(Segment(version, start, stop))
+        segments.append(VersionRows(version, start, stop))
         start = stop
     return segments

@@ -17,18 +17,15 @@ import numpy as np
 import torch
 
 from tinkex.clock import SystemClock
-from tinkex.engine.kernels import has_kernels
-from tinkex.engine.logprobs import normalizers
+from tinkex.engine.backends.torch.pick import best, draw_plainly
 from tinkex.engine.sampler.adapters import LoraAdapters
 from tinkex.engine.sampler.batcher import Batcher
 from tinkex.engine.sampler.blocks import BlockPool
 from tinkex.engine.sampler.checks import check
 from tinkex.engine.sampler.flights import Flights
-from tinkex.engine.sampler.pick import best, draw_plainly, pick
 from tinkex.engine.sampler.request import SampleRun, next_uniforms
 from tinkex.engine.sampler.runner import Runner
 from tinkex.engine.sampler.stops import stop_rule
-from tinkex.engine.threads import SAMPLING_ALONE, multiplications, threads_for
 from tinkex.errors import RequestFailedError
 
 if TYPE_CHECKING:
@@ -37,8 +34,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tinkex.clock import Clock
-    from tinkex.engine.base import OnToken, SampleOp
-    from tinkex.engine.models.base import Decoder
+    from tinkex.engine.decoder import Decoder
+    from tinkex.engine.protocol import OnToken, SampleOp
     from tinkex.engine.sampler.batcher import Piece
     from tinkex.engine.sampler.flights import Flight, Steps
     from tinkex.engine.sampler.request import Best
@@ -88,10 +85,10 @@ class Sampler:
         fits: Callable[[set[str]], bool] | None = None,
     ) -> None:
         self._config = decoder.config
+        self._backend = decoder.backend
         self._decode = decode
         self._clock = clock or SystemClock()
         self._logit_rows = settings.logit_rows
-        self._multiplications = multiplications(decoder.config)
         pool = BlockPool(settings.cache_tokens // settings.block_size, settings.block_size)
         self._runner, steps = _runner(decoder, adapters, settings, pool)
         # All mutable state, besides the cache that the runner owns.
@@ -176,9 +173,8 @@ class Sampler:
             began = self._clock.now()
             runs = [self._runs[piece.sequence] for piece in pieces]
             tokens = sum(len(piece) for piece in pieces)
-            alone = threads_for(tokens * self._multiplications, SAMPLING_ALONE)
             # What is not finite fails where its token is drawn.
-            with alone, np.errstate(all="ignore"), self._without_gradients():
+            with np.errstate(all="ignore"), self._without_gradients():
                 for finished in self._passes(self._decode_pieces(flight, pieces)):
                     self._use(finished)
             spent_s = self._clock.now() - began
@@ -273,7 +269,7 @@ class Sampler:
             rows = run.scores.wanted(piece.start, piece.stop)
             for chunk in _chunks([start + row - piece.start for row in rows], self._logit_rows):
                 logits_RV = self._runner.logits(finished.h_TD, chunk, [run.version] * len(chunk))
-                lse_R = normalizers(logits_RV)
+                lse_R = self._backend.normalizers(logits_RV)
                 if not bool(lse_R.isfinite().all()):
                     self._fail_not_finite(run)
                     break
@@ -301,8 +297,10 @@ class Sampler:
         if logits_BV.device.type == "cpu" and all(run.usual for run in runs):
             tokens, logprobs = draw_plainly(logits_BV, numbers)
         else:
-            tokens_B = pick(logits_BV, [r.draw(u) for r, u in zip(runs, numbers, strict=True)])
-            lse_B = normalizers(logits_BV)
+            tokens_B = self._backend.sample(
+                logits_BV, [r.draw(u) for r, u in zip(runs, numbers, strict=True)]
+            )
+            lse_B = self._backend.normalizers(logits_BV)
             tokens = _list(tokens_B)
             logprobs = _list(logits_BV.gather(1, tokens_B[:, None])[:, 0] - lse_B)
             bests = _bests(logits_BV, lse_B, [run.op.topk_sample_logprobs for run in runs])
@@ -363,16 +361,13 @@ def _runner(
 ) -> tuple[Runner, Steps[Any] | None]:
     """The plain runner and, on a device that has kernels for it, captured decoding."""
     adapters = adapters or LoraAdapters(decoder, _no_adapter)
-    if not has_kernels(decoder.unembed_VD):
+    backend = decoder.backend
+    if backend.sampling_adapters is None or backend.decode_steps is None:
         return Runner(
             decoder, adapters, num_blocks=pool.num_blocks, block_size=pool.block_size
         ), None
-    # Imported here because a CPU need not have Triton.
-    from tinkex.engine.sampler.cuda_adapters import CudaAdapters
-    from tinkex.engine.sampler.decode import DecodeGraphs
-
     known = isinstance(adapters, LoraAdapters)
-    on_device = CudaAdapters(
+    on_device = backend.sampling_adapters(
         decoder,
         adapters.peek if known else _no_adapter,
         slots=settings.max_sequences,
@@ -382,11 +377,12 @@ def _runner(
     runner = Runner(
         decoder,
         on_device,
-        num_blocks=pool.num_blocks + 1,  # one that no sequence uses: see DecodeGraphs
+        num_blocks=pool.num_blocks
+        + 1,  # a block that no sequence uses: rows that fill up a step write there
         block_size=pool.block_size,
         strict=settings.strict,
     )
-    graphs = DecodeGraphs(
+    graphs = backend.decode_steps(
         decoder,
         runner.cache,
         on_device,

@@ -12,7 +12,7 @@ import anyio.to_thread
 from starlette.responses import Response
 
 from tinkex.server.api.errors import refuse
-from tinkex.server.observability.seen import seen_by
+from tinkex.server.observability.requests import request_record
 from tinkex.server.store.records import CheckpointKind
 from tinkex.wire.compression import decompress
 from tinkex.wire.json_codec import encode
@@ -26,20 +26,19 @@ if TYPE_CHECKING:
     from starlette.requests import Request
 
     from tinkex.clock import Clock
-    from tinkex.engine.base import Engine, ModelSpec
+    from tinkex.engine.protocol import Engine, ModelSpec
     from tinkex.errors import APIStatusError
     from tinkex.server.api.exports import Exports
     from tinkex.server.api.identity import Identity
     from tinkex.server.api.imports import Imports
-    from tinkex.server.api.limits import Limits
-    from tinkex.server.observability.meters import Meters
-    from tinkex.server.observability.readiness import Readiness
-    from tinkex.server.observability.seen import Polls
+    from tinkex.server.api.limits import TenantLimits
+    from tinkex.server.observability.meters import Meters, Readiness
+    from tinkex.server.observability.requests import Polls
     from tinkex.server.scheduler.outcomes import Waiters
     from tinkex.server.scheduler.worker import Worker
-    from tinkex.server.settings import Settings
-    from tinkex.server.store.base import Store
-    from tinkex.server.store.records import Model, Session
+    from tinkex.server.server_settings import ServerSettings
+    from tinkex.server.store.protocol import Store
+    from tinkex.server.store.records import Model, StoredSession
 
     Handler = Callable[["Call"], Awaitable[Response]]
     from collections.abc import Awaitable
@@ -56,12 +55,12 @@ class Parts:
 
     store: Store
     engine: Engine
-    settings: Settings
+    settings: ServerSettings
     clock: Clock
     worker: Worker
     waiters: Waiters
     identity: Identity
-    limits: Limits
+    limits: TenantLimits
     exports: Exports
     imports: Imports
     new_id: Callable[[], str]
@@ -86,7 +85,7 @@ class Call:
         return self.parts.store
 
     @property
-    def settings(self) -> Settings:
+    def settings(self) -> ServerSettings:
         """The server's settings."""
         return self.parts.settings
 
@@ -136,14 +135,14 @@ class Call:
         """The body, decompressed, within the server's limits."""
         return await read_body(self.request, self.settings, self.parts.uploads)
 
-    async def session(self, session_id: str) -> Session:
+    async def session(self, session_id: str) -> StoredSession:
         """One of the caller's sessions."""
         session = await self.store.get_session(session_id)
         if session is None or session.owner != self.owner:
             raise refuse(404, f"There is no session {session_id!r}.")
         return session
 
-    async def live_session(self, session_id: str) -> Session:
+    async def live_session(self, session_id: str) -> StoredSession:
         """One of the caller's sessions that still takes work."""
         session = await self.session(session_id)
         if not session.active:
@@ -152,7 +151,7 @@ class Call:
 
     async def model(self, model_id: str) -> Model:
         """One of the caller's models."""
-        seen_by(self.request.scope).model_id = model_id
+        request_record(self.request.scope).model_id = model_id
         model = await self.store.get_model(model_id)
         if model is None or model.owner != self.owner:
             raise refuse(404, f"There is no model {model_id!r}.")
@@ -215,7 +214,7 @@ MAX_PROTOBUF_PARTS = 1 << 16
 MAX_JSON_PARTS = 1 << 18
 
 
-async def read_body(request: Request, settings: Settings, uploads: Uploads) -> bytes:
+async def read_body(request: Request, settings: ServerSettings, uploads: Uploads) -> bytes:
     """The body, decompressed; raises 408, 413, 415, or an InputError for a bad frame."""
     most, most_decoded = _limits(request, settings)
     encoding = request.headers.get("content-encoding", "").strip().lower()
@@ -231,8 +230,8 @@ async def read_body(request: Request, settings: Settings, uploads: Uploads) -> b
     return body
 
 
-def _limits(request: Request, settings: Settings) -> tuple[int, int]:
-    if seen_by(request.scope).route in _LARGE_ROUTES:
+def _limits(request: Request, settings: ServerSettings) -> tuple[int, int]:
+    if request_record(request.scope).route in _LARGE_ROUTES:
         return settings.max_body_bytes, settings.max_decoded_bytes
     small = min(settings.max_small_body_bytes, settings.max_body_bytes)
     return small, small

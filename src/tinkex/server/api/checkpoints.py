@@ -11,8 +11,9 @@ from tinkex.errors import AuthenticationError, TinkerError
 from tinkex.server.api.call import reply
 from tinkex.server.api.errors import refuse
 from tinkex.server.api.sessions import when
+from tinkex.server.api.submit import new_run
 from tinkex.server.scheduler.checkpoints import check_ttl, is_live, is_readable
-from tinkex.server.store.records import AuditEntry, Model
+from tinkex.server.store.records import AuditEntry
 from tinkex.types import (
     Checkpoint,
     CheckpointsListResponse,
@@ -21,7 +22,6 @@ from tinkex.types import (
     Cursor,
     WeightsInfoResponse,
 )
-from tinkex.wire import routes
 from tinkex.wire.bodies import SetTtlRequest, WeightsInfoRequest
 
 if TYPE_CHECKING:
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
     from tinkex.errors import APIStatusError
-    from tinkex.server.api.call import Call, Handler
-    from tinkex.server.store.records import CheckpointKind, StoredCheckpoint
+    from tinkex.server.api.call import Call
+    from tinkex.server.store.records import CheckpointKind, Model, StoredCheckpoint
 
 _log = logging.getLogger(__name__)
 
@@ -119,7 +119,8 @@ async def _own(call: Call) -> StoredCheckpoint:
     return checkpoint
 
 
-async def _audit(call: Call, event: str, checkpoint: StoredCheckpoint) -> None:
+async def audit(call: Call, event: str, checkpoint: StoredCheckpoint) -> None:
+    """Write an event of a checkpoint to the audit log."""
     details = {"model_id": checkpoint.model_id, "tinker_path": checkpoint.path}
     await call.store.audit(
         AuditEntry(
@@ -152,6 +153,10 @@ async def list_run_checkpoints(call: Call) -> Response:
     return reply(CheckpointsListResponse(checkpoints=[describe(c) for c in found]))
 
 
+# The name of the same route in older clients.
+list_model_checkpoints = list_run_checkpoints
+
+
 def _known_kinds(call: Call) -> list[CheckpointKind]:
     """Without exports for clients older than those: they refuse a listing that has one."""
     version = re.match(r"0\.(\d+)\.", call.header("x-stainless-package-version"))
@@ -166,7 +171,7 @@ async def delete_checkpoint(call: Call) -> Response:
     # It ends now, whatever becomes of its files; what fails below is tried again by the upkeep.
     if not await rows.change_checkpoint(checkpoint, expires_at=call.now()):
         raise _gone(checkpoint.path)
-    await _audit(call, "checkpoint_deleted", checkpoint)
+    await audit(call, "checkpoint_deleted", checkpoint)
     try:
         await call.worker.checkpoints.forget_location(checkpoint.location)
         await rows.delete_checkpoint(checkpoint)
@@ -191,7 +196,7 @@ async def _set_public(call: Call, public: bool) -> Response:
         if not await call.worker.changes.change_checkpoint(checkpoint, public=public):
             raise _gone(checkpoint.path)
         event = "checkpoint_published" if public else "checkpoint_unpublished"
-        await _audit(call, event, checkpoint)
+        await audit(call, event, checkpoint)
     return reply()
 
 
@@ -204,7 +209,7 @@ async def set_checkpoint_ttl(call: Call) -> Response:
     expires_at = None if ttl_s is None else call.now() + ttl_s
     if not await call.worker.changes.change_checkpoint(checkpoint, expires_at=expires_at):
         raise _gone(checkpoint.path)
-    await _audit(call, "checkpoint_ttl_set", checkpoint)
+    await audit(call, "checkpoint_ttl_set", checkpoint)
     return reply()
 
 
@@ -255,7 +260,7 @@ async def copy_weights(call: Call) -> Response:
     )
     await call.parts.engine.copy_saved(source.location, copy.location)
     await call.store.put_checkpoint(copy)
-    await _audit(call, "checkpoint_copied", copy)
+    await audit(call, "checkpoint_copied", copy)
     if key:
         await call.store.remember(call.owner, f"copy:{key}", path)
     return reply(CopyWeightsResponse(tinker_path=path))
@@ -265,32 +270,13 @@ async def _copy_target(call: Call, request: CopyWeightsRequest, source: StoredCh
     if request.session_id is not None:
         await call.live_session(request.session_id)
     session_id = request.session_id or f"copy-{call.parts.new_id()}"
-    now = call.now()
+    run = new_run(call, session_id, request.model_seq_id, source.base_model, source.lora)
+    # Closed from the start (`snapshot_seq`): it is listed, and nothing ever runs in it.
     return await call.store.add_model(
-        Model(
-            model_id=f"{session_id}:train:{request.model_seq_id or 0}",
-            owner=call.owner,
-            session_id=session_id,
-            base_model=source.base_model,
-            lora=source.lora,
+        replace(
+            run,
             optimizer=source.optimizer,
-            created_at=now,
-            last_request_at=now,
             project_id=request.destination_project_id,
-            # Closed from the start: it is listed, and nothing ever runs in it.
             snapshot_seq=0,
         )
     )
-
-
-HANDLERS: dict[str, Handler] = {
-    routes.LIST_CHECKPOINTS.name: list_checkpoints,
-    routes.LIST_RUN_CHECKPOINTS.name: list_run_checkpoints,
-    routes.LIST_MODEL_CHECKPOINTS.name: list_run_checkpoints,
-    routes.DELETE_CHECKPOINT.name: delete_checkpoint,
-    routes.PUBLISH_CHECKPOINT.name: publish_checkpoint,
-    routes.UNPUBLISH_CHECKPOINT.name: unpublish_checkpoint,
-    routes.SET_CHECKPOINT_TTL.name: set_checkpoint_ttl,
-    routes.WEIGHTS_INFO.name: weights_info,
-    routes.COPY_WEIGHTS.name: copy_weights,
-}

@@ -1,34 +1,38 @@
-"""Links to the files of a checkpoint, and what is behind them.
+"""Signed links to the files of a checkpoint or to a trace, and the replies to them, in ranges.
 
-A link needs no key, so it is signed, ends by itself, and ends with its checkpoint.
+A link needs no key, so it is signed and expires; a link to a checkpoint ends with the checkpoint.
 """
 
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, cast
+import re
+from typing import TYPE_CHECKING, Protocol, cast
 
-from starlette.responses import RedirectResponse
+from starlette.responses import RedirectResponse, Response, StreamingResponse
 
 from tinkex.server import age
 from tinkex.server.api.call import reply
 from tinkex.server.api.checkpoints import named
 from tinkex.server.api.errors import refuse
 from tinkex.server.api.exports import ARCHIVE, FILES
-from tinkex.server.api.ranges import send
 from tinkex.server.api.sessions import when
+from tinkex.server.api.trace import trace
 from tinkex.server.scheduler.checkpoints import is_live
 from tinkex.types import ExternalWeightsUrlsResponse
 from tinkex.wire import routes
 from tinkex.wire.bodies import ArchiveUrlResponse
 
 if TYPE_CHECKING:
-    from starlette.requests import Request
-    from starlette.responses import Response
+    from collections.abc import AsyncGenerator
 
-    from tinkex.server.api.call import Call, Handler, Parts
+    from starlette.datastructures import Headers
+    from starlette.requests import Request
+
+    from tinkex.server.api.call import Call, Parts
     from tinkex.server.api.exports import ExportKind
     from tinkex.server.store.records import StoredCheckpoint
+
 
 _HEAD_BYTES = 1 << 12
 
@@ -85,7 +89,79 @@ async def send_export(
     return send(request.headers, source, media, etag, stable=recipients is None)
 
 
-HANDLERS: dict[str, Handler] = {
-    routes.GET_EXTERNAL_WEIGHTS_URLS.name: get_external_weights_urls,
-    routes.GET_CHECKPOINT_ARCHIVE.name: get_checkpoint_archive,
-}
+_PIECE_BYTES = 1 << 20
+_RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
+
+
+class ByteSource(Protocol):
+    """Bytes that do not change."""
+
+    @property
+    def size_bytes(self) -> int: ...
+    async def read(self, start: int, count: int) -> bytes: ...
+    def close(self) -> None: ...
+
+
+def send(
+    headers: Headers, source: ByteSource, media_type: str, etag: str, *, stable: bool = True
+) -> Response:
+    """The reply to a GET; the source is closed when it was sent.
+
+    A range that is not understood, or of something that has changed, is answered by the whole, as
+    the standard says. What is not `stable` is another file each time it is made: a part of it is
+    sent only to a client that says which one it has (If-Range).
+    """
+    size = source.size_bytes
+    told = {"accept-ranges": "bytes", "etag": f'"{etag}"'}
+    wanted = headers.get("range")
+    known = headers.get("if-range", f'"{etag}"' if stable else None)
+    if wanted is None or known != f'"{etag}"':
+        part: range | None = range(size)
+    else:
+        part = _part(wanted, size)
+    if part is None:
+        source.close()
+        told["content-range"] = f"bytes */{size}"
+        return Response(status_code=416, headers=told)
+    told["content-length"] = str(len(part))
+    partial = len(part) < size
+    if partial:
+        told["content-range"] = f"bytes {part.start}-{part.stop - 1}/{size}"
+    return StreamingResponse(
+        _pieces(source, part), 206 if partial else 200, told, media_type=media_type
+    )
+
+
+def _part(wanted: str, size: int) -> range | None:
+    """The bytes a Range header means; None when there are none such."""
+    found = _RANGE.fullmatch(wanted.strip().replace(" ", ""))
+    if found is None or not any(found.groups()):
+        return range(size)
+    first, last = found.groups()
+    if not first:
+        start, stop = max(size - int(last), 0), size
+    else:
+        start, stop = int(first), min(int(last) + 1, size) if last else size
+    return range(start, stop) if start < stop else None
+
+
+async def _pieces(source: ByteSource, part: range) -> AsyncGenerator[bytes]:
+    try:
+        for start in range(part.start, part.stop, _PIECE_BYTES):
+            yield await source.read(start, min(_PIECE_BYTES, part.stop - start))
+    finally:
+        source.close()
+
+
+async def download(parts: Parts, request: Request, token: str, name: str) -> Response:
+    """What a signed link stands for."""
+    claims = parts.identity.open_link(token)
+    if claims["kind"] == "trace":
+        return await _trace(parts, claims["session"])
+    return await send_export(parts, request, claims, name)
+
+
+async def _trace(parts: Parts, session_id: str) -> Response:
+    operations = await parts.store.operations(session_id)
+    body = trace(operations, parts.polls.of(session_id))
+    return Response(body, media_type="application/json")

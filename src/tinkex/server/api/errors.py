@@ -22,7 +22,7 @@ from tinkex.errors import (
     StorageError,
     status_error,
 )
-from tinkex.server.observability.seen import seen_by
+from tinkex.server.observability.requests import request_record
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -55,7 +55,7 @@ def error_reply(request: Request, error: Exception) -> Response:
 
 def _storage_reply(request: Request, error: StorageError) -> Response:
     """A full or read-only disk stays so for a while; a database out of reach may be back soon."""
-    seen_by(request.scope).storage_error = str(error)
+    request_record(request.scope).storage_error = str(error)
     _log.error("the storage failed: %s", error)
     status = 503 if _is_out_of_reach(error) else 507
     return _reply(status, {"detail": str(error)}, _SOON)
@@ -72,10 +72,12 @@ def _is_out_of_reach(error: BaseException | None) -> bool:
 def _surprise(request: Request, error: Exception) -> Response:
     # The client learns that it is not its own fault and where to look, and no more. The path
     # stays out of the log: download links are secrets.
-    seen = seen_by(request.scope)
-    _log.error("%s failed request_id=%s", seen.route, seen.request_id, exc_info=error)
-    detail = f"The server failed on this request; its log says why (request id {seen.request_id})."
-    return _reply(500, {"detail": detail, "request_id": seen.request_id})
+    record = request_record(request.scope)
+    _log.error("%s failed request_id=%s", record.route, record.request_id, exc_info=error)
+    detail = (
+        f"The server failed on this request; its log says why (request id {record.request_id})."
+    )
+    return _reply(500, {"detail": detail, "request_id": record.request_id})
 
 
 def _reply(status: int, body: object, headers: dict[str, str] | None = None) -> Response:

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from typing import IO
 
-    from tinkex.engine.base import Engine, Layout
-    from tinkex.server.api.ranges import Source
+    from tinkex.engine.protocol import Engine, Layout
+    from tinkex.server.api.downloads import ByteSource
 
     Files = dict[str, IO[bytes]]
     NewFile = Callable[[], IO[bytes]]
@@ -45,7 +45,7 @@ _ON_DISK_BYTES = 8 << 30
 
 @dataclass(frozen=True, slots=True)
 class InMemory:
-    """A `Source` that is small."""
+    """A `ByteSource` that is small."""
 
     data: bytes
 
@@ -64,7 +64,7 @@ class InMemory:
 
 @dataclass(frozen=True, slots=True)
 class OnDisk:
-    """A `Source` that is an open file of its own; readers do not move each other."""
+    """A `ByteSource` that is an open file of its own; readers do not move each other."""
 
     descriptor: int
     size_bytes: int
@@ -98,7 +98,7 @@ class Exports:
 
     async def open(
         self, location: str, kind: ExportKind, name: str, recipients: Recipients = None
-    ) -> Source | None:
+    ) -> ByteSource | None:
         """One file of an export, to be closed by the caller; None when there is none such.
 
         With recipients the files are encrypted and their names end in `.age`.
@@ -117,7 +117,7 @@ class Exports:
         while self._kept:
             self._drop_oldest()
 
-    async def _open(self, key: Key, name: str) -> Source | None:
+    async def _open(self, key: Key, name: str) -> ByteSource | None:
         if key not in self._kept:
             location, kind, recipients = key
             files = await self._engine.export_saved(location, layout=_LAYOUTS[kind])

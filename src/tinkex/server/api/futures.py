@@ -14,7 +14,7 @@ from tinkex.server.api.call import reply
 from tinkex.server.api.errors import refuse
 from tinkex.server.api.sampling import own_sampler
 from tinkex.server.api.submit import check_program
-from tinkex.server.observability.seen import seen_by
+from tinkex.server.observability.requests import request_record
 from tinkex.types import (
     FutureFailed,
     FutureFinished,
@@ -27,8 +27,8 @@ from tinkex.wire.bodies import CancelFutureRequest, ReleaseNumbersRequest
 from tinkex.wire.json_codec import encode
 
 if TYPE_CHECKING:
-    from tinkex.server.api.call import Call, Handler
-    from tinkex.server.store.records import Operation, OpKind, Outcome
+    from tinkex.server.api.call import Call
+    from tinkex.server.store.records import Operation, OperationOutcome, OpKind
     from tinkex.types import FutureCompletion
     from tinkex.wire.routes import RequestType
 
@@ -63,13 +63,13 @@ async def retrieve_future(call: Call) -> Response:
 
     async def look() -> Operation | None:
         operation = await _own_operation(call, request.request_id)
-        seen_by(call.request.scope).polled = (operation.session_id, operation.op_id)
+        request_record(call.request.scope).polled = (operation.session_id, operation.op_id)
         return operation if operation.state == "done" else None
 
     done = await call.parts.waiters.until(request.request_id, look, call.settings.long_poll_s)
     if done is None:
         return await _try_again(call, request.request_id)
-    outcome = cast("Outcome", done.outcome)
+    outcome = cast("OperationOutcome", done.outcome)
     headers = {USAGE_HEADER: encode(outcome.usage).decode()}
     if outcome.error is not None:
         failed = results.Failed(outcome.error, outcome.category)
@@ -139,7 +139,7 @@ async def retrieve_futures(call: Call) -> Response:
     request = await call.json(FuturesRetrieveRequest)
     target = request.target
     sampler = await own_sampler(call, target.sampling_session_id)
-    seen_by(call.request.scope).polled = (sampler.session_id, sampler.sampler_id)
+    request_record(call.request.scope).polled = (sampler.session_id, sampler.sampler_id)
     await call.store.drop_results(
         [
             op_id
@@ -205,11 +205,3 @@ async def release_numbers(call: Call) -> Response:
         elif operation.state != "done":
             await call.worker.cancel(operation)
     return reply()
-
-
-HANDLERS: dict[str, Handler] = {
-    routes.RELEASE_NUMBERS.name: release_numbers,
-    routes.RETRIEVE_FUTURE.name: retrieve_future,
-    routes.RETRIEVE_FUTURES.name: retrieve_futures,
-    routes.CANCEL_FUTURE.name: cancel_future,
-}

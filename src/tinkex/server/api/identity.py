@@ -1,28 +1,35 @@
 """Who is calling: keys, tokens made from keys, and signed download links.
 
 Everything belongs to an owner. Which keys there are, and whose they are, depends on the mode of
-the server (`Settings.key_mode`). Keys themselves are never kept.
+the server (`ServerSettings.key_mode`). Keys themselves are never kept.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
 import hashlib
+import hmac
 import math
+import re
+import secrets
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from tinkex.server.api import signing
+import msgspec
+
+from tinkex.errors import InputError
 from tinkex.server.api.errors import refuse
-from tinkex.server.api.keys import fingerprint
-from tinkex.server.api.throttle import Throttle
+from tinkex.server.api.limits import Throttle
+from tinkex.server.store.records import ApiKey, AuditEntry
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from tinkex.clock import Clock
-    from tinkex.server.settings import Settings
-    from tinkex.server.store.base import Store
-    from tinkex.server.store.records import ApiKey
+    from tinkex.server.server_settings import ServerSettings
+    from tinkex.server.store.protocol import Store
+
 
 LOCAL: Final = "local"
 """The one tenant of a server that has only one."""
@@ -62,7 +69,7 @@ class _Caller:
 class Identity:
     """Checks credentials and makes them."""
 
-    def __init__(self, settings: Settings, clock: Clock, store: Store) -> None:
+    def __init__(self, settings: ServerSettings, clock: Clock, store: Store) -> None:
         self._settings = settings
         self._clock = clock
         self._store = store
@@ -96,7 +103,7 @@ class Identity:
             "exp": int(now + self._settings.token_ttl_s),
             "key": caller.mark,
         }
-        return signing.make_jwt(self._settings.secret, claims)
+        return _make_jwt(self._settings.secret, claims)
 
     async def revoke(self, key: ApiKey) -> None:
         """Let a key in no more, from now on."""
@@ -107,11 +114,11 @@ class Identity:
     def make_link(self, claims: dict[str, str]) -> tuple[str, float]:
         """A token for a download link, and when it expires."""
         expires = self._clock.wall() + self._settings.url_ttl_s
-        return signing.make_link(self._settings.secret, {**claims, "exp": expires}), expires
+        return _make_link(self._settings.secret, {**claims, "exp": expires}), expires
 
     def open_link(self, token: str) -> dict[str, str]:
         """What a download link stands for."""
-        claims = signing.open_link(self._settings.secret, token)
+        claims = _open_link(self._settings.secret, token)
         if claims is None:
             raise refuse(404, "There is nothing to download here.")
         if claims["exp"] <= self._clock.wall():
@@ -148,11 +155,11 @@ class Identity:
         if mode == "single":
             return _Caller(LOCAL, "single")
         # Every key is compared, so that the time taken does not tell which one was near.
-        known = [signing.equal(key, each) for each in self._settings.keys]
+        known = [_equal(key, each) for each in self._settings.keys]
         return _Caller(LOCAL, self._fixed_mark(key)) if any(known) else None
 
     async def _by_token(self, token: str) -> _Caller | None:
-        claims = signing.open_jwt(self._settings.secret, token)
+        claims = _open_jwt(self._settings.secret, token)
         if claims is None:
             return None
         if claims.get("exp", 0) <= self._clock.wall():
@@ -177,7 +184,7 @@ class Identity:
         if known is not None:
             return known
         found = await self._store.find_key(key_hash)
-        good = found is not None and signing.equal(found.key_hash, key_hash)
+        good = found is not None and _equal(found.key_hash, key_hash)
         return self._remember(key_hash, found if good else None)
 
     async def _stored_by_id(self, key_id: int, owner: str) -> ApiKey | None:
@@ -197,3 +204,121 @@ class Identity:
             return None
         self._found[name] = (key, self._clock.now() + _REMEMBERED_S)
         return key
+
+
+PREFIX: Final = "tml-"
+
+_OWNER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+\-]{0,63}")
+_LONGEST_TEXT = 200
+
+
+def fingerprint(key: str) -> str:
+    """What is stored and looked up instead of a key."""
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+async def make_key(
+    store: Store, at: float, *, owner: str | None = None, name: str = "", note: str = ""
+) -> tuple[str, ApiKey]:
+    """A new key, which is nowhere else, and its record; without an owner, of a new tenant."""
+    owner = f"user-{secrets.token_hex(8)}" if owner is None else owner
+    if not _OWNER.fullmatch(owner):
+        raise InputError(
+            f"{owner!r} is not possible: use up to 64 letters, digits and . _ @ + -, starting "
+            "with a letter or digit",
+            "owner",
+        )
+    for field, value in (("name", name), ("note", note)):
+        if len(value) > _LONGEST_TEXT or not value.isprintable():
+            raise InputError(f"must be up to {_LONGEST_TEXT} printable letters", field)
+    key = PREFIX + secrets.token_urlsafe(32)
+    kept = await store.add_key(
+        ApiKey(
+            key_id=0,
+            key_hash=fingerprint(key),
+            owner=owner,
+            name=name,
+            created_at=at,
+            note=note,
+        )
+    )
+    await audit_key(store, at, "api_key_created", kept)
+    return key, kept
+
+
+async def end_key(store: Store, key_id: int, at: float) -> bool:
+    """Revoke a key; False when there is none such in use."""
+    if not await store.revoke_key(key_id, at):
+        return False
+    for key in await store.keys():
+        if key.key_id == key_id:
+            await audit_key(store, at, "api_key_revoked", key)
+    return True
+
+
+async def audit_key(store: Store, at: float, event: str, key: ApiKey) -> None:
+    """A line in the owner's audit log."""
+    details = {"key_id": key.key_id, "name": key.name}
+    await store.audit(
+        AuditEntry(at=at, owner=key.owner, topic="organizations", event=event, details=details)
+    )
+
+
+async def any_key(store: Store) -> bool:
+    """Whether somebody can get in at all."""
+    return any(key.revoked_at is None for key in await store.keys())
+
+
+_JWT_HEADER = {"alg": "HS256", "typ": "JWT"}
+
+
+def _make_jwt(secret: bytes, claims: dict[str, object]) -> str:
+    """Claims as a JSON web token."""
+    head = f"{_pack(_JWT_HEADER)}.{_pack(claims)}"
+    return f"{head}.{_sign(secret, head)}"
+
+
+def _open_jwt(secret: bytes, token: str) -> dict[str, Any] | None:
+    """The claims of a token of this server, expired or not; None when it is none."""
+    head, _, signature = token.rpartition(".")
+    kind, _, claims = head.partition(".")
+    # The header is checked too: another algorithm is another token.
+    good = _equal(signature, _sign(secret, head)) and kind == _pack(_JWT_HEADER)
+    return _unpack(claims) if good else None
+
+
+def _make_link(secret: bytes, claims: dict[str, object]) -> str:
+    """Claims as a part of a URL."""
+    head = _pack(claims)
+    return f"{head}.{_sign(secret, f'link {head}')}"
+
+
+def _open_link(secret: bytes, token: str) -> dict[str, Any] | None:
+    """The claims in a link of this server, expired or not; None when it is none."""
+    head, _, signature = token.rpartition(".")
+    return _unpack(head) if _equal(signature, _sign(secret, f"link {head}")) else None
+
+
+def _equal(left: str, right: str) -> bool:
+    """Compare without telling by the time it takes where two texts differ."""
+    return hmac.compare_digest(left.encode(), right.encode())
+
+
+def _sign(secret: bytes, text: str) -> str:
+    return _b64(hmac.new(secret, text.encode(), hashlib.sha256).digest())
+
+
+def _b64(data: bytes) -> str:
+    return base64.urlsafe_b64encode(data).rstrip(b"=").decode()
+
+
+def _pack(value: object) -> str:
+    return _b64(msgspec.json.encode(value))
+
+
+def _unpack(text: str) -> dict[str, Any] | None:
+    try:
+        raw = base64.urlsafe_b64decode(text + "=" * (-len(text) % 4))
+        return msgspec.json.decode(raw, type=dict[str, Any])
+    except (binascii.Error, msgspec.MsgspecError, ValueError):
+        return None

@@ -1,14 +1,17 @@
-"""Adapters from elsewhere: `import_weights`, which is no part of the official protocol.
+"""Uploaded adapters: `import_weights`, which is no part of the official protocol.
 
-An upload becomes a checkpoint of a training run of its own. It is in the store, and its file where
-the engine keeps such files, before the request is answered.
+The body is a tar, read as it arrives. Names, shapes and sizes are checked before the weights
+arrive; names in the archive are compared, never used as paths. An upload becomes a checkpoint of a
+training run of its own, which is stored before the request is answered.
 """
 
 from __future__ import annotations
 
+import tarfile
 import tempfile
 from collections import Counter
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast, get_args
@@ -16,25 +19,32 @@ from typing import TYPE_CHECKING, Final, cast, get_args
 import anyio
 import anyio.to_thread
 
+from tinkex.adapters.archive import FILES
+from tinkex.adapters.folder import MAX_CONFIG_BYTES, check_adapter
+from tinkex.adapters.peft_layout import CONFIG_FILE, WEIGHTS_FILE, read_config
+from tinkex.adapters.tensor_header import LENGTH, head_length, parse_head
 from tinkex.errors import RequestFailedError
-from tinkex.server.api.adapter_body import EXTRA_BYTES, Incoming, receive_adapter
 from tinkex.server.api.call import reply
+from tinkex.server.api.checkpoints import audit
 from tinkex.server.api.errors import refuse
+from tinkex.server.api.submit import new_run
 from tinkex.server.scheduler.checkpoints import check_name
-from tinkex.server.store.records import AuditEntry, Model, StoredCheckpoint
-from tinkex.types import AdamOptimizerConfig
-from tinkex.wire import routes
+from tinkex.server.store.records import StoredCheckpoint
 from tinkex.wire.bodies import ImportedKind, ImportWeightsResponse
 from tinkex.wire.routes import MEDIA_TAR
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Generator
+    from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator
 
     from starlette.responses import Response
 
-    from tinkex.adapters.folder import Adapter
-    from tinkex.engine.base import ImportedAdapter
-    from tinkex.server.api.call import Call, Handler
+    from tinkex.adapters.folder import AdapterInfo
+    from tinkex.adapters.peft_layout import AdapterConfig
+    from tinkex.engine.protocol import ImportedAdapter
+    from tinkex.server.api.call import Call, Uploads
+
+    Welcome = Callable[[AdapterInfo], Awaitable[None]]
+
 
 _AT_ONCE: Final = 2
 # What the engine keeps is float32, whatever came.
@@ -115,7 +125,7 @@ async def _folder() -> AsyncGenerator[Path]:
 
 
 async def _receive(call: Call, folder: Path) -> None:
-    async def welcome(adapter: Adapter) -> None:
+    async def welcome(adapter: AdapterInfo) -> None:
         await call.worker.checkpoints.make_room(call.owner, adapter.parameters * _KEPT_ITEM_BYTES)
 
     body = Incoming(call.request.stream(), call.parts.uploads)
@@ -146,21 +156,9 @@ async def _record(
     kind: ImportedKind,
     name: str,
 ) -> StoredCheckpoint:
-    now = call.now()
-    run = await call.store.add_model(
-        Model(
-            model_id=f"{session_id}:train:0",
-            owner=call.owner,
-            session_id=session_id,
-            base_model=base_model,
-            lora=imported.lora,
-            optimizer=AdamOptimizerConfig(),
-            created_at=now,
-            last_request_at=now,
-            # Closed from the start: it is listed, and nothing ever runs in it.
-            snapshot_seq=0,
-        )
-    )
+    run = new_run(call, session_id, 0, base_model, imported.lora)
+    # Closed from the start (`snapshot_seq`): it is listed, and nothing ever runs in it.
+    run = await call.store.add_model(replace(run, snapshot_seq=0))
     path = f"tinker://{run.model_id}/{kind}/{name}"
     checkpoint = StoredCheckpoint(
         path=path,
@@ -173,16 +171,127 @@ async def _record(
         lora=run.lora,
         optimizer=run.optimizer,
         has_optimizer=False,
-        created_at=now,
+        created_at=run.created_at,
         size_bytes=imported.size_bytes,
     )
     await call.store.put_checkpoint(checkpoint)
-    details = {"model_id": run.model_id, "tinker_path": path}
-    entry = AuditEntry(
-        at=now, owner=call.owner, topic="checkpoints", event="checkpoint_created", details=details
-    )
-    await call.store.audit(entry)
+    await audit(call, "checkpoint_created", checkpoint)
     return checkpoint
 
 
-HANDLERS: dict[str, Handler] = {routes.IMPORT_WEIGHTS.name: import_weights}
+BLOCK_BYTES: Final = 8 << 20
+"""So much must arrive within `upload_timeout_s`, again and again."""
+_TAR: Final = tarfile.BLOCKSIZE
+_MOST_PADDING: Final = 64 * _TAR
+EXTRA_BYTES: Final = MAX_CONFIG_BYTES + _MOST_PADDING
+"""What an archive may have besides the weights."""
+
+
+class Incoming:
+    """A body that is read piece by piece; each piece has the time that other bodies have."""
+
+    def __init__(self, stream: AsyncIterator[bytes], uploads: Uploads) -> None:
+        self._stream = stream
+        self._uploads = uploads
+        # Mutable state: what has come and was not asked for yet.
+        self._held = bytearray()
+
+    async def take(self, count: int) -> bytes:
+        """The next bytes; fewer only at the end of the body."""
+        if len(self._held) < count:
+            await self._uploads.within_limit(self._fill(count))
+        taken = bytes(memoryview(self._held)[:count])
+        del self._held[:count]
+        return taken
+
+    async def exactly(self, count: int, what: str) -> bytes:
+        """The next bytes, all of them."""
+        taken = await self.take(count)
+        if len(taken) < count:
+            raise refuse(400, f"The body ends within {what}; send it again.")
+        return taken
+
+    async def _fill(self, count: int) -> bytes:
+        while len(self._held) < count:
+            piece = await anext(self._stream, None)
+            if piece is None:
+                break
+            self._held += piece
+        return b""
+
+
+async def receive_adapter(body: Incoming, folder: Path, most: int, welcome: Welcome) -> AdapterInfo:
+    """Write the adapter in a body to a folder.
+
+    `welcome` is told what it is before its weights are read, and raises if it is not.
+    """
+    size = await _begin(body, CONFIG_FILE, MAX_CONFIG_BYTES)
+    content = await body.exactly(size, CONFIG_FILE)
+    await _pad(body, size)
+    config = read_config(content)
+    size = await _begin(body, WEIGHTS_FILE, most)
+    first = await body.exactly(min(size, LENGTH.size), WEIGHTS_FILE)
+    length = head_length(first, size)
+    head = await body.exactly(length, WEIGHTS_FILE)
+    left = size - LENGTH.size - length
+    # Thousands of tensors, perhaps: others' requests must not wait for that.
+    adapter = await anyio.to_thread.run_sync(_described, config, head, left)
+    await welcome(adapter)
+    await _write(folder / CONFIG_FILE, content)
+    await _write(folder / WEIGHTS_FILE, first + head)
+    await _copy(body, folder / WEIGHTS_FILE, left)
+    await _pad(body, size)
+    await _end(body)
+    return adapter
+
+
+def _described(config: AdapterConfig, head: bytes, data_bytes: int) -> AdapterInfo:
+    return check_adapter(config, parse_head(head, data_bytes))
+
+
+async def _begin(body: Incoming, name: str, most: int) -> int:
+    """The size of the file that comes next, which must be this one."""
+    head = await body.exactly(_TAR, "the archive")
+    try:
+        info = tarfile.TarInfo.frombuf(head, "utf-8", "surrogateescape")
+    except tarfile.HeaderError as error:
+        raise refuse(400, f"The body is no tar with {' and '.join(FILES)}: {error}.") from None
+    if info.name != name or info.type not in (tarfile.REGTYPE, tarfile.AREGTYPE):
+        raise refuse(
+            400,
+            f"The archive must hold the files {' and '.join(FILES)}, in this order and nothing "
+            f"else; {name} was expected and {info.name!r} is there.",
+        )
+    if info.size > most:
+        raise refuse(413, f"{name} has {info.size} bytes; it may have {most} here.")
+    return max(info.size, 0)
+
+
+async def _pad(body: Incoming, size: int) -> None:
+    await body.exactly(-size % _TAR, "the archive")
+
+
+async def _end(body: Incoming) -> None:
+    """The end of an archive is empty blocks; how many is a matter of taste."""
+    rest = await body.take(_MOST_PADDING + 1)
+    if len(rest) > _MOST_PADDING or rest.strip(b"\0"):
+        raise refuse(400, f"The archive must hold {' and '.join(FILES)} and nothing else.")
+
+
+async def _copy(body: Incoming, path: Path, left: int) -> None:
+    while left:
+        piece = await body.exactly(min(left, BLOCK_BYTES), WEIGHTS_FILE)
+        await _write(path, piece)
+        left -= len(piece)
+
+
+async def _write(path: Path, content: bytes) -> None:
+    def append() -> None:
+        with path.open("ab") as file:
+            file.write(content)
+
+    try:
+        await anyio.to_thread.run_sync(append)
+    except OSError as error:
+        detail = f"The server has no room for the upload ({error.strerror}); try again later."
+        raise refuse(507, detail) from error

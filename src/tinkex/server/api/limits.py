@@ -7,18 +7,21 @@ itself is refused this way, and never a request that was accepted before.
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from typing import TYPE_CHECKING, Literal
 
 from tinkex.server.api.errors import refuse
-from tinkex.server.api.throttle import Throttle
 
 if TYPE_CHECKING:
+    from collections.abc import Hashable
+
     from tinkex.clock import Clock
     from tinkex.errors import APIStatusError
     from tinkex.server.scheduler.worker import Worker
-    from tinkex.server.settings import Settings
-    from tinkex.server.store.base import Store
+    from tinkex.server.server_settings import ServerSettings
+    from tinkex.server.store.protocol import Store
     from tinkex.server.store.records import Model, Operation
+
 
 QueueState = Literal["active", "paused_capacity", "paused_rate_limit"]
 
@@ -27,10 +30,12 @@ _RATE_BURST_S = 2.0
 _SILENT_MODEL_S = 3600.0
 
 
-class Limits:
+class TenantLimits:
     """The tenants' limits; what they have is counted by the worker and the store."""
 
-    def __init__(self, settings: Settings, clock: Clock, store: Store, worker: Worker) -> None:
+    def __init__(
+        self, settings: ServerSettings, clock: Clock, store: Store, worker: Worker
+    ) -> None:
         self._settings = settings
         self._clock = clock
         self._store = store
@@ -128,3 +133,30 @@ def _over(
         f"fit. To go on, {next_step}.",
         headers={"retry-after": str(wait_s)},
     )
+
+
+_MOST_NAMES = 4096
+
+
+class Throttle:
+    """Allows `per_s` on average and `burst` at once, for each name apart."""
+
+    def __init__(self, clock: Clock, *, per_s: float, burst: float) -> None:
+        self._clock = clock
+        self._per_s = per_s
+        self._burst = burst
+        # Mutable state: (what is left, at which time) per name, longest unused first. A name that
+        # is forgotten starts with a full bucket, which only helps it.
+        self._left: OrderedDict[Hashable, tuple[float, float]] = OrderedDict()
+
+    def take(self, name: Hashable) -> float:
+        """Take one; returns 0, or after how many seconds to try again."""
+        now = self._clock.now()
+        left, since = self._left.get(name, (self._burst, now))
+        left = min(left + (now - since) * self._per_s, self._burst)
+        wait_s = 0.0 if left >= 1 else (1 - left) / self._per_s if self._per_s > 0 else math.inf
+        self._left[name] = (left if wait_s else left - 1, now)
+        self._left.move_to_end(name)
+        while len(self._left) > _MOST_NAMES:
+            self._left.popitem(last=False)
+        return wait_s

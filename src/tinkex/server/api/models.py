@@ -1,15 +1,19 @@
-"""Models, which are training runs: create, describe, list, unload."""
+"""Models, which are training runs: create, describe, list, unload, attach."""
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import anyio
+
+from tinkex.errors import InputError
 from tinkex.server.api.call import reply
-from tinkex.server.api.checkpoints import describe, published
+from tinkex.server.api.checkpoints import describe, live_checkpoints, published
 from tinkex.server.api.errors import refuse
 from tinkex.server.api.sessions import as_strings, open_session, when
-from tinkex.server.api.submit import accepted, submit_training
-from tinkex.server.store.records import Model, Operation
+from tinkex.server.api.submit import new_run, submit_run, submit_training
 from tinkex.types import (
     CreateModelRequest,
     Cursor,
@@ -17,11 +21,13 @@ from tinkex.types import (
     GetInfoResponse,
     LoraConfig,
     ModelData,
+    SaveWeightsForSamplerRequest,
+    SessionCancelled,
     TrainingRun,
     TrainingRunsResponse,
     UnloadModelRequest,
 )
-from tinkex.wire import routes
+from tinkex.wire.bodies import AttachModelRequest, AttachModelResponse
 from tinkex.wire.json_codec import decode_object, encode
 from tinkex.wire.json_requests import decode_request
 
@@ -30,8 +36,11 @@ if TYPE_CHECKING:
 
     from starlette.responses import Response
 
-    from tinkex.server.api.call import Call, Handler
+    from tinkex.errors import APIStatusError
+    from tinkex.server.api.call import Call
+    from tinkex.server.store.records import Model, Operation, StoredSession
     from tinkex.types import Checkpoint
+
 
 MAX_RANK = 1024
 
@@ -54,35 +63,14 @@ async def _create(call: Call, request: CreateModelRequest) -> Response:
     lora = request.lora_config or LoraConfig(rank=32)
     _check_lora(lora)
     session = await call.live_session(request.session_id)
-    model_id = f"{session.session_id}:train:{request.model_seq_id}"
-    if await call.store.get_model(model_id) is None:
-        await call.parts.limits.model(call.owner)
-    now = call.now()
-    model = await call.store.add_model(
-        Model(
-            model_id=model_id,
-            owner=call.owner,
-            session_id=session.session_id,
-            base_model=spec.name,
-            lora=lora,
-            optimizer=request.optimizer_config,
-            created_at=now,
-            last_request_at=now,
-            user_metadata=as_strings(request.user_metadata),
-            project_id=session.project_id,
-        )
+    run = new_run(call, session.session_id, request.model_seq_id, spec.name, lora)
+    run = replace(
+        run,
+        optimizer=request.optimizer_config,
+        user_metadata=as_strings(request.user_metadata),
+        project_id=session.project_id,
     )
-    operation = Operation(
-        op_id=f"{model.model_id}:0",
-        kind="create_model",
-        owner=call.owner,
-        session_id=session.session_id,
-        created_at=now,
-        body=encode(request),
-        request=request,
-        model_id=model.model_id,
-    )
-    return accepted(await call.worker.submit(operation))
+    return await submit_run(call, run, "create_model", request, encode(request))
 
 
 def _check_lora(lora: LoraConfig) -> None:
@@ -188,10 +176,107 @@ async def _runs(call: Call, models: Sequence[Model]) -> list[TrainingRun]:
     ]
 
 
-HANDLERS: dict[str, Handler] = {
-    routes.CREATE_MODEL.name: create_model,
-    routes.GET_INFO.name: get_info,
-    routes.UNLOAD_MODEL.name: unload_model,
-    routes.LIST_TRAINING_RUNS.name: list_training_runs,
-    routes.GET_TRAINING_RUN.name: get_training_run,
-}
+# More numbers than this are never in flight; a client may claim any number it likes.
+_MOST_NUMBERS = 10_000
+
+
+# Attach: a new program takes over an open model whose own program is gone. A model belongs to one
+# session at a time. It moves when its session has been silent for `attach_after_s`; of two programs
+# that attach at once, one succeeds. What the old program had submitted stays accepted and runs.
+# What it submits from then on is refused, because two programs would use the same numbers.
+
+
+async def attach_model(call: Call) -> Response:
+    """Move a model to the caller's session; asked again by the same session, say it again."""
+    request = await call.json(AttachModelRequest)
+    model = await call.model(request.model_id)
+    session = await call.live_session(request.session_id)
+    if model.closed:
+        raise await _closed(call, model)
+    if model.session_id != session.session_id:
+        await _take_over(call, model, session)
+    return reply(
+        AttachModelResponse(
+            model_id=model.model_id,
+            next_seq_id=await call.worker.next_turn(model.model_id),
+            base_model=model.base_model,
+            lora_config=model.lora,
+            optimizer_config=model.optimizer,
+        )
+    )
+
+
+async def _take_over(call: Call, model: Model, session: StoredSession) -> None:
+    old = await call.store.get_session(model.session_id)
+    if old is None or not old.active:
+        raise await _closed(call, model)
+    silent_s = call.now() - max(old.last_seen_at, model.last_request_at)
+    wait_s = math.ceil(call.settings.attach_after_s - silent_s)
+    if wait_s > 0:
+        raise _taken(
+            f"Another program is training model {model.model_id!r}; the server heard from it "
+            f"{silent_s:.0f} s ago. End that program first. If it has already ended, attach "
+            f"again in {wait_s} s."
+        )
+    # Whole or not at all: a caller that goes away half-way would leave the old session open.
+    with anyio.CancelScope(shield=True):
+        if not await call.worker.changes.move_model(model, session.session_id):
+            raise _taken(
+                f"Another program has just attached to model {model.model_id!r}, or its session "
+                "has just ended."
+            )
+        await _settle_numbers(call, model.model_id)
+        await _end(call, old, model.model_id, session.session_id)
+
+
+async def _settle_numbers(call: Call, model_id: str) -> None:
+    """Nothing waits for what the old program will not send any more.
+
+    Weights it wanted to sample from are not published: their sampler would take a number of the
+    new session.
+    """
+    last = await call.worker.next_turn(model_id) - 1
+    for seq_id in range(last, max(last - _MOST_NUMBERS, 0), -1):
+        operation = await call.store.get_operation(f"{model_id}:{seq_id}")
+        if operation is None:
+            call.worker.give_turn_back(model_id, seq_id)
+        elif operation.started_at is not None:
+            return  # everything before it has had its turn
+        elif _publishes(operation):
+            await call.worker.cancel(operation)
+
+
+def _publishes(operation: Operation) -> bool:
+    if operation.kind != "save_weights_for_sampler" or operation.state == "done":
+        return False
+    try:
+        return decode_request(SaveWeightsForSamplerRequest, operation.body).path is None
+    except InputError:
+        return False  # it fails in its turn
+
+
+async def _end(call: Call, old: StoredSession, model_id: str, session_id: str) -> None:
+    """End the old session unless it has another open model."""
+    models = await call.store.models(session_id=old.session_id)
+    if any(not model.closed for model in models):
+        return
+    status = SessionCancelled(detail=f"session {session_id} attached to model {model_id}")
+    await call.worker.end_session(old, status)
+
+
+async def _closed(call: Call, model: Model) -> APIStatusError:
+    saved = await live_checkpoints(call, model.model_id)
+    last = next((c for c in saved if c.kind == "weights"), None)
+    if last is None:
+        advice = "It has no checkpoint to continue from."
+    else:
+        advice = (
+            f"Its last checkpoint is {last.path}; load it with "
+            "create_training_client_from_state_with_optimizer."
+        )
+    return refuse(410, f"Model {model.model_id!r} is closed. {advice}")
+
+
+def _taken(detail: str) -> APIStatusError:
+    # The state does not change within a client's retries.
+    return refuse(409, detail, headers={"x-should-retry": "false"})

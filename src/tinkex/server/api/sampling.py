@@ -12,7 +12,7 @@ from tinkex.server.api.sessions import open_session
 from tinkex.server.api.submit import accepted
 from tinkex.server.scheduler.checkpoints import check_sampleable
 from tinkex.server.scheduler.lost_samples import CLONE_BLOCK
-from tinkex.server.store.records import Operation, Sampler
+from tinkex.server.store.records import Operation, StoredSampler
 from tinkex.types import (
     CreateSamplingSessionRequest,
     CreateSamplingSessionResponse,
@@ -21,12 +21,11 @@ from tinkex.types import (
     JoinSamplingSessionResponse,
     SampleRequest,
 )
-from tinkex.wire import routes
 
 if TYPE_CHECKING:
     from starlette.responses import Response
 
-    from tinkex.server.api.call import Call, Handler
+    from tinkex.server.api.call import Call
 
 
 async def create_sampling_session(call: Call) -> Response:
@@ -43,7 +42,7 @@ async def _sampler(
     sampler_id: str,
     session_id: str,
     request: CreateSamplingSessionRequest | SampleRequest,
-) -> Sampler:
+) -> StoredSampler:
     base_model, location = request.base_model, None
     if request.model_path is not None:
         checkpoint = await readable(call, request.model_path, await readers(call, None))
@@ -56,7 +55,7 @@ async def _sampler(
     if base_model is None:
         raise refuse(400, "Name what to sample from: base_model, or a model_path.")
     return await call.store.add_sampler(
-        Sampler(
+        StoredSampler(
             sampler_id=sampler_id,
             owner=call.owner,
             session_id=session_id,
@@ -88,7 +87,7 @@ async def get_sampler(call: Call) -> Response:
     )
 
 
-async def own_sampler(call: Call, sampler_id: str) -> Sampler:
+async def own_sampler(call: Call, sampler_id: str) -> StoredSampler:
     """One of the caller's samplers."""
     sampler = await call.store.get_sampler(sampler_id)
     if sampler is None or sampler.owner != call.owner:
@@ -131,7 +130,7 @@ async def asample(call: Call) -> Response:
     return accepted(await call.worker.submit(operation))
 
 
-def _check_weights(sampler: Sampler) -> None:
+def _check_weights(sampler: StoredSampler) -> None:
     if sampler.dropped is not None:
         raise refuse(
             400,
@@ -140,7 +139,7 @@ def _check_weights(sampler: Sampler) -> None:
         )
 
 
-async def _sampler_of(call: Call, request: SampleRequest) -> Sampler:
+async def _sampler_of(call: Call, request: SampleRequest) -> StoredSampler:
     if request.sampling_session_id is not None:
         return await own_sampler(call, request.sampling_session_id)
     # Clients before sampling sessions name the weights in every request.
@@ -151,11 +150,3 @@ async def _sampler_of(call: Call, request: SampleRequest) -> Sampler:
 async def _number_of(call: Call) -> str:
     """Names a request whose client does not number them."""
     return call.header("x-idempotency-key") or call.parts.new_id()
-
-
-HANDLERS: dict[str, Handler] = {
-    routes.CREATE_SAMPLING_SESSION.name: create_sampling_session,
-    routes.JOIN_SAMPLING_SESSION.name: join_sampling_session,
-    routes.GET_SAMPLER.name: get_sampler,
-    routes.ASAMPLE.name: asample,
-}

@@ -9,7 +9,7 @@ import msgspec
 
 from tinkex.server.api.call import reply
 from tinkex.server.api.errors import refuse
-from tinkex.server.api.keys import audit_key
+from tinkex.server.api.identity import audit_key
 from tinkex.types import (
     AuthTokenResponse,
     GetServerCapabilitiesResponse,
@@ -17,7 +17,6 @@ from tinkex.types import (
     SupportedModel,
     TelemetryResponse,
 )
-from tinkex.wire import routes
 from tinkex.wire.bodies import (
     ApiKeyDetails,
     ApiKeyOrganization,
@@ -30,7 +29,7 @@ from tinkex.wire.json_codec import encode
 if TYPE_CHECKING:
     from starlette.responses import Response
 
-    from tinkex.server.api.call import Call, Handler
+    from tinkex.server.api.call import Call
 
 
 async def client_config(call: Call) -> Response:
@@ -125,16 +124,3 @@ async def telemetry(call: Call) -> Response:
     """Accepted and not kept: bodies of official clients can contain API keys."""
     await call.body()
     return reply(TelemetryResponse(status="accepted"))
-
-
-HANDLERS: dict[str, Handler] = {
-    routes.CLIENT_CONFIG.name: client_config,
-    routes.CLIENT_DYNAMIC_CONFIG.name: client_dynamic_config,
-    routes.AUTH_TOKEN.name: auth_token,
-    routes.GET_API_KEY.name: get_api_key,
-    routes.DELETE_API_KEY.name: delete_api_key,
-    routes.GET_SERVER_CAPABILITIES.name: get_server_capabilities,
-    routes.GET_TOKENIZER.name: get_tokenizer,
-    routes.HEALTHZ.name: healthz,
-    routes.TELEMETRY.name: telemetry,
-}

@@ -9,7 +9,7 @@ import msgspec
 
 from tinkex.server.api.call import reply
 from tinkex.server.api.errors import refuse
-from tinkex.server.store.records import AuditEntry, Session
+from tinkex.server.store.records import AuditEntry, StoredSession
 from tinkex.types import (
     ClientFinishedSessionStatusQuery,
     ClientSessionFinished,
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from starlette.responses import Response
 
-    from tinkex.server.api.call import Call, Handler
+    from tinkex.server.api.call import Call
     from tinkex.types import SessionStatusQuery
 
 
@@ -88,10 +88,10 @@ async def open_session(
     project_id: str | None = None,
     display_name: str | None = None,
     heartbeats: bool = True,
-) -> Session:
+) -> StoredSession:
     """Store a new session of the caller."""
     now = call.now()
-    session = Session(
+    session = StoredSession(
         session_id=call.parts.new_id(),
         owner=call.owner,
         created_at=now,
@@ -185,7 +185,7 @@ async def search_sessions(call: Call) -> Response:
     owner = request.owner
     if isinstance(owner, UserSearchOwner) and call.owner not in owner.owner_urns:
         return reply(SessionSearchResponse(sessions=[]))
-    page: list[Session] = []
+    page: list[StoredSession] = []
     last, seen = None, 0
     async for session in _sessions_after(call, request.cursor):
         if len(page) == request.limit or seen == _MOST_SEARCHED:
@@ -206,7 +206,7 @@ async def search_sessions(call: Call) -> Response:
 
 async def _sessions_after(
     call: Call, cursor: SessionSearchCursor | None
-) -> AsyncGenerator[Session]:
+) -> AsyncGenerator[StoredSession]:
     """The caller's sessions after a cursor, newest first, a few at a time from the store."""
     last = None if cursor is None else (cursor.last_created_at, cursor.last_session_id)
     # A cursor's time is rounded; the comparison below is exact.
@@ -224,7 +224,7 @@ async def _sessions_after(
         known = {s.session_id for s in part if s.created_at == before}
 
 
-def _matches(session: Session, request: SessionSearchRequest) -> bool:
+def _matches(session: StoredSession, request: SessionSearchRequest) -> bool:
     names = [request.session_id is not None, request.display_name is not None]
     by_name = session.session_id == request.session_id or (
         request.display_name is not None
@@ -241,7 +241,7 @@ def _matches(session: Session, request: SessionSearchRequest) -> bool:
     )
 
 
-def _in_status(session: Session, query: SessionStatusQuery) -> bool:
+def _in_status(session: StoredSession, query: SessionStatusQuery) -> bool:
     if session.status.type != query.type:
         return False
     if isinstance(query, ClientFinishedSessionStatusQuery) and query.reasons is not None:
@@ -250,7 +250,7 @@ def _in_status(session: Session, query: SessionStatusQuery) -> bool:
     return True
 
 
-async def _summary(call: Call, session: Session) -> SessionSummary:
+async def _summary(call: Call, session: StoredSession) -> SessionSummary:
     saved, size_bytes = await call.store.saved_by_session(session.session_id)
     return SessionSummary(
         session_id=session.session_id,
@@ -263,15 +263,3 @@ async def _summary(call: Call, session: Session) -> SessionSummary:
         user_metadata=dict(session.user_metadata),
         checkpoint_storage_bytes=size_bytes,
     )
-
-
-HANDLERS: dict[str, Handler] = {
-    routes.CREATE_SESSION.name: create_session,
-    routes.SESSION_HEARTBEAT.name: session_heartbeat,
-    routes.FINISH_SESSION.name: finish_session,
-    routes.SET_SESSION_PROJECT.name: set_session_project,
-    routes.LIST_SESSIONS.name: list_sessions,
-    routes.GET_SESSION.name: get_session,
-    routes.EXPORT_TRACE.name: export_trace,
-    routes.SEARCH_SESSIONS.name: search_sessions,
-}

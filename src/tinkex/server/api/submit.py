@@ -15,8 +15,9 @@ import msgspec
 from tinkex.errors import APIStatusError, InputError
 from tinkex.server.api.call import reply
 from tinkex.server.api.errors import refuse
-from tinkex.server.store.records import LoadOrder, Operation
+from tinkex.server.store.records import LoadOrder, Model, Operation
 from tinkex.types import (
+    AdamOptimizerConfig,
     CreateModelRequest,
     ForwardBackwardInput,
     OptimStepRequest,
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
     from tinkex.server.api.call import Call
-    from tinkex.server.store.records import Model, OpKind
+    from tinkex.server.store.records import OpKind
+    from tinkex.types import LoraConfig
     from tinkex.wire.proto_codec import DecodedForwardBackward
 
 
@@ -133,6 +135,43 @@ async def _submit_unnumbered(call: Call, operation: Operation) -> Operation:
     except BaseException:
         call.worker.give_turn_back(model_id, seq_id)
         raise
+
+
+def new_run(
+    call: Call, session_id: str, number: int | None, base_model: str, lora: LoraConfig
+) -> Model:
+    """The record of a training run of the caller, with the default optimizer."""
+    now = call.now()
+    return Model(
+        model_id=f"{session_id}:train:{number or 0}",
+        owner=call.owner,
+        session_id=session_id,
+        base_model=base_model,
+        lora=lora,
+        optimizer=AdamOptimizerConfig(),
+        created_at=now,
+        last_request_at=now,
+    )
+
+
+async def submit_run(
+    call: Call, run: Model, kind: OpKind, request: object, body: bytes
+) -> Response:
+    """Add a run that is not known yet, and queue its first operation, which makes the model."""
+    if await call.store.get_model(run.model_id) is None:
+        await call.parts.limits.model(call.owner)
+    run = await call.store.add_model(run)
+    operation = Operation(
+        op_id=f"{run.model_id}:0",
+        kind=kind,
+        owner=call.owner,
+        session_id=run.session_id,
+        created_at=call.now(),
+        body=body,
+        request=request,
+        model_id=run.model_id,
+    )
+    return accepted(await call.worker.submit(operation))
 
 
 JSON_REQUESTS: dict[OpKind, type[Any]] = {

@@ -17,7 +17,7 @@ import msgspec
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from tinkex.server.observability.seen import Poll
+    from tinkex.server.observability.requests import Poll
     from tinkex.server.store.records import Operation
 
 _Phase = Literal["queue", "compute", "poll"]

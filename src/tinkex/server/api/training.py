@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, cast
 
 from tinkex.errors import InputError
@@ -13,13 +14,14 @@ from tinkex.server.api.submit import (
     accepted,
     decode_batch,
     encode_order,
+    new_run,
+    submit_run,
     submit_training,
     training_input,
 )
 from tinkex.server.scheduler.checkpoints import check_loadable
-from tinkex.server.store.records import LoadOrder, Model, Operation, StoredLoss
+from tinkex.server.store.records import LoadOrder, Operation, StoredLoss
 from tinkex.types import (
-    AdamOptimizerConfig,
     CreateCustomLossRequest,
     CreateCustomLossResponse,
     ForwardBackwardInput,
@@ -33,7 +35,7 @@ from tinkex.wire.messages import parse
 if TYPE_CHECKING:
     from starlette.responses import Response
 
-    from tinkex.server.api.call import Call, Handler
+    from tinkex.server.api.call import Call
     from tinkex.server.store.records import OpKind
     from tinkex.wire.proto_codec import DecodedForwardBackward
 
@@ -161,39 +163,21 @@ async def _create_from(
         raise refuse(
             400, f"{request.path} is on {checkpoint.base_model}, not on {request.base_model}."
         )
-    model_id = f"{session.session_id}:train:{request.model_seq_id}"
-    if await call.store.get_model(model_id) is None:
-        await call.parts.limits.model(call.owner)
-    now = call.now()
-    optimizer = request.optimizer_config or AdamOptimizerConfig()
-    model = await call.store.add_model(
-        Model(
-            model_id=model_id,
-            owner=call.owner,
-            session_id=session.session_id,
-            base_model=checkpoint.base_model,
-            lora=checkpoint.lora,
-            optimizer=checkpoint.optimizer if request.optimizer else optimizer,
-            created_at=now,
-            last_request_at=now,
-            user_metadata=as_strings(request.user_metadata),
-            project_id=session.project_id,
-        )
+    run = new_run(
+        call, session.session_id, request.model_seq_id, checkpoint.base_model, checkpoint.lora
+    )
+    run = replace(
+        run,
+        optimizer=checkpoint.optimizer
+        if request.optimizer
+        else request.optimizer_config or run.optimizer,
+        user_metadata=as_strings(request.user_metadata),
+        project_id=session.project_id,
     )
     order = LoadOrder(
         path=request.path, optimizer=request.optimizer, readers=owners, creates_model=True
     )
-    operation = Operation(
-        op_id=f"{model.model_id}:0",
-        kind="load_weights",
-        owner=call.owner,
-        session_id=session.session_id,
-        created_at=now,
-        body=encode_order(order),
-        request=order,
-        model_id=model.model_id,
-    )
-    return accepted(await call.worker.submit(operation))
+    return await submit_run(call, run, "load_weights", order, encode_order(order))
 
 
 async def create_custom_loss(call: Call) -> Response:
@@ -238,14 +222,3 @@ IN_ORDER = frozenset(
         routes.LOAD_WEIGHTS,
     )
 )
-
-HANDLERS: dict[str, Handler] = {
-    routes.FORWARD_BACKWARD.name: forward_backward,
-    routes.FORWARD.name: forward,
-    routes.OPTIM_STEP.name: optim_step,
-    routes.SAVE_WEIGHTS.name: save_weights,
-    routes.SAVE_WEIGHTS_FOR_SAMPLER.name: save_weights_for_sampler,
-    routes.SAVE_WEIGHTS_EXTERNAL.name: save_weights_external,
-    routes.LOAD_WEIGHTS.name: load_weights,
-    routes.CREATE_CUSTOM_LOSS.name: create_custom_loss,
-}

@@ -1,16 +1,17 @@
 """Usage and audit: tokens, device seconds and storage per hour, never money."""
 
-# Without `from __future__ import annotations`: msgspec resolves the annotations of the event.
+from __future__ import annotations
 
 from collections import defaultdict
 from datetime import UTC, date, datetime, time, timedelta
-from typing import TYPE_CHECKING
+from itertools import accumulate
+from operator import add
+from typing import TYPE_CHECKING, NamedTuple
 
 from tinkex.server.api.call import reply
 from tinkex.server.api.checkpoints import live_checkpoints
 from tinkex.server.api.errors import refuse
 from tinkex.server.api.sessions import when
-from tinkex.server.api.stored_hours import HOUR_S, stored_hours
 from tinkex.types import (
     AuditLogEntry,
     AuditLogResponse,
@@ -24,17 +25,18 @@ from tinkex.types import (
     StorageBillingEvent,
     TrainingBillingEvent,
 )
-from tinkex.wire import routes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from starlette.responses import Response
 
-    from tinkex.server.api.call import Call, Handler
+    from tinkex.server.api.call import Call
     from tinkex.server.store.records import StoredCheckpoint, UsageEntry
     from tinkex.types import BillingEventInfo
 
+
+HOUR_S = 3600
 MOST_AUDITED = 10_000
 """Entries of the audit log in one answer."""
 
@@ -48,7 +50,7 @@ class MeasuredUsageEvent(BillingUsageEvent):
     device_seconds: float | None = None
 
 
-async def get_billing_usage(call: "Call") -> "Response":
+async def get_billing_usage(call: Call) -> Response:
     """Tokens, device time and storage per hour and kind; this server knows no prices."""
     start, end = _hour(call, "starting_on"), _hour(call, "ending_before")
     if not timedelta(0) < end - start <= _LONGEST:
@@ -65,8 +67,8 @@ async def get_billing_usage(call: "Call") -> "Response":
 
 
 def _storage_events(
-    call: "Call", checkpoints: "Iterable[StoredCheckpoint]", start: datetime, end: datetime
-) -> "Iterator[MeasuredUsageEvent]":
+    call: Call, checkpoints: Iterable[StoredCheckpoint], start: datetime, end: datetime
+) -> Iterator[MeasuredUsageEvent]:
     times = start.timestamp(), end.timestamp(), call.now()
     for stored in sorted(stored_hours(checkpoints, *times), key=lambda s: s.hour):
         yield MeasuredUsageEvent(
@@ -79,7 +81,7 @@ def _storage_events(
         )
 
 
-def _hour(call: "Call", name: str) -> datetime:
+def _hour(call: Call, name: str) -> datetime:
     text = call.request.query_params.get(name, "")
     try:
         moment = datetime.fromisoformat(text)
@@ -91,7 +93,7 @@ def _hour(call: "Call", name: str) -> datetime:
     return moment
 
 
-def _events(entries: "Iterable[UsageEntry]") -> "Iterator[MeasuredUsageEvent]":
+def _events(entries: Iterable[UsageEntry]) -> Iterator[MeasuredUsageEvent]:
     sums: dict[tuple[int, str, str | None, str | None, str], int] = defaultdict(int)
     device_s: dict[tuple[int, str, str | None, str | None, str], float] = defaultdict(float)
     owners: dict[str, str] = {}
@@ -119,7 +121,7 @@ def _events(entries: "Iterable[UsageEntry]") -> "Iterator[MeasuredUsageEvent]":
         )
 
 
-def _amounts(entry: "UsageEntry") -> list[tuple[str, int]]:
+def _amounts(entry: UsageEntry) -> list[tuple[str, int]]:
     usage = entry.usage
     # The forward pass of a training run is training, although it learns nothing.
     forward = usage.prompt_tokens if entry.kind == "forward" else 0
@@ -133,7 +135,7 @@ def _amounts(entry: "UsageEntry") -> list[tuple[str, int]]:
     return [(kind, amount) for kind, amount in amounts if amount > 0]
 
 
-def _info(kind: str, amount: int) -> "BillingEventInfo":
+def _info(kind: str, amount: int) -> BillingEventInfo:
     match kind:
         case "training":
             return TrainingBillingEvent(token_count=amount)
@@ -146,7 +148,7 @@ def _info(kind: str, amount: int) -> "BillingEventInfo":
             return CheckpointBillingEvent(count=amount)
 
 
-async def get_checkpoint_storage_usage(call: "Call") -> "Response":
+async def get_checkpoint_storage_usage(call: Call) -> Response:
     """Stored bytes per project."""
     project = call.request.query_params.get("project_id")
     sizes: dict[str | None, list[int]] = defaultdict(list)
@@ -166,7 +168,7 @@ async def get_checkpoint_storage_usage(call: "Call") -> "Response":
     return reply(CurrentCheckpointStorageUsageResponse(data=items))
 
 
-async def get_audit_log(call: "Call") -> "Response":
+async def get_audit_log(call: Call) -> Response:
     """What happened to the caller's things, by topic and day; of all days only the newest."""
     topic = call.request.query_params.get("event_type", "all")
     if topic not in _TOPICS:
@@ -207,8 +209,48 @@ def _text(value: object) -> str | None:
     return value if isinstance(value, str) else None
 
 
-HANDLERS: "dict[str, Handler]" = {
-    routes.GET_BILLING_USAGE.name: get_billing_usage,
-    routes.GET_CHECKPOINT_STORAGE_USAGE.name: get_checkpoint_storage_usage,
-    routes.GET_AUDIT_LOG.name: get_audit_log,
-}
+class Stored(NamedTuple):
+    """Gigabyte-hours of one hour, base model and project."""
+
+    hour: int
+    base_model: str
+    project_id: str | None
+    gigabyte_hours: float
+
+
+def stored_hours(
+    checkpoints: Iterable[StoredCheckpoint], start: float, end: float, now: float
+) -> list[Stored]:
+    """What was stored in every hour from `start` to `end`, which are full hours.
+
+    Only checkpoints that still exist count; what a deleted one took is not known any more.
+    """
+    count = int((end - start) // HOUR_S)
+    # Per group: bytes times parts of hours, and by how much what fills whole hours changes.
+    groups: dict[tuple[str, str | None], tuple[list[float], list[int]]] = {}
+    for checkpoint in checkpoints:
+        gone = now if checkpoint.expires_at is None else min(now, checkpoint.expires_at)
+        begin_h = (max(checkpoint.created_at, start) - start) / HOUR_S
+        end_h = (min(gone, end) - start) / HOUR_S
+        if begin_h < end_h:
+            key = (checkpoint.base_model, checkpoint.project_id)
+            parts, changes = groups.setdefault(key, ([0.0] * count, [0] * (count + 1)))
+            _add(parts, changes, checkpoint.size_bytes, begin_h, end_h)
+    return [
+        Stored(int(start) + hour * HOUR_S, model, project, amount / 1e9)
+        for (model, project), (parts, changes) in groups.items()
+        for hour, amount in enumerate(map(add, parts, accumulate(changes)))
+        if amount > 0
+    ]
+
+
+def _add(parts: list[float], changes: list[int], size: int, begin_h: float, end_h: float) -> None:
+    first, last = int(begin_h), int(end_h)
+    if first == last:
+        parts[first] += size * (end_h - begin_h)
+        return
+    parts[first] += size * (first + 1 - begin_h)
+    if last < len(parts):
+        parts[last] += size * (end_h - last)
+    changes[first + 1] += size
+    changes[last] -= size

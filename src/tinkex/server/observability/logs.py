@@ -15,7 +15,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal, cast
 
 import msgspec
 
-from tinkex.server.observability.seen import current_request_id
+from tinkex.server.observability.requests import current_request_id
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -1,8 +1,8 @@
-"""The numbers behind `/metrics`, in a registry of their own.
+"""The metrics behind `/metrics`, in a registry of their own, and whether the server is ready.
 
-Whoever does something counts it here by a plain call. What can be asked for at any moment (queue
-lengths, the engine's gauges) is not counted but asked for by `scrape`. docs/reference/metrics.md
-lists every name; a test compares.
+Each part of the server counts its events here by a plain call. Values that can be read at any
+moment (queue lengths, the engine's gauges) are not counted but read for each scrape.
+docs/reference/metrics.md lists every name; a test compares.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from tinkex.engine.base import GAUGES
+from tinkex.engine.protocol import GAUGES
 from tinkex.spans import otel_tracer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from tinkex.server.store.records import Operation, Outcome
+    from tinkex.server.store.records import Operation, OperationOutcome
+
 
 # A long poll is held for half a minute; a step of a large model may take some.
 _LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -73,7 +74,7 @@ class Meters:
         """Note a new operation; called where the request that brought it is answered."""
         self._spans.accepted(op)
 
-    def ended(self, op: Operation, outcome: Outcome, at: float) -> None:
+    def ended(self, op: Operation, outcome: OperationOutcome, at: float) -> None:
         """Count an operation that has its outcome; `op` knows when it started, `at` is now."""
         kind = op.kind
         failed = outcome.error is not None
@@ -157,7 +158,7 @@ class OperationSpans:
         if len(self._contexts) > _MOST:
             del self._contexts[next(iter(self._contexts))]
 
-    def ended(self, op: Operation, outcome: Outcome, at: float) -> None:
+    def ended(self, op: Operation, outcome: OperationOutcome, at: float) -> None:
         """Write both spans, if the operation was accepted under a trace."""
         context = self._contexts.pop(op.op_id, None)
         tracer = otel_tracer()
@@ -193,3 +194,28 @@ def _write(
 
 def _ns(seconds: float) -> int:
     return int(seconds * 1e9)
+
+
+class Readiness:
+    """Reasons why the server is not ready, one per part; `/readyz` repeats them.
+
+    A server that is not ready still answers: requests are accepted and wait, unless the store
+    itself fails.
+    """
+
+    def __init__(self) -> None:
+        # Mutable state: what each part waits for; a part that is well is not in here.
+        self._reasons: dict[str, str] = {}
+
+    def waits(self, part: str, reason: str) -> None:
+        """A part such as "engine" or "store" cannot work now."""
+        self._reasons[part] = reason
+
+    def ready(self, part: str) -> None:
+        """A part works."""
+        self._reasons.pop(part, None)
+
+    @property
+    def reasons(self) -> dict[str, str]:
+        """What each part that is not ready waits for."""
+        return dict(self._reasons)

@@ -1,71 +1,154 @@
-"""Middleware around every request: its id, its log line, its metrics, its span.
+"""What is known about a request while it is answered, and the middleware that reports it.
 
-A log line never holds a header, a key, a body or a query: only what `Seen` names.
+The middleware makes one record per request and the handlers fill it in; the log line, the span and
+the metrics come from it. A log line never holds a header, a key, a body or a query: only the fields
+of `RequestRecord`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import re
+import uuid
+from collections import deque
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
 
-from tinkex.server.api.errors import error_reply
-from tinkex.server.observability.seen import (
-    Poll,
-    Seen,
-    current_request_id,
-    remember,
-    request_id_from,
-    request_span,
-)
+from tinkex.spans import otel_tracer
 from tinkex.wire.routes import RETRIEVE_FUTURE, RETRIEVE_FUTURES
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, MutableMapping
+
+    from starlette.responses import Response
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-    from tinkex.server.api.call import Parts
+    from tinkex.clock import Clock
+    from tinkex.server.observability.meters import Meters, Readiness
+    from tinkex.server.server_settings import ServerSettings
 
-# The name says what it is, so that an operator can turn it up or down by itself.
+# Named for what it logs, so that an operator can set its level by itself.
 _log = logging.getLogger("tinkex.server.requests")
 
-# Held on purpose, until there is something to say.
+# Held on purpose until there is a result.
 _POLLS = frozenset(
     {RETRIEVE_FUTURE.name, RETRIEVE_FUTURES.name, "openai_completions", "openai_chat"}
 )
-# Asked every few seconds by machines; their lines would bury the others.
+# Requested by machines every few seconds; their lines would hide the others.
 _PROBES = frozenset({"healthz", "readyz", "metrics"})
 _NOT_ANSWERED = 499
+_KEY = "tinkex.request"
+_SANE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:\-]{0,127}")
+_KEPT_POLLS = 20_000
+
+current_request_id: ContextVar[str | None] = ContextVar("tinkex_request_id", default=None)
+"""The id of the request being answered, for log lines."""
 
 
-class Observed:
-    """An ASGI app, watched."""
+@dataclass(slots=True)
+class RequestRecord:
+    """One request, without anything secret: no headers, no key, no body."""
 
-    def __init__(self, app: ASGIApp, parts: Parts) -> None:
+    request_id: str
+    route: str = "unknown"
+    owner: str | None = None
+    model_id: str | None = None
+    storage_error: str | None = None
+    # The session, and the operation or sampler in it, that a poll waited for.
+    polled: tuple[str, str] | None = None
+
+
+def request_record(scope: MutableMapping[str, Any]) -> RequestRecord:
+    """The record of the request of an ASGI scope."""
+    found = cast("RequestRecord | None", scope.get(_KEY))
+    if found is None:
+        # An app that is called without its middleware; nothing reads this one.
+        found = scope[_KEY] = RequestRecord(uuid.uuid4().hex)
+    return found
+
+
+def request_id_from(header: str | None) -> str:
+    """The caller's own id where it is short and plain, else a new one."""
+    if header is not None and _SANE.fullmatch(header):
+        return header
+    return uuid.uuid4().hex
+
+
+class Poll(NamedTuple):
+    """One request that waited; `target` is the operation or the sampler it asked about."""
+
+    session_id: str
+    target: str
+    began_at: float
+    ended_at: float
+    status: int
+
+
+class Polls:
+    """The latest polls of all sessions."""
+
+    def __init__(self, kept: int = _KEPT_POLLS) -> None:
+        # Mutable state: the polls, in the order in which they ended.
+        self._polls: deque[Poll] = deque(maxlen=kept)
+
+    def add(self, poll: Poll) -> None:
+        """Keep one more, and forget the oldest when there are too many."""
+        self._polls.append(poll)
+
+    def of(self, session_id: str) -> list[Poll]:
+        """Those of one session."""
+        return [poll for poll in self._polls if poll.session_id == session_id]
+
+
+class RequestObserver:
+    """Middleware: gives each request an id, and logs, counts and traces it.
+
+    `error_reply` answers an error that no handler caught.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        clock: Clock,
+        settings: ServerSettings,
+        meters: Meters,
+        readiness: Readiness,
+        polls: Polls,
+        error_reply: Callable[[Request, Exception], Response],
+    ) -> None:
         self._app = app
-        self._parts = parts
+        self._clock = clock
+        self._settings = settings
+        self._meters = meters
+        self._readiness = readiness
+        self._polls = polls
+        self._error_reply = error_reply
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        seen = Seen(request_id_from(headers.get("x-request-id")))
-        remember(scope, seen)
-        token = current_request_id.set(seen.request_id)
-        answer = _Answer(send, seen.request_id, self._parts)
+        record = scope[_KEY] = RequestRecord(request_id_from(headers.get("x-request-id")))
+        token = current_request_id.set(record.request_id)
+        answer = _Answer(send, record.request_id, self._clock)
         try:
-            with request_span(
-                str(scope["method"]), headers.get("traceparent"), seen.request_id
+            with _request_span(
+                str(scope["method"]), headers.get("traceparent"), record.request_id
             ) as span:
                 await self._run(scope, receive, answer)
-                span.answered(seen, answer.status)
+                if span is not None:
+                    _describe(span, record, answer.status)
         finally:
-            self._note(scope, seen, answer)
+            self._report(scope, record, answer)
             current_request_id.reset(token)
 
     async def _run(self, scope: Scope, receive: Receive, answer: _Answer) -> None:
@@ -73,48 +156,46 @@ class Observed:
             await self._app(scope, receive, answer.send)
         except Exception as error:
             if answer.status != _NOT_ANSWERED:
-                raise  # half an answer is out; only the connection can say that it broke
-            reply = error_reply(Request(scope), error)
+                raise  # half an answer was sent; only closing the connection can say that it broke
+            reply = self._error_reply(Request(scope), error)
             await reply(scope, receive, answer.send)
 
-    def _note(self, scope: Scope, seen: Seen, answer: _Answer) -> None:
-        if seen.storage_error is not None:
-            self._parts.readiness.waits("store", seen.storage_error)
-        seconds = self._parts.clock.now() - answer.began
-        if seen.polled is not None:
-            at = self._parts.clock.wall()
-            self._parts.polls.add(Poll(*seen.polled, at - seconds, at, answer.status))
-        self._parts.meters.request(seen.route, answer.status, seconds)
-        level = logging.DEBUG if seen.route in _PROBES else logging.INFO
-        what = "request"
-        if self._is_slow(seen, answer):
-            level, what = logging.WARNING, "slow request"
+    def _report(self, scope: Scope, record: RequestRecord, answer: _Answer) -> None:
+        if record.storage_error is not None:
+            self._readiness.waits("store", record.storage_error)
+        seconds = self._clock.now() - answer.began
+        if record.polled is not None:
+            at = self._clock.wall()
+            self._polls.add(Poll(*record.polled, at - seconds, at, answer.status))
+        self._meters.request(record.route, answer.status, seconds)
+        level = logging.DEBUG if record.route in _PROBES else logging.INFO
+        title = "request"
+        if self._is_slow(record, answer):
+            level, title = logging.WARNING, "slow request"
         if not _log.isEnabledFor(level):
             return
         fields: dict[str, Any] = {
-            "request_id": seen.request_id,
-            "route": seen.route,
+            "request_id": record.request_id,
+            "route": record.route,
             "method": scope["method"],
             "status": answer.status,
             "ms": round(seconds * 1000, 3),
-            "owner": None if seen.owner is None else owner_hash(seen.owner),
-            "model_id": seen.model_id,
+            "owner": None if record.owner is None else owner_hash(record.owner),
+            "model_id": record.model_id,
         }
         fields = {name: value for name, value in fields.items() if value is not None}
-        shown = _Shown(fields)
-        _log.log(level, "%s %s", what, shown, extra={"title": what, "fields": fields})
+        _log.log(level, "%s %s", title, _Shown(fields), extra={"title": title, "fields": fields})
 
-    def _is_slow(self, seen: Seen, answer: _Answer) -> bool:
-        settings = self._parts.settings
-        patience = settings.slow_request_s
-        if seen.route in _POLLS:
-            patience += settings.long_poll_s
+    def _is_slow(self, record: RequestRecord, answer: _Answer) -> bool:
+        patience = self._settings.slow_request_s
+        if record.route in _POLLS:
+            patience += self._settings.long_poll_s
         return answer.first_s is not None and answer.first_s > patience
 
 
 @dataclass(frozen=True, slots=True)
 class _Shown:
-    """Fields as text, for formatters that know no fields; ours does without."""
+    """Fields as text, made only for formatters that know no fields."""
 
     fields: dict[str, Any]
 
@@ -123,12 +204,12 @@ class _Shown:
 
 
 class _Answer:
-    """The way out: notes status and time, and adds the request's id."""
+    """Passes an answer on: notes its status and time, and adds the request's id."""
 
-    def __init__(self, send: Send, request_id: str, parts: Parts) -> None:
+    def __init__(self, send: Send, request_id: str, clock: Clock) -> None:
         self._send = send
         self._request_id = request_id.encode()
-        self._now = parts.clock.now
+        self._now = clock.now
         # Mutable state: what has been answered so far.
         self.began = self._now()
         self.status = _NOT_ANSWERED
@@ -147,3 +228,36 @@ class _Answer:
 def owner_hash(owner: str) -> str:
     """Tells owners apart in a log without naming them."""
     return hashlib.sha256(owner.encode()).hexdigest()[:12]
+
+
+@contextmanager
+def _request_span(method: str, traceparent: str | None, request_id: str) -> Generator[Any]:
+    """A span that is current while the request is answered; None while nothing records spans."""
+    tracer = otel_tracer()
+    if tracer is None:
+        yield None
+        return
+    from opentelemetry.context import Context
+    from opentelemetry.trace import SpanKind
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    # The client's place in its trace; an unreadable header starts a new trace.
+    carrier = {} if traceparent is None else {"traceparent": traceparent}
+    with tracer.start_as_current_span(
+        "server.request",
+        context=TraceContextTextMapPropagator().extract(carrier, Context()),
+        kind=SpanKind.SERVER,
+        attributes={"http.request.method": method, "tinkex.http_request_id": request_id},
+    ) as span:
+        yield span
+
+
+def _describe(span: Any, record: RequestRecord, status: int) -> None:
+    from opentelemetry.trace import Status, StatusCode
+
+    span.update_name(f"server.{record.route}")
+    span.set_attribute("http.response.status_code", status)
+    if record.model_id is not None:
+        span.set_attribute("tinkex.model_id", record.model_id)
+    if status >= 500:
+        span.set_status(Status(StatusCode.ERROR))

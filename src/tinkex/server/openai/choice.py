@@ -1,6 +1,6 @@
 """One answer while it grows: tokens in, text and log-probabilities out.
 
-The engine's tokens include those that stop a sequence; an answer's text ends before them. Text
+The engine's tokens include those that stop a sequence; an answer's text ends before them. TextCodec
 that could be the beginning of a stop string is held back until it is clear what it is. A whole
 answer is a stream that is read at once, so both give the same.
 """
@@ -11,13 +11,13 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from tinkex.server.openai.pieces import Detokenizer
+from tinkex.server.openai.tokenization import Detokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tinkex.engine.base import Best
-    from tinkex.server.openai.texts import Text
+    from tinkex.engine.protocol import Best
+    from tinkex.server.openai.tokenization import TextCodec
 
 FinishReason = Literal["stop", "length"]
 
@@ -56,7 +56,7 @@ class Choice:
     `start` is the number of characters before its own.
     """
 
-    def __init__(self, text: Text, stops: Sequence[str] = (), *, start: int = 0) -> None:
+    def __init__(self, text: TextCodec, stops: Sequence[str] = (), *, start: int = 0) -> None:
         self._stops = stops
         self._eos = text.eos_token_ids
         self._detokenizer = Detokenizer(text.pieces)

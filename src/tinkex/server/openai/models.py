@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tinkex.engine.base import Weights
+from tinkex.engine.protocol import Weights
 from tinkex.errors import NotFoundError
 from tinkex.server.api.call import reply
 from tinkex.server.api.checkpoints import live_checkpoints, readable, readers
@@ -15,7 +15,7 @@ from tinkex.server.scheduler.checkpoints import check_sampleable
 if TYPE_CHECKING:
     from starlette.responses import Response
 
-    from tinkex.engine.base import ModelSpec
+    from tinkex.engine.protocol import ModelSpec
     from tinkex.server.api.call import Call
     from tinkex.server.store.records import StoredCheckpoint
 

@@ -68,7 +68,7 @@ class StreamOptions(Struct):
     include_obfuscation: bool = False
 
 
-class Asked(Struct, kw_only=True):
+class CommonParameters(Struct, kw_only=True):
     """What both endpoints take."""
 
     model: str
@@ -93,7 +93,7 @@ class Asked(Struct, kw_only=True):
         return self.stream_options is not None and self.stream_options.include_usage
 
 
-class CompletionRequest(Asked, kw_only=True):
+class CompletionRequest(CommonParameters, kw_only=True):
     """`POST /v1/completions`."""
 
     prompt: Any
@@ -102,7 +102,7 @@ class CompletionRequest(Asked, kw_only=True):
     echo: bool = False
 
 
-class ChatRequest(Asked, kw_only=True):
+class ChatRequest(CommonParameters, kw_only=True):
     """`POST /v1/chat/completions`."""
 
     messages: Annotated[list[dict[str, Any]], Meta(min_length=1)]
@@ -113,7 +113,7 @@ class ChatRequest(Asked, kw_only=True):
     chat_template_kwargs: dict[str, Any] = {}
 
 
-R = TypeVar("R", bound=Asked)
+R = TypeVar("R", bound=CommonParameters)
 
 
 def read(kind: type[R], body: bytes) -> R:

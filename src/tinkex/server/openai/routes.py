@@ -10,13 +10,12 @@ from starlette.routing import Route
 
 from tinkex.server.api.call import Call
 from tinkex.server.api.identity import credential_of
-from tinkex.server.observability.seen import seen_by
-from tinkex.server.openai.chat import chat
-from tinkex.server.openai.completions import completions
+from tinkex.server.observability.requests import request_record
+from tinkex.server.openai.endpoints import chat, completions
 from tinkex.server.openai.errors import error_event, error_reply, problem
-from tinkex.server.openai.events import EventStream
 from tinkex.server.openai.models import get_model, list_models
-from tinkex.server.openai.texts import Texts
+from tinkex.server.openai.responses import EventSender
+from tinkex.server.openai.tokenization import TextCodecs
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -27,16 +26,16 @@ if TYPE_CHECKING:
     from tinkex.server.api.call import Parts
 
     # A handler that streams sends its answer by itself and returns None.
-    Answering = Callable[[Call, Texts, EventStream], Awaitable[Response | None]]
+    OpenAIHandler = Callable[[Call, TextCodecs, EventSender], Awaitable[Response | None]]
 
 PREFIX = "/v1"
 
 
 def routes(parts: Parts) -> list[Route]:
     """The OpenAI-compatible endpoints of a server."""
-    texts = Texts()
+    texts = TextCodecs()
 
-    def route(path: str, method: str, handler: Answering, name: str) -> Route:
+    def route(path: str, method: str, handler: OpenAIHandler, name: str) -> Route:
         return Route(PREFIX + path, _Endpoint(parts, texts, handler, name), methods=[method])
 
     return [
@@ -53,12 +52,12 @@ class _Endpoint:
     """An ASGI app around one handler, because a stream outlives a plain reply."""
 
     parts: Parts
-    texts: Texts
-    handler: Answering
+    texts: TextCodecs
+    handler: OpenAIHandler
     name: str
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request, events = Request(scope, receive), EventStream(send)
+        request, events = Request(scope, receive), EventSender(send)
         try:
             reply = await self._reply(request, events)
         except ClientDisconnect:
@@ -71,25 +70,25 @@ class _Endpoint:
         if reply is not None:
             await reply(scope, receive, send)
 
-    async def _reply(self, request: Request, events: EventStream) -> Response | None:
-        seen = seen_by(request.scope)
-        seen.route = self.name
+    async def _reply(self, request: Request, events: EventSender) -> Response | None:
+        record = request_record(request.scope)
+        record.route = self.name
         address = "" if request.client is None else request.client.host
         owner = await self.parts.identity.owner(credential_of(request.headers), address)
-        seen.owner = owner
+        record.owner = owner
         self.parts.limits.request(owner)
         call = Call(request=request, parts=self.parts, owner=owner)
         return await self.handler(call, self.texts, events)
 
 
-async def _list_models(call: Call, texts: Texts, events: EventStream) -> Response:
+async def _list_models(call: Call, texts: TextCodecs, events: EventSender) -> Response:
     return await list_models(call)
 
 
-async def _get_model(call: Call, texts: Texts, events: EventStream) -> Response:
+async def _get_model(call: Call, texts: TextCodecs, events: EventSender) -> Response:
     return await get_model(call)
 
 
-async def _nothing(call: Call, texts: Texts, events: EventStream) -> Response:
+async def _nothing(call: Call, texts: TextCodecs, events: EventSender) -> Response:
     what = f"{call.request.method} {call.request.url.path}"
     raise problem(404, f"{what} is not part of this API.", code="unknown_url")

@@ -11,30 +11,30 @@ from typing import TYPE_CHECKING
 
 import anyio
 
-from tinkex.engine.base import SampleOp
+from tinkex.engine.protocol import SampleOp
 from tinkex.errors import InputError, RequestFailedError
 from tinkex.server.openai.errors import problem
 from tinkex.server.scheduler.jobs import sampled
 from tinkex.server.scheduler.outcomes import CANCELLED
-from tinkex.server.store.records import Operation, Outcome, UsageEntry
+from tinkex.server.store.records import Operation, OperationOutcome, UsageEntry
 from tinkex.types import ModelInput, SamplingParams, Usage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from tinkex.engine.base import Best, OnToken, SampleResult
+    from tinkex.engine.protocol import Best, OnToken, SampleResult
     from tinkex.errors import ErrorCategory
     from tinkex.server.api.call import Call
     from tinkex.server.openai.models import Chosen
-    from tinkex.server.openai.requests import Asked
-    from tinkex.server.openai.texts import Text
+    from tinkex.server.openai.requests import CommonParameters
+    from tinkex.server.openai.tokenization import TextCodec
 
     # Called as (choice, token, log-probability, likeliest).
     OnDrawn = Callable[[int, int, float, Best | None], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
+class SampleOrder:
     """What to sample; choice `p * n + s` is sample `s` of prompt `p`."""
 
     request_id: str
@@ -46,7 +46,9 @@ class Order:
     prompt_logprobs: bool = False
 
 
-def sampling_params(request: Asked, max_tokens: int | None, text: Text) -> SamplingParams:
+def sampling_params(
+    request: CommonParameters, max_tokens: int | None, text: TextCodec
+) -> SamplingParams:
     """How to draw. Stop strings come on top of the model's own end of text.
 
     The engine takes strings or tokens, not both, and sees special tokens as their text.
@@ -62,7 +64,9 @@ def sampling_params(request: Asked, max_tokens: int | None, text: Text) -> Sampl
     )
 
 
-async def sample(call: Call, order: Order, on_drawn: OnDrawn | None = None) -> list[SampleResult]:
+async def sample(
+    call: Call, order: SampleOrder, on_drawn: OnDrawn | None = None
+) -> list[SampleResult]:
     """Sample every prompt at once; the first failure ends the others and is raised."""
     _check_room(call, order)
     results: dict[int, SampleResult] = {}
@@ -84,7 +88,9 @@ async def sample(call: Call, order: Order, on_drawn: OnDrawn | None = None) -> l
     return [results[number] for number in range(len(order.prompts))]
 
 
-async def _one(call: Call, order: Order, number: int, on_drawn: OnDrawn | None) -> SampleResult:
+async def _one(
+    call: Call, order: SampleOrder, number: int, on_drawn: OnDrawn | None
+) -> SampleResult:
     operation = _operation(call, order, number)
     drawn = 0
 
@@ -101,9 +107,9 @@ async def _one(call: Call, order: Order, number: int, on_drawn: OnDrawn | None) 
         async with call.worker.place(operation):
             operation = replace(operation, started_at=call.now())
             result = await call.parts.engine.sample(_op(order, number, operation), heard)
-        outcome = Outcome(usage=sampled(result).usage)
+        outcome = OperationOutcome(usage=sampled(result).usage)
     except Exception as error:
-        outcome = Outcome(error=str(error), category=_category(error))
+        outcome = OperationOutcome(error=str(error), category=_category(error))
         raise
     finally:
         if outcome.error is not None and drawn:
@@ -115,7 +121,7 @@ async def _one(call: Call, order: Order, number: int, on_drawn: OnDrawn | None) 
     return result
 
 
-def _operation(call: Call, order: Order, number: int) -> Operation:
+def _operation(call: Call, order: SampleOrder, number: int) -> Operation:
     """What the scheduler and the meters know a sample by; it never reaches the store."""
     op_id = f"{order.request_id}:{number}"
     return Operation(
@@ -128,7 +134,7 @@ def _operation(call: Call, order: Order, number: int) -> Operation:
     )
 
 
-def _op(order: Order, number: int, operation: Operation) -> SampleOp:
+def _op(order: SampleOrder, number: int, operation: Operation) -> SampleOp:
     return SampleOp(
         op_id=operation.op_id,
         weights=order.chosen.weights,
@@ -148,7 +154,9 @@ def _category(error: Exception) -> ErrorCategory:
     return "user" if isinstance(error, InputError) else "server"
 
 
-async def _account(call: Call, order: Order, operation: Operation, outcome: Outcome) -> None:
+async def _account(
+    call: Call, order: SampleOrder, operation: Operation, outcome: OperationOutcome
+) -> None:
     now = call.now()
     call.parts.meters.ended(operation, outcome, now)
     if outcome.usage != Usage():
@@ -164,7 +172,7 @@ async def _account(call: Call, order: Order, operation: Operation, outcome: Outc
         await call.store.add_usage(entry)
 
 
-def _check_room(call: Call, order: Order) -> None:
+def _check_room(call: Call, order: SampleOrder) -> None:
     wanted, most = len(order.prompts) * order.n, call.settings.max_samples
     if wanted > most:
         text = f"{wanted} choices are asked for; a request may have {most} at most."

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from tinkex._version import __version__
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from tinkex.engine.base import Best, SampleResult
+    from tinkex.engine.protocol import Best, SampleResult
     from tinkex.server.openai.choice import Delta, Token
-    from tinkex.server.openai.pieces import Pieces
+    from tinkex.server.openai.tokenization import Pieces
 
 # JSON has no infinity; OpenAI writes this for a token that cannot come.
 _NEVER = -9999.0
@@ -46,48 +46,44 @@ class Frame:
         }
 
 
-class Shape(Protocol):
+class Shape:
     """How one endpoint writes its answers; `prefix` begins their ids."""
 
     prefix: ClassVar[str]
+    _KIND: ClassVar[str]
+    _CHUNK: ClassVar[str]
 
     def whole(self, frame: Frame, choices: Sequence[Delta], usage: dict[str, Any]) -> Any:
         """All choices at once."""
-        ...
-
-    def opening(self, frame: Frame, choice: int) -> list[dict[str, Any]]:
-        """What a stream says about a choice before its first piece."""
-        ...
-
-    def piece(self, frame: Frame, choice: int, delta: Delta) -> dict[str, Any]:
-        """A piece of a choice."""
-        ...
-
-    def ending(self, frame: Frame, usage: dict[str, Any]) -> dict[str, Any]:
-        """What a stream used."""
-        ...
-
-
-class Completion:
-    """`/v1/completions`: pieces are small answers."""
-
-    prefix: ClassVar[str] = "cmpl"
-    _KIND = "text_completion"
-
-    def whole(self, frame: Frame, choices: Sequence[Delta], usage: dict[str, Any]) -> Any:
-        written = [self._choice(frame, i, choice) for i, choice in enumerate(choices)]
+        written = [self._whole(frame, i, choice) for i, choice in enumerate(choices)]
         return frame.wrap(self._KIND, written, usage=usage)
 
     def opening(self, frame: Frame, choice: int) -> list[dict[str, Any]]:
+        """What a stream says about a choice before its first piece."""
         return []
 
     def piece(self, frame: Frame, choice: int, delta: Delta) -> dict[str, Any]:
-        return frame.wrap(self._KIND, [self._choice(frame, choice, delta)])
+        """A piece of a choice."""
+        return frame.wrap(self._CHUNK, [self._piece(frame, choice, delta)])
 
     def ending(self, frame: Frame, usage: dict[str, Any]) -> dict[str, Any]:
-        return frame.wrap(self._KIND, [], usage=usage)
+        """What a stream used."""
+        return frame.wrap(self._CHUNK, [], usage=usage)
 
-    def _choice(self, frame: Frame, index: int, delta: Delta) -> dict[str, Any]:
+    def _whole(self, frame: Frame, index: int, delta: Delta) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _piece(self, frame: Frame, index: int, delta: Delta) -> dict[str, Any]:
+        return self._whole(frame, index, delta)
+
+
+class Completion(Shape):
+    """`/v1/completions`: pieces are small answers."""
+
+    prefix = "cmpl"
+    _KIND = _CHUNK = "text_completion"
+
+    def _whole(self, frame: Frame, index: int, delta: Delta) -> dict[str, Any]:
         return {
             "index": index,
             "text": delta.text,
@@ -96,40 +92,32 @@ class Completion:
         }
 
 
-class Chat:
+class Chat(Shape):
     """`/v1/chat/completions`: one message per choice."""
 
-    prefix: ClassVar[str] = "chatcmpl"
+    prefix = "chatcmpl"
     _KIND, _CHUNK = "chat.completion", "chat.completion.chunk"
 
-    def whole(self, frame: Frame, choices: Sequence[Delta], usage: dict[str, Any]) -> Any:
-        written = [
-            {
-                "index": index,
-                "message": {"role": "assistant", "content": choice.text, "refusal": None},
-                "logprobs": _chat_logprobs(frame, choice.tokens) if frame.logprobs else None,
-                "finish_reason": choice.finish,
-            }
-            for index, choice in enumerate(choices)
-        ]
-        return frame.wrap(self._KIND, written, usage=usage)
-
     def opening(self, frame: Frame, choice: int) -> list[dict[str, Any]]:
-        return [self._chunk(frame, choice, {"role": "assistant", "content": ""}, None, None)]
+        first = {"role": "assistant", "content": ""}
+        written = {"index": choice, "delta": first, "logprobs": None, "finish_reason": None}
+        return [frame.wrap(self._CHUNK, [written])]
 
-    def piece(self, frame: Frame, choice: int, delta: Delta) -> dict[str, Any]:
-        logprobs = _chat_logprobs(frame, delta.tokens) if frame.logprobs else None
-        content = {"content": delta.text} if delta.text or delta.tokens else {}
-        return self._chunk(frame, choice, content, logprobs, delta.finish)
+    def _whole(self, frame: Frame, index: int, delta: Delta) -> dict[str, Any]:
+        return {
+            "index": index,
+            "message": {"role": "assistant", "content": delta.text, "refusal": None},
+            "logprobs": _chat_logprobs(frame, delta.tokens) if frame.logprobs else None,
+            "finish_reason": delta.finish,
+        }
 
-    def ending(self, frame: Frame, usage: dict[str, Any]) -> dict[str, Any]:
-        return frame.wrap(self._CHUNK, [], usage=usage)
-
-    def _chunk(
-        self, frame: Frame, choice: int, delta: dict[str, Any], logprobs: Any, finish: str | None
-    ) -> dict[str, Any]:
-        written = {"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
-        return frame.wrap(self._CHUNK, [written])
+    def _piece(self, frame: Frame, index: int, delta: Delta) -> dict[str, Any]:
+        return {
+            "index": index,
+            "delta": {"content": delta.text} if delta.text or delta.tokens else {},
+            "logprobs": _chat_logprobs(frame, delta.tokens) if frame.logprobs else None,
+            "finish_reason": delta.finish,
+        }
 
 
 def usage_of(results: Iterable[SampleResult]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from tinkex.errors import RequestFailedError, StorageError
 from tinkex.server.age import check_recipients
-from tinkex.server.store.records import AuditEntry, Sampler, StoredCheckpoint
+from tinkex.server.store.records import AuditEntry, StoredCheckpoint, StoredSampler
 from tinkex.types import (
     SaveWeightsExternalResponseInternal,
     SaveWeightsForSamplerResponseInternal,
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
     from tinkex.clock import Clock
     from tinkex.server.scheduler.engine_access import EngineAccess, Epoch
-    from tinkex.server.scheduler.samplers import Samplers
-    from tinkex.server.store.base import Store
+    from tinkex.server.scheduler.samplers import PublishedSamplers
     from tinkex.server.store.changes import Changes
+    from tinkex.server.store.protocol import Store
     from tinkex.server.store.records import CheckpointKind, LoadOrder, Model, Operation
     from tinkex.types import (
         SaveWeightsExternalRequest,
@@ -117,7 +117,7 @@ class Checkpoints:
     store: Store
     changes: Changes
     access: EngineAccess
-    samplers: Samplers
+    samplers: PublishedSamplers
     clock: Clock
     max_stored_bytes: int
 
@@ -143,7 +143,7 @@ class Checkpoints:
         model: Model,
         request: SaveWeightsForSamplerRequest,
         epoch: Epoch,
-    ) -> tuple[SaveWeightsForSamplerResponseInternal, Sampler | None]:
+    ) -> tuple[SaveWeightsForSamplerResponseInternal, StoredSampler | None]:
         """Weights to sample from: under a name, or as a sampler of this session."""
         if request.path is None and request.sampling_session_seq_id is not None:
             sampler_id = f"{model.session_id}:sample:{request.sampling_session_seq_id}"
@@ -166,8 +166,10 @@ class Checkpoints:
         )
         return response, None
 
-    async def _publish(self, op: Operation, model: Model, sampler_id: str, epoch: Epoch) -> Sampler:
-        sampler = Sampler(
+    async def _publish(
+        self, op: Operation, model: Model, sampler_id: str, epoch: Epoch
+    ) -> StoredSampler:
+        sampler = StoredSampler(
             sampler_id=sampler_id,
             owner=model.owner,
             session_id=model.session_id,

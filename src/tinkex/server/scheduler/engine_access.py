@@ -18,7 +18,7 @@ from tinkex.errors import ClosedError, EngineDiedError, RequestFailedError, Tink
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 
-    from tinkex.engine.base import Engine
+    from tinkex.engine.protocol import Engine
 
 T = TypeVar("T")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
-from tinkex.engine.base import AdapterSpec, CustomLoss, OptimOp, SampleOp, TrainOp
+from tinkex.engine.protocol import AdapterSpec, CustomLoss, OptimOp, SampleOp, TrainOp
 from tinkex.errors import InputError, RequestFailedError
 from tinkex.server.scheduler.checkpoints import failure
 from tinkex.types import OptimStepResponse, Usage
@@ -17,8 +17,8 @@ from tinkex.types import OptimStepResponse, Usage
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from tinkex.engine.base import OptimResult, SampleResult, TrainResult, Weights
-    from tinkex.server.store.base import Store
+    from tinkex.engine.protocol import OptimResult, SampleResult, TrainResult, Weights
+    from tinkex.server.store.protocol import Store
     from tinkex.server.store.records import Model, Operation
     from tinkex.types import ForwardBackwardInput, OptimStepRequest, SampleRequest
 

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from tinkex.server.scheduler.jobs import Done, Jobs
     from tinkex.server.scheduler.model_run import ModelRun
     from tinkex.server.scheduler.outcomes import Outcomes
-    from tinkex.server.scheduler.plan import Batch, Work
-    from tinkex.server.settings import Settings
+    from tinkex.server.scheduler.plan import OperationBatch, Work
+    from tinkex.server.server_settings import ServerSettings
     from tinkex.server.store.records import Operation
 
 # The next batch waits so long for the snapshots of models that would be in it.
@@ -34,7 +34,7 @@ _SNAPSHOT_PATIENCE_S = 0.05
 _log = logging.getLogger(__name__)
 
 
-class Loop:
+class SchedulerLoop:
     """Plans and starts work; `run` is its one long-lived task."""
 
     def __init__(
@@ -44,7 +44,7 @@ class Loop:
         access: EngineAccess,
         jobs: Jobs,
         outcomes: Outcomes,
-        settings: Settings,
+        settings: ServerSettings,
         arriving: Callable[[], Mapping[str, float]],
     ) -> None:
         self._runs = runs
@@ -131,7 +131,7 @@ class Loop:
         self._turns = {owner: last for owner, last in self._turns.items() if last > turn - 1000}
         self._turns.update((op.owner, turn) for op in operations)
 
-    async def _run_batch(self, group: TaskGroup, batch: Batch) -> None:
+    async def _run_batch(self, group: TaskGroup, batch: OperationBatch) -> None:
         runs = [self._runs[model_id] for model_id, _ in batch.runs]
         try:
             await self._run(group, batch, runs)
@@ -143,7 +143,7 @@ class Loop:
             self._device_busy = False
         self.plan_again()
 
-    async def _run(self, group: TaskGroup, batch: Batch, runs: Sequence[ModelRun]) -> None:
+    async def _run(self, group: TaskGroup, batch: OperationBatch, runs: Sequence[ModelRun]) -> None:
         again, error = await self._execute(batch, runs)
         if again and self._access.hopeless:
             error = error or EngineDiedError("there is no engine")
@@ -160,7 +160,7 @@ class Loop:
                     await done.wait()
 
     async def _execute(
-        self, batch: Batch, runs: Sequence[ModelRun]
+        self, batch: OperationBatch, runs: Sequence[ModelRun]
     ) -> tuple[Sequence[Operation], Exception | None]:
         """Run operations; returns those that have to run again, and why only after a while."""
         operations, now = batch.operations, self._clock.wall()

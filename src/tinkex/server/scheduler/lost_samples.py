@@ -15,8 +15,8 @@ import anyio
 
 if TYPE_CHECKING:
     from tinkex.clock import Clock
-    from tinkex.server.store.base import Store
-    from tinkex.server.store.records import Operation, Sampler
+    from tinkex.server.store.protocol import Store
+    from tinkex.server.store.records import Operation, StoredSampler
 
 BLOCK = 256
 # A copy of a sampling client numbers its requests in a block of its own.
@@ -95,7 +95,7 @@ class LostSamples:
         """A sampler's session is over."""
         self._clients.pop(sampler_id, None)
 
-    async def since(self, cursor: int, sampler: Sampler, clone: int) -> list[str]:
+    async def since(self, cursor: int, sampler: StoredSampler, clone: int) -> list[str]:
         """The requests a client may still wait for and nobody works on.
 
         None for a client that has a cursor of this start: it was told before.
@@ -115,11 +115,11 @@ class LostSamples:
     def _client(self, sampler_id: str, clone: int) -> _Client:
         return self._clients.setdefault(sampler_id, {}).setdefault(clone, _Client())
 
-    async def _low(self, sampler: Sampler, block: int) -> int:
+    async def _low(self, sampler: StoredSampler, block: int) -> int:
         low = await self._store.recall(sampler.owner, _key(sampler.sampler_id, block))
         return block * BLOCK if low is None else int(low)
 
-    async def _last_block(self, sampler: Sampler, first: int, new: set[int]) -> int | None:
+    async def _last_block(self, sampler: StoredSampler, first: int, new: set[int]) -> int | None:
         """The last block that was begun before this start; blocks are begun in order."""
 
         async def begun(block: int) -> bool:

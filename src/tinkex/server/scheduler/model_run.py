@@ -44,15 +44,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from tinkex.clock import Clock
-    from tinkex.engine.base import OptimResult, TrainResult
+    from tinkex.engine.protocol import OptimResult, TrainResult
     from tinkex.server.scheduler.checkpoints import Checkpoints
     from tinkex.server.scheduler.engine_access import EngineAccess, Epoch
     from tinkex.server.scheduler.jobs import Jobs
     from tinkex.server.scheduler.outcomes import Outcomes
-    from tinkex.server.scheduler.samplers import Samplers
-    from tinkex.server.settings import Settings
-    from tinkex.server.store.base import Store
+    from tinkex.server.scheduler.samplers import PublishedSamplers
+    from tinkex.server.server_settings import ServerSettings
     from tinkex.server.store.changes import Changes
+    from tinkex.server.store.protocol import Store
     from tinkex.server.store.records import LoadOrder, Model, Operation
 
 State = Literal["absent", "restoring", "ready", "running", "saving", "leaving", "closed"]
@@ -84,9 +84,9 @@ class RunParts:
     access: EngineAccess
     jobs: Jobs
     checkpoints: Checkpoints
-    samplers: Samplers
+    samplers: PublishedSamplers
     outcomes: Outcomes
-    settings: Settings
+    settings: ServerSettings
     changed: Callable[[], None]
     start: Callable[..., None]
 

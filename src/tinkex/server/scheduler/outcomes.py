@@ -15,7 +15,7 @@ import anyio
 
 from tinkex.clock import time_limit
 from tinkex.errors import InputError, RequestFailedError, StorageError
-from tinkex.server.store.records import Outcome, UsageEntry
+from tinkex.server.store.records import OperationOutcome, UsageEntry
 from tinkex.types import Usage
 
 if TYPE_CHECKING:
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from tinkex.server.observability.meters import Meters
     from tinkex.server.scheduler.jobs import Done
     from tinkex.server.scheduler.lost_samples import LostSamples
-    from tinkex.server.store.base import Store
+    from tinkex.server.store.protocol import Store
     from tinkex.server.store.records import Operation, OpKind
 
-CANCELLED = Outcome(error="The operation was cancelled.", category="user")
+CANCELLED = OperationOutcome(error="The operation was cancelled.", category="user")
 
 _FIRST_RETRY_S = 0.5
 _LONGEST_RETRY_S = 30.0
@@ -172,7 +172,7 @@ class Outcomes:
         self._lost = lost
         self._encode = encode
 
-    def settled(self, op: Operation, result: Done | Exception) -> Outcome:
+    def settled(self, op: Operation, result: Done | Exception) -> OperationOutcome:
         """A job's result, or what it raised, as it is stored."""
         if isinstance(result, Exception):
             return _failed(op, result)
@@ -180,7 +180,7 @@ class Outcomes:
             body = self._encode(op.kind, result.value)
         except Exception as error:  # noqa: BLE001 - a result that cannot be encoded is a failure
             return _failed(op, error)
-        return Outcome(body=body, size_bytes=len(body), usage=result.usage)
+        return OperationOutcome(body=body, size_bytes=len(body), usage=result.usage)
 
     async def start(self, op_ids: Sequence[str], at: float) -> None:
         """Note that operations run; it is not worth failing for."""
@@ -189,7 +189,7 @@ class Outcomes:
         except StorageError as error:
             _log.warning("the start of %d operations is not noted: %s", len(op_ids), error)
 
-    async def finish(self, op: Operation, outcome: Outcome) -> bool:
+    async def finish(self, op: Operation, outcome: OperationOutcome) -> bool:
         """Record an outcome, however long the storage takes; False when there was one."""
         if op.started_at is not None:
             queue_s = max(op.started_at - op.created_at, 0.0)
@@ -203,7 +203,7 @@ class Outcomes:
                 _log.error("the outcome of %s cannot be stored yet: %s", op.op_id, error)
                 await self._clock.sleep(retry_wait_s(failures))
 
-    async def _record(self, op: Operation, outcome: Outcome) -> bool:
+    async def _record(self, op: Operation, outcome: OperationOutcome) -> bool:
         now = self._clock.wall()
         usage = await self._usage(op, outcome, now) if outcome.error is None else None
         first = await self._store.finish(op.op_id, outcome, now, usage)
@@ -216,7 +216,7 @@ class Outcomes:
             self._waiters.ring((op.sampler_id, op.clone))
         return first
 
-    async def _usage(self, op: Operation, outcome: Outcome, now: float) -> UsageEntry:
+    async def _usage(self, op: Operation, outcome: OperationOutcome, now: float) -> UsageEntry:
         source = (
             await self._store.get_sampler(op.sampler_id)
             if op.sampler_id is not None
@@ -234,10 +234,10 @@ class Outcomes:
         )
 
 
-def _failed(op: Operation, error: Exception) -> Outcome:
+def _failed(op: Operation, error: Exception) -> OperationOutcome:
     if isinstance(error, RequestFailedError):
-        return Outcome(error=error.message, category=error.category)
+        return OperationOutcome(error=error.message, category=error.category)
     if isinstance(error, InputError):
-        return Outcome(error=str(error), category="user")
+        return OperationOutcome(error=str(error), category="user")
     _log.error("operation %s (%s) failed", op.op_id, op.kind, exc_info=error)
-    return Outcome(error=f"{type(error).__name__}: {error}", category="server")
+    return OperationOutcome(error=f"{type(error).__name__}: {error}", category="server")

@@ -82,7 +82,7 @@ class Queue:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class OperationBatch:
     """Operations that run together: one control operation, or many of the same work."""
 
     work: Work
@@ -95,10 +95,10 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class SchedulePlan:
     """What to start now, and when to plan again if nothing happens before."""
 
-    batches: tuple[Batch, ...]
+    batches: tuple[OperationBatch, ...]
     wake_at: float | None
     # Whether a queue waits for a request that is on its way: plan again when it has arrived.
     held: bool = False
@@ -114,7 +114,7 @@ def plan(
     turns: Mapping[str, int] | None = None,
     suspects: Container[str] = (),
     arriving: Mapping[str, float] | None = None,
-) -> Plan:
+) -> SchedulePlan:
     """Start every control operation that may run, and one device batch if the device is free.
 
     `turns` says in which batch each owner had a place last, `arriving` since when an owner's
@@ -126,7 +126,7 @@ def plan(
     free = [queue for queue, at in zip(idle, wakes, strict=True) if at <= now]
     ready = [(queue, _run(queue, suspects)) for queue in free]
     batches = [
-        Batch("control", ((queue.model_id, run),))
+        OperationBatch("control", ((queue.model_id, run),))
         for queue, run in ready
         if work_of(run[0]) == "control"
     ]
@@ -134,7 +134,7 @@ def plan(
     if device and not device_busy:
         suspect = [item for item in device if item[1][0].op_id in suspects]
         batches.append(_device_batch(suspect[:1] or device, max_batch_ops, turns or {}))
-    return Plan(tuple(batches), wake_at, held=inf in wakes)
+    return SchedulePlan(tuple(batches), wake_at, held=inf in wakes)
 
 
 def _wakes_at(queue: Queue, gap_timeout_s: float, arriving: Mapping[str, float]) -> float:
@@ -168,7 +168,7 @@ def _run(queue: Queue, suspects: Container[str]) -> tuple[Operation, ...]:
 
 def _device_batch(
     ready: Sequence[tuple[str, tuple[Operation, ...]]], max_batch_ops: int, turns: Mapping[str, int]
-) -> Batch:
+) -> OperationBatch:
     """One kind of work: the one that is next for the owner whose last turn is longest ago.
 
     Everybody's operations of that kind join. Places are dealt out one by one, owner by owner and
@@ -190,7 +190,7 @@ def _device_batch(
         for owner in order
         for model_id, run in models[owner][position : position + 1]
     ]
-    return Batch(work, tuple((model_id, run) for model_id, run in runs if run))
+    return OperationBatch(work, tuple((model_id, run) for model_id, run in runs if run))
 
 
 def _deal(owners: Sequence[Sequence[tuple[str, tuple[Operation, ...]]]], room: int) -> Counter[str]:

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from tinkex.clock import Clock
     from tinkex.server.scheduler.engine_access import EngineAccess, Epoch
-    from tinkex.server.store.base import Store
-    from tinkex.server.store.records import Sampler
+    from tinkex.server.store.protocol import Store
+    from tinkex.server.store.records import StoredSampler
 
 SESSION_OVER = "their session has ended"
 _NO_ROOM = "the server deleted them to make room for newer ones of their owner"
@@ -35,13 +35,13 @@ _log = logging.getLogger(__name__)
 class _Published:
     """A published sampler that can be used: since when not, by how many samples it is now."""
 
-    sampler: Sampler
+    sampler: StoredSampler
     used_at: float
     in_use: int = 0
     epoch: Epoch | None = None
 
 
-class Samplers:
+class PublishedSamplers:
     """All published samplers of sessions that are alive. Used from one event loop."""
 
     def __init__(self, store: Store, access: EngineAccess, clock: Clock) -> None:
@@ -51,13 +51,13 @@ class Samplers:
         # Mutable state: published samplers by id, oldest first; dropped ones whose
         # file could not be deleted; the ends of saves that run.
         self._live: dict[str, _Published] = {}
-        self._undeleted: dict[str, Sampler] = {}
+        self._undeleted: dict[str, StoredSampler] = {}
         self._saving: dict[str, anyio.Event] = {}
 
     def __len__(self) -> int:
         return len(self._live) + len(self._undeleted)
 
-    def add(self, sampler: Sampler) -> None:
+    def add(self, sampler: StoredSampler) -> None:
         """Note a sampler that the store has, or what has changed of it."""
         known = self._live.get(sampler.sampler_id)
         if known is None:
@@ -70,14 +70,14 @@ class Samplers:
         known = self._live.get(sampler_id)
         return known is not None and known.epoch == self._access.epoch()
 
-    async def publish(self, sampler: Sampler, epoch: Epoch) -> None:
+    async def publish(self, sampler: StoredSampler, epoch: Epoch) -> None:
         """Freeze a model as it is now for a sampler."""
         model_id, snapshot = sampler.model_id or "", sampler.snapshot or sampler.sampler_id
         await self._access.guard(epoch, self._access.engine.publish(model_id, snapshot))
         self.add(sampler)
         self._live[sampler.sampler_id].epoch = epoch
 
-    async def save(self, sampler: Sampler) -> None:
+    async def save(self, sampler: StoredSampler) -> None:
         """Write a published snapshot to its file, and note where it is."""
         access, location = self._access, _location(sampler)
         snapshot = sampler.snapshot or sampler.sampler_id
@@ -131,7 +131,7 @@ class Samplers:
             and not each.in_use
             and newest[each.sampler.model_id] is not each
         ]
-        dropped: list[Sampler] = []
+        dropped: list[StoredSampler] = []
         for each in sorted(idle, key=lambda each: each.used_at):
             if size_bytes <= 0:
                 break
@@ -141,7 +141,7 @@ class Samplers:
             await self._store.put_sampler(replace(sampler, dropped=_NO_ROOM))
         await self.drop(dropped, _NO_ROOM)
 
-    async def drop(self, samplers: Sequence[Sampler], why: str) -> None:
+    async def drop(self, samplers: Sequence[StoredSampler], why: str) -> None:
         """Take samplers out of the engine and delete their files; one commit for all of them.
 
         A crash in the middle leaves records of a session that is over, or with a reason why they
@@ -157,7 +157,7 @@ class Samplers:
         gone = [s.sampler_id for s in samplers if s.sampler_id not in self._undeleted]
         await self._store.close_samplers(gone, why)
 
-    async def _delete_file(self, sampler: Sampler) -> None:
+    async def _delete_file(self, sampler: StoredSampler) -> None:
         saving = self._saving.get(sampler.sampler_id)
         if saving is not None:
             await saving.wait()
@@ -182,7 +182,7 @@ class UnsavedSamplers:
 
     def __init__(
         self,
-        samplers: Samplers,
+        samplers: PublishedSamplers,
         access: EngineAccess,
         clock: Clock,
         start: Callable[[Callable[[], Awaitable[None]]], None],
@@ -192,21 +192,21 @@ class UnsavedSamplers:
         self._clock = clock
         self._start = start
         # Mutable state: the samplers, whether they are being written, and an event for changes.
-        self._unsaved: dict[str, Sampler] = {}
+        self._unsaved: dict[str, StoredSampler] = {}
         self._writing = False
         self._changed = anyio.Event()
 
     def __len__(self) -> int:
         return len(self._unsaved)
 
-    def __iter__(self) -> Iterator[Sampler]:
+    def __iter__(self) -> Iterator[StoredSampler]:
         return iter(list(self._unsaved.values()))
 
-    def add(self, sampler: Sampler) -> None:
+    def add(self, sampler: StoredSampler) -> None:
         """A sampler that a crash would publish again."""
         self._unsaved[sampler.sampler_id] = sampler
 
-    def forget(self, samplers: Iterable[Sampler]) -> None:
+    def forget(self, samplers: Iterable[StoredSampler]) -> None:
         """Samplers that are saved, or gone."""
         for sampler in samplers:
             self._unsaved.pop(sampler.sampler_id, None)
@@ -244,7 +244,7 @@ class UnsavedSamplers:
             self._writing = False
             self._notify()
 
-    async def _write(self, sampler: Sampler) -> None:
+    async def _write(self, sampler: StoredSampler) -> None:
         access, name = self._access, f"keeping {sampler.sampler_id}"
         try:
             async with access.running([name]):
@@ -257,7 +257,7 @@ class UnsavedSamplers:
         access.clear([name])
         self.forget([sampler])
 
-    def _next(self) -> Sampler | None:
+    def _next(self) -> StoredSampler | None:
         """The oldest one that can be written; the others come when the model is restored."""
         unsaved = self._unsaved.values()
         return next((s for s in unsaved if self._samplers.in_engine(s.sampler_id)), None)
@@ -267,7 +267,7 @@ class UnsavedSamplers:
         changed.set()
 
 
-def _location(sampler: Sampler) -> str:
+def _location(sampler: StoredSampler) -> str:
     return f"sampler/{sampler.sampler_id}"
 
 

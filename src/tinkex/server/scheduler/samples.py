@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, cast
 
 import anyio
 
-from tinkex.engine.base import Weights
+from tinkex.engine.protocol import Weights
 from tinkex.errors import EngineDiedError
 from tinkex.server.scheduler.checkpoints import failure
 from tinkex.server.scheduler.engine_access import EngineRestartedError
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from tinkex.server.scheduler.engine_access import EngineAccess
     from tinkex.server.scheduler.jobs import Done, Jobs
     from tinkex.server.scheduler.outcomes import Load, Outcomes
-    from tinkex.server.scheduler.samplers import Samplers
-    from tinkex.server.store.base import Store
+    from tinkex.server.scheduler.samplers import PublishedSamplers
+    from tinkex.server.store.protocol import Store
     from tinkex.server.store.records import Operation
 
 _log = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ class Shares:
         return None
 
 
-class Samples:
+class SampleRunner:
     """The samples in flight; `restored` returns when the engine has a model."""
 
     def __init__(
@@ -119,7 +119,7 @@ class Samples:
         clock: Clock,
         jobs: Jobs,
         access: EngineAccess,
-        samplers: Samplers,
+        samplers: PublishedSamplers,
         outcomes: Outcomes,
         load: Load,
         shares: Shares,

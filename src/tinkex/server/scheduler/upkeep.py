@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from tinkex.server.scheduler.checkpoints import Checkpoints
     from tinkex.server.scheduler.lost_samples import LostSamples
     from tinkex.server.scheduler.model_run import ModelRun
-    from tinkex.server.scheduler.samplers import Samplers
+    from tinkex.server.scheduler.samplers import PublishedSamplers
     from tinkex.server.scheduler.worker import Worker
-    from tinkex.server.settings import Settings
-    from tinkex.server.store.base import Store
+    from tinkex.server.server_settings import ServerSettings
+    from tinkex.server.store.protocol import Store
 
 
 # How often records that ended long ago are deleted, how many at once, and the pause between two
@@ -43,7 +43,7 @@ class SessionEnds:
         self,
         store: Store,
         checkpoints: Checkpoints,
-        samplers: Samplers,
+        samplers: PublishedSamplers,
         lost: LostSamples,
         runs: Mapping[str, ModelRun],
         run_of: Callable[[str], Awaitable[ModelRun]],
@@ -106,7 +106,9 @@ class SessionEnds:
 class Upkeep:
     """Ends sessions, expires checkpoints and deletes old records; `run()` never returns."""
 
-    def __init__(self, store: Store, worker: Worker, clock: Clock, settings: Settings) -> None:
+    def __init__(
+        self, store: Store, worker: Worker, clock: Clock, settings: ServerSettings
+    ) -> None:
         self._store = store
         self._worker = worker
         self._clock = clock

@@ -17,15 +17,15 @@ from tinkex.clock import time_limit
 from tinkex.server.scheduler.checkpoints import Checkpoints
 from tinkex.server.scheduler.engine_access import EngineAccess
 from tinkex.server.scheduler.jobs import Done, Jobs
-from tinkex.server.scheduler.loop import Loop
+from tinkex.server.scheduler.loop import SchedulerLoop
 from tinkex.server.scheduler.lost_samples import LostSamples
 from tinkex.server.scheduler.model_run import ModelRun, RunParts
 from tinkex.server.scheduler.outcomes import CANCELLED, Load, Outcomes
-from tinkex.server.scheduler.samplers import Samplers
-from tinkex.server.scheduler.samples import Samples, Shares
+from tinkex.server.scheduler.samplers import PublishedSamplers
+from tinkex.server.scheduler.samples import SampleRunner, Shares
 from tinkex.server.scheduler.upkeep import SessionEnds
 from tinkex.server.store.changes import Changes
-from tinkex.server.store.records import Outcome
+from tinkex.server.store.records import OperationOutcome
 from tinkex.types import Usage
 
 if TYPE_CHECKING:
@@ -35,17 +35,17 @@ if TYPE_CHECKING:
     from anyio.abc import TaskGroup
 
     from tinkex.clock import Clock
-    from tinkex.engine.base import Engine
+    from tinkex.engine.protocol import Engine
     from tinkex.server.observability.meters import Meters
     from tinkex.server.scheduler.outcomes import Waiters
-    from tinkex.server.settings import Settings
-    from tinkex.server.store.base import Store
-    from tinkex.server.store.records import Operation, OpKind, Session
+    from tinkex.server.server_settings import ServerSettings
+    from tinkex.server.store.protocol import Store
+    from tinkex.server.store.records import Operation, OpKind, StoredSession
     from tinkex.types import SessionStatus
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class OperationProgress:
     """Where an unfinished operation stands: how many go first, and since when."""
 
     state: Literal["queued", "running"]
@@ -63,7 +63,7 @@ class Worker:
         clock: Clock,
         waiters: Waiters,
         meters: Meters,
-        settings: Settings,
+        settings: ServerSettings,
         *,
         encode: Callable[[OpKind, object], bytes],
         decode: Callable[[Operation], object],
@@ -76,7 +76,7 @@ class Worker:
         self.changes = Changes(store)
         self.lost = LostSamples(store, clock)
         self._access = access = EngineAccess(engine, settings.max_engine_deaths)
-        self._samplers = samplers = Samplers(store, access, clock)
+        self._samplers = samplers = PublishedSamplers(store, access, clock)
         self.checkpoints = Checkpoints(
             store, self.changes, access, samplers, clock, settings.max_stored_bytes
         )
@@ -84,7 +84,7 @@ class Worker:
         self._outcomes = outcomes = Outcomes(
             store, clock, waiters, meters, self.load, self.lost, encode
         )
-        self._samples = Samples(
+        self._samples = SampleRunner(
             store,
             clock,
             jobs,
@@ -100,7 +100,7 @@ class Worker:
         self._runs: dict[str, ModelRun] = {}
         self._arriving: dict[str, dict[object, float]] = {}
         self._group: TaskGroup | None = None
-        self._loop = Loop(
+        self._loop = SchedulerLoop(
             self._runs, clock, access, jobs, outcomes, settings, self._oldest_arrivals
         )
         self._parts = RunParts(
@@ -293,7 +293,7 @@ class Worker:
         self._loop.plan_again()
         return await self._outcomes.finish(waiting, CANCELLED)
 
-    async def end_session(self, session: Session, status: SessionStatus) -> bool:
+    async def end_session(self, session: StoredSession, status: SessionStatus) -> bool:
         """End a session and free what it held: samples at once, the rest soon.
 
         False when it had ended already: the first status stays.
@@ -310,7 +310,7 @@ class Worker:
         self._ends.retry()
         await self._samplers.retry()
 
-    async def progress(self, operation: Operation) -> Progress:
+    async def progress(self, operation: Operation) -> OperationProgress:
         """How far an unfinished operation is."""
         if operation.kind == "sample":
             running = self._samples.is_running(operation.op_id)
@@ -318,9 +318,9 @@ class Worker:
             run = self._runs.get(operation.model_id or "")
             running = run is None or operation.seq_id not in run.queue.waiting
         if running and operation.started_at is not None:
-            return Progress("running", 0, operation.started_at)
+            return OperationProgress("running", 0, operation.started_at)
         ahead = 0 if operation.kind == "sample" else self._ahead_of(operation)
-        return Progress("queued", ahead, operation.created_at)
+        return OperationProgress("queued", ahead, operation.created_at)
 
     def _ahead_of(self, op: Operation) -> int:
         mine = (op.created_at, op.seq_id)
@@ -365,7 +365,7 @@ class Worker:
                 f"request {op.seq_id} of {op.model_id} came after its turn: request "
                 f"{queue.next_seq - 1} has already run"
             )
-            await self._outcomes.finish(op, Outcome(error=late, category="server"))
+            await self._outcomes.finish(op, OperationOutcome(error=late, category="server"))
             return
         queue.put(op, self._clock.now())
         self._loop.plan_again()

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 if TYPE_CHECKING:
-    from tinkex.server.store.base import Store
-    from tinkex.server.store.records import Model, Session, StoredCheckpoint
+    from tinkex.server.store.protocol import Store
+    from tinkex.server.store.records import Model, StoredCheckpoint, StoredSession
     from tinkex.types import SessionStatus
 
 
@@ -69,7 +69,7 @@ class Changes:
                 return False
             return await self._store.delete_checkpoint(checkpoint.path)
 
-    async def end_session(self, session: Session, status: SessionStatus) -> bool:
+    async def end_session(self, session: StoredSession, status: SessionStatus) -> bool:
         """Let a session be over; False when it was: the first reason wins."""
         async with self._changing:
             known = await self._store.get_session(session.session_id)

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from tinkex.clock import SystemClock
-from tinkex.server.store.samples import Samples
+from tinkex.server.store.sample_memory import SampleMemory
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
         CheckpointKind,
         Model,
         Operation,
-        Outcome,
-        Sampler,
-        Session,
+        OperationOutcome,
         StoredCheckpoint,
         StoredLoss,
+        StoredSampler,
+        StoredSession,
         UsageEntry,
     )
 
@@ -43,25 +43,25 @@ class MemoryStore:
     def __init__(self, clock: Clock | None = None) -> None:
         self._clock = clock or SystemClock()
         # Mutable state: one dictionary per kind of record, in order of arrival.
-        self._sessions: dict[str, Session] = {}
+        self._sessions: dict[str, StoredSession] = {}
         self._models: dict[str, Model] = {}
-        self._samplers: dict[str, Sampler] = {}
+        self._samplers: dict[str, StoredSampler] = {}
         self._copies: dict[str, int] = defaultdict(int)
         self._checkpoints: dict[str, StoredCheckpoint] = {}
         self._losses: dict[str, StoredLoss] = {}
         self._operations: dict[str, Operation] = {}
         # Bodies of finished operations, until they are trimmed.
         self._bodies: dict[str, bytes] = {}
-        self._samples = Samples()
+        self._samples = SampleMemory()
         self._keys: dict[int, ApiKey] = {}
         self._answers: dict[tuple[str, str], _Answer] = {}
         self._audit: list[AuditEntry] = []
         self._usage: list[UsageEntry] = []
 
-    async def put_session(self, session: Session) -> None:
+    async def put_session(self, session: StoredSession) -> None:
         self._sessions[session.session_id] = session
 
-    async def get_session(self, session_id: str) -> Session | None:
+    async def get_session(self, session_id: str) -> StoredSession | None:
         return self._sessions.get(session_id)
 
     async def sessions(
@@ -71,7 +71,7 @@ class MemoryStore:
         active: bool = False,
         before: float | None = None,
         limit: int | None = None,
-    ) -> Sequence[Session]:
+    ) -> Sequence[StoredSession]:
         found = [
             s
             for s in self._sessions.values()
@@ -92,13 +92,13 @@ class MemoryStore:
         found = await self.sessions(owner, active=active)
         return sum(s.heartbeats or not heartbeats for s in found)
 
-    async def unattended_sessions(self, before: float, limit: int) -> Sequence[Session]:
+    async def unattended_sessions(self, before: float, limit: int) -> Sequence[StoredSession]:
         opened = {m.session_id for m in self._models.values() if not m.closed}
         found = (s for s in self._sessions.values() if s.active and not s.heartbeats)
         old = (s for s in found if s.last_seen_at < before and s.session_id not in opened)
         return list(islice(old, limit))
 
-    async def touch_session(self, session_id: str, at: float) -> Session | None:
+    async def touch_session(self, session_id: str, at: float) -> StoredSession | None:
         known = self._sessions.get(session_id)
         if known is not None and known.active:
             known = self._sessions[session_id] = replace(known, last_seen_at=at)
@@ -143,13 +143,13 @@ class MemoryStore:
         found = [m for m in self._models.values() if owner in (None, m.owner) and not m.closed]
         return sorted(found, key=lambda m: m.created_at)
 
-    async def add_sampler(self, sampler: Sampler) -> Sampler:
+    async def add_sampler(self, sampler: StoredSampler) -> StoredSampler:
         return self._samplers.setdefault(sampler.sampler_id, sampler)
 
-    async def put_sampler(self, sampler: Sampler) -> None:
+    async def put_sampler(self, sampler: StoredSampler) -> None:
         self._samplers[sampler.sampler_id] = sampler
 
-    async def get_sampler(self, sampler_id: str) -> Sampler | None:
+    async def get_sampler(self, sampler_id: str) -> StoredSampler | None:
         return self._samplers.get(sampler_id)
 
     async def samplers(
@@ -160,7 +160,7 @@ class MemoryStore:
         location: str | None = None,
         unsaved: bool = False,
         located: bool = False,
-    ) -> Sequence[Sampler]:
+    ) -> Sequence[StoredSampler]:
         return [
             s
             for s in self._samplers.values()
@@ -289,7 +289,7 @@ class MemoryStore:
                 self._operations[op_id] = replace(known, state="running", started_at=at)
 
     async def finish(
-        self, op_id: str, outcome: Outcome, at: float, usage: UsageEntry | None = None
+        self, op_id: str, outcome: OperationOutcome, at: float, usage: UsageEntry | None = None
     ) -> bool:
         if not (self._samples.finish(op_id, outcome, at) or self._finish(op_id, outcome, at)):
             return False
@@ -297,7 +297,7 @@ class MemoryStore:
             self._usage.append(usage)
         return True
 
-    def _finish(self, op_id: str, outcome: Outcome, at: float) -> bool:
+    def _finish(self, op_id: str, outcome: OperationOutcome, at: float) -> bool:
         known = self._operations.get(op_id)
         if known is None or known.state == "done":
             return False

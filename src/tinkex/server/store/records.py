@@ -40,7 +40,7 @@ CheckpointKind = Literal["weights", "sampler_weights", "external_weights"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Session:
+class StoredSession:
     """One client's visit. Only sessions with `heartbeats` end by silence."""
 
     session_id: str
@@ -87,7 +87,7 @@ class Model:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sampler:
+class StoredSampler:
     """A frozen choice of weights to sample from.
 
     A `snapshot` is in the engine's memory only, until a `location` says where it was saved and
@@ -145,7 +145,7 @@ class StoredLoss:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class OperationOutcome:
     """How an operation ended: an encoded result, or an error.
 
     `body` is None once the payload was dropped; `size_bytes` keeps its length.
@@ -183,7 +183,7 @@ class Operation:
     state: OpState = "queued"
     started_at: float | None = None
     finished_at: float | None = None
-    outcome: Outcome | None = None
+    outcome: OperationOutcome | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,9 +9,9 @@ import numpy as np
 
 from tests.unit.engine.sampler.kit import answer, drive, op
 from tests.unit.engine.training.kit import add, run
-from tinkex.engine.base import TrainOp
+from tinkex.engine.protocol import TrainOp
 from tinkex.engine.sampler import BASE, LoraAdapters, Sampler, SamplerSettings
-from tinkex.engine.trainer import Trainer
+from tinkex.engine.training.trainer import Trainer
 from tinkex.types import Datum, ModelInput
 
 if TYPE_CHECKING:
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tinkex.engine.base import SampleResult, TrainResult
+    from tinkex.engine.decoder import Decoder
     from tinkex.engine.lora import LoraWeights
-    from tinkex.engine.models.base import Decoder
+    from tinkex.engine.protocol import SampleResult, TrainResult
 
     Floats = NDArray[np.float32]
 

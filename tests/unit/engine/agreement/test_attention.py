@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tinkex.engine.attention import PackedAttention, PagedAttention, Span
 from tinkex.engine.attention.invariant import mix, scores
+from tinkex.engine.attention.packed import PackedAttention
+from tinkex.engine.attention.paged import PagedAttention, TokenSpan
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -100,7 +101,9 @@ def test_reading_from_the_cache_has_the_bits_of_a_pack(shape, block_size) -> Non
         ]
         chosen = [i for i in rng.permutation(len(lengths)) if steps[i]]
         spans = [
-            Span(done[i], done[i] + steps[i], blocks[i][: -(-(done[i] + steps[i]) // block_size)])
+            TokenSpan(
+                done[i], done[i] + steps[i], blocks[i][: -(-(done[i] + steps[i]) // block_size)]
+            )
             for i in chosen
         ]
         attend = PagedAttention(cache, spans, block_size=block_size)

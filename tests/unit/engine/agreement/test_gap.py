@@ -10,7 +10,7 @@ import pytest
 from tests.unit.engine.agreement.pair import Pair, sampled
 from tests.unit.engine.sampler.kit import answer, drive, op, text, tiny
 from tests.unit.engine.training.kit import run, step
-from tinkex.engine.base import TrainOp
+from tinkex.engine.protocol import TrainOp
 from tinkex.types import Datum, ModelInput
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from numpy.random import Generator
 
     from tests.unit.engine.agreement.pair import Floats
-    from tinkex.engine.models.base import Decoder
+    from tinkex.engine.decoder import Decoder
 
 # Shapes that fit no vector and no tile: torch treats what is left over in another way.
 ODD = replace(

@@ -9,14 +9,14 @@ import torch
 import transformers
 from torch.nn import functional as F
 
-from tinkex.engine.models.base import base_projections
+from tinkex.engine.decoder import base_projections
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-    from tinkex.engine.models.base import Attend, Decoder
+    from tinkex.engine.decoder import Attend, Decoder
 
 transformers.utils.logging.disable_progress_bar()
 

@@ -16,7 +16,7 @@ from tests.unit.engine.models.reference import (
     random_model,
     random_tokens,
 )
-from tinkex.engine.models.base import PROJECTIONS, RopeScaling, base_projections
+from tinkex.engine.decoder import PROJECTIONS, RopeScaling, base_projections
 from tinkex.engine.models.hf_config import read_config
 from tinkex.engine.models.loader import load_model
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from tinkex.engine.models.base import Projection
+    from tinkex.engine.decoder import Projection
 
 LLAMA3 = {
     "rope_type": "llama3",

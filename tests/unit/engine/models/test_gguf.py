@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from tests.unit.engine.models.reference import assert_same_logits, random_model
+from tinkex.engine.backends.torch.layers import rope_frequencies
 from tinkex.engine.models.gguf import read_config
 from tinkex.engine.models.gguf_file import GgufFile
 from tinkex.engine.models.hf_config import read_config as read_folder_config
-from tinkex.engine.models.layers import rope_frequencies
 from tinkex.engine.models.loader import load_model
 from tinkex.errors import ModelError
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.modules["transformers"] = sys.modules["peft"] = None  # importing them raises
 from tests.unit.engine.local_kit import optim_op, spec, train_op, trained, data
-from tinkex.engine.base import SampleOp, Weights
+from tinkex.engine.protocol import SampleOp, Weights
 from tinkex.engine.local import LocalEngine, LocalSettings
 from tinkex.engine.models.loader import load_model
 from tinkex.types import Datum, ModelInput, SamplingParams

@@ -14,19 +14,24 @@ import anyio
 import pytest
 
 from tests.contracts.engine_suite import base, optim_op, sample_op, spec, train_op
-from tinkex.engine.base import Engine
-from tinkex.engine.process.answering import METHODS, Answering
-from tinkex.engine.process.calls import Calls
-from tinkex.engine.process.channel import open_channel
-from tinkex.engine.process.messages import HEADER, Answer, Beat, Call, Cancel, Tokens
+from tinkex.engine.process.calls import METHODS, CallRunner, Calls
+from tinkex.engine.process.messages import (
+    HEADER,
+    Beat,
+    CallMessage,
+    CallResult,
+    Cancel,
+    Tokens,
+    open_channel,
+)
+from tinkex.engine.protocol import Engine
 from tinkex.errors import ClosedError, InputError, RequestFailedError
 from tinkex.testing import Delays, FakeClock, FakeEngine
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from tinkex.engine.process.channel import Channel
-    from tinkex.engine.process.messages import Message
+    from tinkex.engine.process.messages import Channel, Message
 
 pytestmark = pytest.mark.anyio
 
@@ -43,16 +48,16 @@ class Pair:
         self.sent: list[Message] = []
         self.fatal: list[BaseException] = []
         self.calls = Calls(self._there)
-        self._answering = Answering(engine, self._back, self.fatal.append)
+        self._answering = CallRunner(engine, self._back, self.fatal.append)
 
     def _there(self, message: Message) -> None:
         self.sent.append(message)
-        assert isinstance(message, Call | Cancel)
+        assert isinstance(message, CallMessage | Cancel)
         self._answering.take(message)
 
     def _back(self, message: Message) -> None:
         self.sent.append(message)
-        assert isinstance(message, Answer | Tokens)
+        assert isinstance(message, CallResult | Tokens)
         self.calls.take(message)
 
 
@@ -63,11 +68,11 @@ def test_every_asynchronous_method_of_the_protocol_can_be_called():
 
 async def test_an_answer_comes_back_to_its_own_caller() -> None:
     pair = Pair(FakeEngine())
-    await pair.calls.call("create_adapter", spec("m"))
+    await pair.calls.call("create_adapter", spec=spec("m"))
     trained, stepped, sampled = await asyncio.gather(
-        pair.calls.call("train", [train_op("m", backward=False)]),
-        pair.calls.call("optim_step", [optim_op("m")]),
-        pair.calls.call("sample", sample_op(base())),
+        pair.calls.call("train", batch=[train_op("m", backward=False)]),
+        pair.calls.call("optim_step", batch=[optim_op("m")]),
+        pair.calls.call("sample", op=sample_op(base())),
     )
     assert trained[0].output.metrics["loss:sum"] > 0
     assert stepped[0].metrics["step"] == 1
@@ -77,9 +82,9 @@ async def test_an_answer_comes_back_to_its_own_caller() -> None:
 async def test_calls_start_in_the_order_they_were_made() -> None:
     engine = FakeEngine()
     pair = Pair(engine)
-    await pair.calls.call("create_adapter", spec("m"))
+    await pair.calls.call("create_adapter", spec=spec("m"))
     await asyncio.gather(
-        *(pair.calls.call("train", [train_op("m", op_id=str(i))]) for i in range(5))
+        *(pair.calls.call("train", batch=[train_op("m", op_id=str(i))]) for i in range(5))
     )
     assert [call.ids for call in engine.calls[1:]] == [(str(i),) for i in range(5)]
 
@@ -88,11 +93,13 @@ async def test_tokens_of_one_turn_of_the_loop_travel_together_and_before_the_ans
     pair = Pair(FakeEngine())
     heard: list[int] = []
     result = await pair.calls.call(
-        "sample", sample_op(base(), samples=3), on_token=lambda _, token, *__: heard.append(token)
+        "sample",
+        op=sample_op(base(), samples=3),
+        on_token=lambda _, token, *__: heard.append(token),
     )
     assert len(heard) == result.generated_tokens == 18
     kinds = [type(message) for message in pair.sent]
-    assert kinds == [Call, Tokens, Answer]
+    assert kinds == [CallMessage, Tokens, CallResult]
 
 
 async def test_a_caller_that_fails_on_a_token_still_gets_its_sample(
@@ -101,7 +108,7 @@ async def test_a_caller_that_fails_on_a_token_still_gets_its_sample(
     def fails(*_: object) -> None:
         raise ValueError("mine")
 
-    result = await Pair(FakeEngine()).calls.call("sample", sample_op(base()), on_token=fails)
+    result = await Pair(FakeEngine()).calls.call("sample", op=sample_op(base()), on_token=fails)
     assert result.generated_tokens == 6
     assert caplog.text.count("on_token failed") == 1
 
@@ -110,7 +117,7 @@ async def test_cancelling_a_call_cancels_it_over_there() -> None:
     clock = FakeClock()
     engine = FakeEngine(clock, delays=Delays(sample_s=3600.0))
     pair = Pair(engine)
-    waiting = asyncio.ensure_future(pair.calls.call("sample", sample_op(base())))
+    waiting = asyncio.ensure_future(pair.calls.call("sample", op=sample_op(base())))
     await anyio.wait_all_tasks_blocked()
     assert clock.sleepers == 1
     waiting.cancel()
@@ -118,12 +125,14 @@ async def test_cancelling_a_call_cancels_it_over_there() -> None:
         await waiting
     await anyio.wait_all_tasks_blocked()
     assert clock.sleepers == 0
-    assert [type(message) for message in pair.sent] == [Call, Cancel]
+    assert [type(message) for message in pair.sent] == [CallMessage, Cancel]
 
 
 async def test_when_the_other_side_is_gone_every_caller_is_told() -> None:
     pair = Pair(FakeEngine(FakeClock(), delays=Delays(sample_s=3600.0)))
-    calls = [asyncio.ensure_future(pair.calls.call("sample", sample_op(base()))) for _ in range(3)]
+    calls = [
+        asyncio.ensure_future(pair.calls.call("sample", op=sample_op(base()))) for _ in range(3)
+    ]
     await anyio.wait_all_tasks_blocked()
     pair.calls.fail(lambda: ClosedError("gone"))
     errors = await asyncio.gather(*calls, return_exceptions=True)
@@ -136,7 +145,7 @@ async def test_what_cannot_be_sent_fails_for_the_caller_alone() -> None:
     with theirs:
         channel = await open_channel(ours, lambda _: None, lambda _: None)
         with pytest.raises(InputError, match=r"publish: holds something that cannot be sent"):
-            await Calls(channel.send).call("publish", object())
+            await Calls(channel.send).call("publish", model_id=object())
         channel.abort()
 
 
@@ -157,10 +166,10 @@ async def test_a_failed_call_fails_alone_and_says_why(
     engine.fail_next("sample", error)
     pair = Pair(engine)
     with pytest.raises(RequestFailedError) as caught:
-        await pair.calls.call("sample", sample_op(base()))
+        await pair.calls.call("sample", op=sample_op(base()))
     assert said in caught.value.message
     assert caught.value.category == category
-    assert (await pair.calls.call("sample", sample_op(base()))).generated_tokens == 6
+    assert (await pair.calls.call("sample", op=sample_op(base()))).generated_tokens == 6
     assert pair.fatal == []
 
 
@@ -177,7 +186,7 @@ async def test_a_fault_of_the_device_is_the_end_of_the_engine(text: str) -> None
     pair = Pair(engine)
     engine.fail_next("train", RuntimeError(text))
     with pytest.raises(RequestFailedError, match=text):
-        await pair.calls.call("train", [train_op("m")])
+        await pair.calls.call("train", batch=[train_op("m")])
     assert [str(error) for error in pair.fatal] == [text]
 
 
@@ -191,7 +200,7 @@ async def test_a_fault_inside_a_batch_is_found_by_its_cause() -> None:
     engine = Faulty()
     await engine.create_adapter(spec("m"))
     pair = Pair(engine)
-    wrong, right = await pair.calls.call("train", [train_op("m"), train_op("m")])
+    wrong, right = await pair.calls.call("train", batch=[train_op("m"), train_op("m")])
     assert isinstance(wrong, RequestFailedError)
     assert right.tokens > 0
     assert len(pair.fatal) == 1
@@ -199,15 +208,15 @@ async def test_a_fault_inside_a_batch_is_found_by_its_cause() -> None:
 
 async def test_a_users_text_is_no_fault_of_the_device() -> None:
     pair = Pair(FakeEngine())
-    await pair.calls.call("create_adapter", spec("m"))
-    (answer,) = await pair.calls.call("train", [train_op("m", loss_fn="CUDA error")])
+    await pair.calls.call("create_adapter", spec=spec("m"))
+    (answer,) = await pair.calls.call("train", batch=[train_op("m", loss_fn="CUDA error")])
     assert "CUDA error" in answer.message
     assert pair.fatal == []
 
 
 async def test_a_method_that_is_not_the_protocols_is_refused() -> None:
     with pytest.raises(InputError, match="'_adapter'"):
-        await Pair(FakeEngine()).calls.call("_adapter", "m")
+        await Pair(FakeEngine()).calls.call("_adapter", model_id="m")
 
 
 # -- the channel ------------------------------------------------------------------------------
@@ -241,7 +250,7 @@ async def ends() -> AsyncIterator[tuple[End, End]]:
 
 
 async def test_large_messages_cross_both_ways_at_once_and_count_as_signs_of_life() -> None:
-    large = Answer(1, {"file": bytes(range(256)) * 100_000})
+    large = CallResult(1, {"file": bytes(range(256)) * 100_000})
     async with ends() as (one, two):
         one.channel.heard()
         assert not one.channel.heard()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tinkex.engine.process import ProcessSettings
-from tinkex.engine.process.liveness import LOOKS, Silence, computes, how_it_ended, verdict
+from tinkex.engine.process.program import LOOKS, Silence, computes, how_it_ended, verdict
 from tinkex.errors import InputError
 
 if TYPE_CHECKING:

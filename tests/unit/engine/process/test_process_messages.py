@@ -11,7 +11,24 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from tinkex.engine.base import (
+from tinkex.engine.process import EngineSpec, ModelSource
+from tinkex.engine.process.messages import (
+    HEADER,
+    Beat,
+    Broken,
+    CallMessage,
+    CallResult,
+    Cancel,
+    EngineReady,
+    Logged,
+    Phase,
+    Start,
+    Stop,
+    Tokens,
+    decode,
+    encode,
+)
+from tinkex.engine.protocol import (
     AdapterSpec,
     CustomLoss,
     ModelSpec,
@@ -21,23 +38,6 @@ from tinkex.engine.base import (
     TrainOp,
     TrainResult,
     Weights,
-)
-from tinkex.engine.process import EngineSpec, ModelSource
-from tinkex.engine.process.messages import (
-    HEADER,
-    Answer,
-    Beat,
-    Broken,
-    Call,
-    Cancel,
-    Logged,
-    Phase,
-    Ready,
-    Start,
-    Stop,
-    Tokens,
-    decode,
-    encode,
 )
 from tinkex.errors import InputError, ModelError, RequestFailedError
 from tinkex.types import (
@@ -118,18 +118,20 @@ ADAPTER = AdapterSpec(
 SPEC = EngineSpec(models=(ModelSource("tinkex/tiny", "t"),), folder=Path("/somewhere"))
 MESSAGES: list[Message] = [
     Start(SPEC, 0.25, 30),
-    Call(1, "train", ([TRAIN],), {}),
-    Call(2, "sample", (SAMPLE,), {}, streams=True),
-    Call(3, "create_adapter", (ADAPTER,), {}),
-    Call(4, "optim_step", ([OptimOp(op_id="o", model_id="m", params=AdamParams())],), {}),
-    Call(5, "save_adapter", ("m", "there"), {"optimizer": True}),
+    CallMessage(1, "train", {"batch": [TRAIN]}),
+    CallMessage(2, "sample", {"op": SAMPLE}, streams=True),
+    CallMessage(3, "create_adapter", {"spec": ADAPTER}),
+    CallMessage(
+        4, "optim_step", {"batch": [OptimOp(op_id="o", model_id="m", params=AdamParams())]}
+    ),
+    CallMessage(5, "save_adapter", {"model_id": "m", "location": "there", "optimizer": True}),
     Cancel(1),
     Stop(),
     Phase("loading"),
-    Ready([ModelSpec(name="b", max_context_length=8, vocab_size=9)]),
-    Answer(1, [TRAINED]),
-    Answer(2, SAMPLED),
-    Answer(3, {"adapter_config.json": b"{}"}),
+    EngineReady([ModelSpec(name="b", max_context_length=8, vocab_size=9)]),
+    CallResult(1, [TRAINED]),
+    CallResult(2, SAMPLED),
+    CallResult(3, {"adapter_config.json": b"{}"}),
     Tokens([(2, 0, 17, -0.5, ([17, 3], [-0.5, -1.5]))]),
     Beat(),
     Logged(30, "tinkex.engine", "careful"),
@@ -156,7 +158,7 @@ def test_a_message_arrives_as_it_was_sent(message: Message):
     ],
 )
 def test_an_error_arrives_with_its_type_and_fields(error: Any):
-    for message in (Answer(1, error=error), Answer(1, [error]), Broken(error)):
+    for message in (CallResult(1, error=error), CallResult(1, [error]), Broken(error)):
         arrived: Any = decode(body(message))
         found = getattr(arrived, "error", None) or arrived.value[0]
         assert type(found) is type(error)
@@ -176,7 +178,7 @@ class Planted:
 )
 def test_nothing_but_known_values_can_be_sent(value: Any):
     with pytest.raises(pickle.PicklingError, match="has no place in a message"):
-        encode(Answer(1, value))
+        encode(CallResult(1, value))
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional as F
 
-from tinkex.engine.base import SampleOp, Weights
+from tinkex.engine.decoder import base_projections
 from tinkex.engine.lora import logits as head_logits
-from tinkex.engine.models.base import base_projections
 from tinkex.engine.models.tiny import tiny_decoder
 from tinkex.engine.models.tokenizer import byte_tokenizer
+from tinkex.engine.protocol import SampleOp, Weights
 from tinkex.engine.sampler import Sampler, SamplerSettings
 from tinkex.types import ModelInput, SamplingParams
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from tinkex.engine.base import SampleResult
-    from tinkex.engine.models.base import Decoder, Project
-    from tinkex.engine.sampler import SampleRun, Segment
+    from tinkex.engine.decoder import Decoder, Project
+    from tinkex.engine.protocol import SampleResult
+    from tinkex.engine.sampler import SampleRun, VersionRows
 
 EOS = 256
 
@@ -40,10 +40,10 @@ class BaseOnly:
         self._project = base_projections(decoder, packed=True)
         self._head = decoder.head
 
-    def project(self, segments: Sequence[Segment]) -> Project:
+    def project(self, segments: Sequence[VersionRows]) -> Project:
         return self._project
 
-    def logits(self, h_RD: Tensor, segments: Sequence[Segment]) -> Tensor:
+    def logits(self, h_RD: Tensor, segments: Sequence[VersionRows]) -> Tensor:
         return head_logits(h_RD, self._head)
 
 

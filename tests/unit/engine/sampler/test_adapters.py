@@ -21,10 +21,9 @@ from tests.unit.engine.sampler.kit import (
     tiny,
     tokens,
 )
-from tinkex.engine.attention import PackedAttention
-from tinkex.engine.lora import Segment as LoraSegment
-from tinkex.engine.lora import Targets, adapted_projections, initial, sweep
-from tinkex.engine.models.base import base_projections
+from tinkex.engine.attention.packed import PackedAttention
+from tinkex.engine.decoder import base_projections
+from tinkex.engine.lora import Segment, Targets, adapted_projections, initial, sweep
 from tinkex.engine.sampler import LoraAdapters
 from tinkex.types import LoraConfig
 
@@ -33,9 +32,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from tinkex.engine.decoder import Project
     from tinkex.engine.lora import LoraWeights
-    from tinkex.engine.models.base import Project
-    from tinkex.engine.sampler import Adapters, Segment
+    from tinkex.engine.sampler import Adapters, VersionRows
 
 TOLERANCE = 1e-5
 
@@ -48,7 +47,7 @@ class LowRank:
         self._made: dict[tuple[str, str], tuple[Tensor, Tensor]] = {}
         self._base = base_projections(tiny())
 
-    def project(self, segments: Sequence[Segment]) -> Project:
+    def project(self, segments: Sequence[VersionRows]) -> Project:
         for segment in segments:
             if segment.version not in self._ranks:
                 raise LookupError(f"no weights called {segment.version}")
@@ -65,7 +64,7 @@ class LowRank:
 
         return project
 
-    def logits(self, h_RD: Tensor, segments: Sequence[Segment]) -> Tensor:
+    def logits(self, h_RD: Tensor, segments: Sequence[VersionRows]) -> Tensor:
         unembed_VD = tiny().unembed_VD
         out = F.linear(h_RD, unembed_VD)
         for s in segments:
@@ -175,7 +174,7 @@ def test_sampled_logprobs_are_those_of_the_trainers_own_layers(version: str) -> 
     ).response.sequences[0]
     ids = text(11) + found.tokens
     with torch.no_grad():
-        segments = [LoraSegment(0, len(ids), weights)]
+        segments = [Segment(0, len(ids), weights)]
         h_TD = tiny().hidden(
             torch.tensor(ids),
             torch.arange(len(ids)),
@@ -183,7 +182,7 @@ def test_sampled_logprobs_are_those_of_the_trainers_own_layers(version: str) -> 
             adapted_projections(tiny(), segments),
         )
         targets = Targets(torch.tensor([*ids[1:], 0]), [1] * len(ids))
-        swept = sweep(h_TD, tiny().head, segments, targets)
+        swept = sweep(h_TD, tiny(), segments, targets)
     trained = swept.logprobs_M[10:-1].numpy()
     assert np.abs(trained - found.logprobs_np).max() < TOLERANCE
 
@@ -203,7 +202,7 @@ def test_a_version_that_cannot_be_used_fails_its_own_request_only(adapters: LowR
 class Diverged(BaseOnly):
     """Version "nan" produces NaN everywhere, keys and values included."""
 
-    def project(self, segments: Sequence[Segment]) -> Project:
+    def project(self, segments: Sequence[VersionRows]) -> Project:
         def project(layer: int, names: Any, x_TI: Tensor) -> tuple[Tensor, ...]:
             outputs = inner(layer, names, x_TI)
             for out in outputs:
@@ -268,7 +267,7 @@ def test_numbers_of_a_neighbour_that_still_runs_are_never_read() -> None:
 class OutOfMemory(BaseOnly):
     """Fails whenever a pass has more than a few tokens, as a full device would."""
 
-    def project(self, segments: Sequence[Segment]) -> Project:
+    def project(self, segments: Sequence[VersionRows]) -> Project:
         if segments[-1].stop > 20:
             raise MemoryError("no room for activations")
         return super().project(segments)
@@ -288,7 +287,7 @@ def test_a_pass_that_does_not_fit_is_split_and_only_what_never_fits_fails() -> N
 
 
 class HeadFails(BaseOnly):
-    def logits(self, h_RD: Tensor, segments: Sequence[Segment]) -> Tensor:
+    def logits(self, h_RD: Tensor, segments: Sequence[VersionRows]) -> Tensor:
         raise MemoryError("no room for logits")
 
 
@@ -307,7 +306,7 @@ class Watched(BaseOnly):
         super().__init__(tiny())
         self.rows: list[int] = []
 
-    def logits(self, h_RD: Tensor, segments: Sequence[Segment]) -> Tensor:
+    def logits(self, h_RD: Tensor, segments: Sequence[VersionRows]) -> Tensor:
         self.rows.append(len(h_RD))
         return super().logits(h_RD, segments)
 

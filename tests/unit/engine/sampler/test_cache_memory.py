@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tinkex.engine.attention import new_cache
+from tinkex.engine.attention.paged import new_cache
 from tinkex.engine.models.tiny import TINY_CONFIG
 
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from tests.unit.engine.sampler import kit
-from tinkex.engine.logprobs import normalizers
+from tinkex.engine.backends.torch.cross_entropy import normalizers
+from tinkex.engine.backends.torch.pick import Draw, pick
 from tinkex.engine.sampler import sampler as module
 from tinkex.engine.sampler.batcher import Piece
-from tinkex.engine.sampler.pick import Draw, pick
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from tinkex.engine.logprobs import normalizers
-from tinkex.engine.sampler.pick import (
+from tinkex.engine.backends.torch.cross_entropy import normalizers
+from tinkex.engine.backends.torch.pick import (
     Draw,
     best,
     invert,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.unit.engine.sampler.kit import op, sampler, text
-from tinkex.engine.sampler.pick import uniforms
+from tinkex.engine.backends.torch.pick import uniforms
 from tinkex.engine.sampler.request import next_uniforms
 
 

@@ -25,7 +25,7 @@ from tests.unit.engine.sampler.kit import (
 from tinkex.engine.models.tiny import tiny_decoder
 
 if TYPE_CHECKING:
-    from tinkex.engine.base import SampleOp, SampleResult
+    from tinkex.engine.protocol import SampleOp, SampleResult
     from tinkex.engine.sampler import SampleRun
 
 # Rounding in float32 only. The bits differ because matrix products and attention sum in an

@@ -13,14 +13,11 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from tinkex.engine.base import AdapterSpec, OptimOp, TrainOp, TrainResult
+from tinkex.engine.decoder import DecoderConfig
 from tinkex.engine.lora import wrap
-from tinkex.engine.models.base import DecoderConfig
-from tinkex.engine.models.families import family
-from tinkex.engine.models.llama import Llama
-from tinkex.engine.models.qwen2 import Qwen2
-from tinkex.engine.models.qwen3 import Qwen3
-from tinkex.engine.trainer import Trainer
+from tinkex.engine.models.families import Llama, Qwen2, Qwen3, family
+from tinkex.engine.protocol import AdapterSpec, OptimOp, TrainOp, TrainResult
+from tinkex.engine.training.trainer import Trainer
 from tinkex.types import AdamOptimizerConfig, AdamParams, Datum, LoraConfig, ModelInput
 
 if TYPE_CHECKING:

@@ -8,13 +8,11 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from tests.unit.engine.native.processor import needs_mkl
 from tests.unit.engine.training.kit import (
     Reference,
     add,
@@ -27,11 +25,9 @@ from tests.unit.engine.training.kit import (
     tokens,
     trainer,
 )
-from tinkex.engine import abreast
-from tinkex.engine import trainer as trainers
-from tinkex.engine.attention import PackedAttention
-from tinkex.engine.base import TrainResult
-from tinkex.engine.slices import cut, take_pass
+from tinkex.engine.attention.packed import PackedAttention
+from tinkex.engine.protocol import TrainResult
+from tinkex.engine.training.packing import cut, take_pass
 from tinkex.errors import RequestFailedError
 from tinkex.types import Datum, ImageChunk, ModelInput
 
@@ -67,28 +63,6 @@ def test_an_operation_answers_the_same_bits_alone_and_among_others(pass_tokens):
     for one, result in zip(_batch(), results, strict=True):
         (by_itself,) = run(alone, one)
         assert by_itself.output == result.output
-    for model_id in ADAPTERS:
-        assert torch.equal(gradient(together, model_id), gradient(alone, model_id))
-
-
-@needs_mkl
-@pytest.mark.parametrize("pass_tokens", [8192, 90])
-def test_half_a_pass_on_each_of_two_threads_gives_the_same_bits(pass_tokens, monkeypatch):
-    halves = []
-    submit = abreast._other.submit
-    monkeypatch.setattr(
-        abreast, "_other", SimpleNamespace(submit=lambda *work: halves.append(1) or submit(*work))
-    )
-    monkeypatch.setattr(trainers, "TRAINING_ALONE", 0)
-    together, alone = _made(max_pass_tokens=pass_tokens), _made(max_pass_tokens=pass_tokens)
-    torch.set_num_threads(2)
-    try:
-        results = run(together, *_batch())
-    finally:
-        torch.set_num_threads(1)
-    assert halves
-    for one, result in zip(_batch(), results, strict=True):
-        assert run(alone, one)[0].output == result.output
     for model_id in ADAPTERS:
         assert torch.equal(gradient(together, model_id), gradient(alone, model_id))
 

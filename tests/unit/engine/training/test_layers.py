@@ -7,9 +7,9 @@ import torch
 from torch.nn import functional as F
 
 from tests.unit.engine.training.kit import CONFIG, QWEN2, decoder
+from tinkex.engine.backends.torch.linear import Linear
+from tinkex.engine.decoder import SHARED_INPUT, base_projections
 from tinkex.engine.lora import Segment, adapted_projections, initial, wrap
-from tinkex.engine.models.base import SHARED_INPUT, base_projections
-from tinkex.engine.models.linear import Linear
 from tinkex.types import LoraConfig
 
 

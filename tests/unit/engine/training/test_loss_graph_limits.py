@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.patience import PATIENCE_S
-from tinkex.engine import custom_loss_limits as limits
-from tinkex.engine.custom_loss import MAX_ELEMENTS, MAX_TOTAL, compile_loss
+from tinkex.engine.training import custom_loss_limits as limits
+from tinkex.engine.training.custom_loss import MAX_ELEMENTS, MAX_TOTAL, compile_loss
 from tinkex.errors import InputError
 from tinkex.types import CustomLossGraph, CustomLossInput, CustomLossNode
 

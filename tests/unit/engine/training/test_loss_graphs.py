@@ -10,8 +10,8 @@ import torch
 
 from tests.unit.engine.training.kit import Reference, add, column, datum, gradient, op, run, trainer
 from tinkex.clients.loss_graph import trace
-from tinkex.engine.base import CustomLoss
-from tinkex.engine.custom_loss import MAX_ELEMENTS, MAX_NODES, compile_loss
+from tinkex.engine.protocol import CustomLoss
+from tinkex.engine.training.custom_loss import MAX_ELEMENTS, MAX_NODES, compile_loss
 from tinkex.errors import InputError, RequestFailedError
 from tinkex.types import CustomLossGraph, CustomLossInput, CustomLossNode, Datum
 

@@ -22,8 +22,8 @@ from tests.unit.engine.training.kit import (
     tokens,
     trainer,
 )
-from tinkex.engine.base import TrainResult
-from tinkex.engine.memory import TARGET_BYTES, PassMemory, block_bytes
+from tinkex.engine.protocol import TrainResult
+from tinkex.engine.training.memory import TARGET_BYTES, PassMemory, block_bytes
 from tinkex.errors import RequestFailedError
 from tinkex.types import Datum, LoraConfig, ModelInput, TensorData
 

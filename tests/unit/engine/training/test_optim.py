@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from tests.unit.engine.training.kit import add, datum, gradient, op, run, step, trainer
-from tinkex.engine.base import AdapterSpec, OptimOp
-from tinkex.engine.optim import adamw_step, fresh_moments
+from tinkex.engine.backends.torch import TORCH
+from tinkex.engine.backends.torch.adamw import fresh_moments
+from tinkex.engine.protocol import AdapterSpec, OptimOp
+from tinkex.engine.training.optim import adamw_step
 from tinkex.errors import RequestFailedError
 from tinkex.types import AdamParams, DimuonOptimizerConfig, DimuonParams, LoraConfig
 
@@ -36,7 +38,7 @@ def test_steps_follow_torchs_own_adamw(settings):
     moments = fresh_moments(ours)
     for _ in range(20):
         slope = torch.randn(200, generator=generator)
-        ours, moments, _ = adamw_step(ours, slope, moments, params)
+        ours, moments, _ = adamw_step(ours, slope, moments, params, TORCH)
         theirs.grad = slope.double()
         other.step()
     # Twenty float32 updates against float64 ones.
@@ -48,7 +50,7 @@ def test_the_gradient_is_clipped_by_its_global_norm():
     slope = torch.tensor([3.0, 4.0])
     start = torch.zeros(2)
     params = AdamParams(grad_clip_norm=0.5, beta1=0.0, eps=1e30)
-    _, moments, metrics = adamw_step(start, slope, fresh_moments(start), params)
+    _, moments, metrics = adamw_step(start, slope, fresh_moments(start), params, TORCH)
     assert metrics["grad_norm"] == 5.0
     assert metrics["grad_norm_clipped"] == pytest.approx(0.5)
     torch.testing.assert_close(moments.first_P, torch.tensor([0.3, 0.4]))
@@ -58,7 +60,7 @@ def test_the_gradient_is_clipped_by_its_global_norm():
 def test_a_norm_within_the_limit_is_left_alone(limit):
     slope, start = torch.tensor([3.0, 4.0]), torch.zeros(2)
     params = AdamParams(grad_clip_norm=limit)
-    _, _, metrics = adamw_step(start, slope, fresh_moments(start), params)
+    _, _, metrics = adamw_step(start, slope, fresh_moments(start), params, TORCH)
     assert metrics["grad_norm"] == metrics["grad_norm_clipped"] == 5.0
 
 

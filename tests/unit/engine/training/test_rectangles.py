@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tinkex.engine.lora.rectangles import rectangles
+from tinkex.engine.backends.torch.rectangles import rectangles
 
 
 @pytest.mark.parametrize("cells", [1, 7, 2**20])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tests.unit.engine.training.kit import add, datum, gradient, op, run, step, trainer
-from tinkex.engine.base import TrainResult
+from tinkex.engine.protocol import TrainResult
 
 LENGTHS = ([30, 7, 12], [40], [5, 5, 5, 5], [9])
 

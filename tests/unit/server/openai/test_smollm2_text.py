@@ -9,12 +9,12 @@ import pytest
 from transformers import AutoTokenizer
 
 from tinkex.config import DEFAULT_MODEL
-from tinkex.engine.base import ModelText
 from tinkex.engine.models.gguf_file import GgufFile
 from tinkex.engine.models.hub import packaged_file
 from tinkex.engine.models.tokenizer import gguf_tokenizer
+from tinkex.engine.protocol import ModelText
 from tinkex.server.openai.choice import Choice
-from tinkex.server.openai.texts import Text
+from tinkex.server.openai.tokenization import TextCodec
 from tinkex.testing import FakeClock
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def file() -> Path:
 
 
 @pytest.fixture(scope="module")
-def text(file: Path) -> Text:
+def text(file: Path) -> TextCodec:
     with GgufFile(file) as gguf:
         brought = gguf_tokenizer(gguf)
     source = ModelText(
@@ -46,7 +46,7 @@ def text(file: Path) -> Text:
         eos_token=brought.eos_token,
         eos_token_ids=(2,),
     )
-    return Text(source, 2048)
+    return TextCodec(source, 2048)
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def theirs(file: Path) -> Any:
 @pytest.mark.anyio
 @pytest.mark.parametrize("messages", CHATS)
 async def test_a_chat_becomes_the_tokens_that_transformers_makes_of_it(
-    text: Text, theirs: Any, messages: list[dict[str, str]]
+    text: TextCodec, theirs: Any, messages: list[dict[str, str]]
 ):
     assert text.template is not None
     rendered = text.template.render(messages, add_generation_prompt=True, clock=FakeClock())
@@ -68,7 +68,7 @@ async def test_a_chat_becomes_the_tokens_that_transformers_makes_of_it(
 
 
 def test_any_tokens_read_one_by_one_give_the_text_that_transformers_decodes(
-    text: Text, theirs: Any
+    text: TextCodec, theirs: Any
 ):
     draw = random.Random(4)
     for length in (1, 5, 50, 500):
@@ -78,7 +78,7 @@ def test_any_tokens_read_one_by_one_give_the_text_that_transformers_decodes(
         assert "".join(pieces) == theirs.decode(tokens, skip_special_tokens=True)
 
 
-def test_every_token_of_the_vocabulary_has_its_bytes(text: Text, theirs: Any):
+def test_every_token_of_the_vocabulary_has_its_bytes(text: TextCodec, theirs: Any):
     missing = [token for token in range(49152) if not text.pieces.bytes_of(token)]
     assert missing == []
     assert text.pieces.bytes_of(theirs.convert_tokens_to_ids("Ġthe")) == b" the"

@@ -13,13 +13,13 @@ from tests.unit.server.conftest import Api
 from tinkex.clock import time_limit
 from tinkex.errors import EngineDiedError
 from tinkex.testing import FakeClock, FakeEngine, FakeServer
-from tinkex.testing.engine import Delays
+from tinkex.testing.fake_engine import Delays
 
 from .conftest import V1, chat, completion
 
 if TYPE_CHECKING:
     from tests.unit.server.conftest import Start
-    from tinkex.engine.base import OnToken, SampleOp, SampleResult
+    from tinkex.engine.protocol import OnToken, SampleOp, SampleResult
 
 pytestmark = pytest.mark.anyio
 

@@ -8,7 +8,7 @@ import pytest
 
 from tinkex.chat.template import ChatTemplate
 from tinkex.errors import BadRequestError
-from tinkex.server.openai.template import prompt_text
+from tinkex.server.openai.endpoints import prompt_text
 from tinkex.testing import FakeClock
 
 HELLO = [{"role": "user", "content": "hello"}]

@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from tinkex.engine.base import ModelText
+from tinkex.engine.protocol import ModelText
 from tinkex.errors import TokenizerError
 from tinkex.server.openai.choice import Choice, Delta
-from tinkex.server.openai.texts import Text
+from tinkex.server.openai.tokenization import TextCodec
 from tinkex.testing.toy_text import toy_text
 
 SNOWMAN = list("☃".encode())
 
 
-def text_of(fast: Tokenizer, **others: Any) -> Text:
-    return Text(ModelText(tokenizer_json=fast.to_str().encode(), **others), 100)
+def text_of(fast: Tokenizer, **others: Any) -> TextCodec:
+    return TextCodec(ModelText(tokenizer_json=fast.to_str().encode(), **others), 100)
 
 
 def sentence_pieces() -> Tokenizer:
@@ -37,8 +37,8 @@ def sentence_pieces() -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def toy() -> Text:
-    return Text(toy_text(), 100)
+def toy() -> TextCodec:
+    return TextCodec(toy_text(), 100)
 
 
 def read(choice: Choice, tokens: list[int], reason: Any = "length") -> list[Delta]:
@@ -50,7 +50,7 @@ def texts(deltas: list[Delta]) -> list[str]:
     return [delta.text for delta in deltas]
 
 
-def test_a_character_comes_with_its_last_token(toy: Text):
+def test_a_character_comes_with_its_last_token(toy: TextCodec):
     deltas = read(Choice(toy), [65, *SNOWMAN, 66])
     assert texts(deltas) == ["A", "", "", "☃", "B", ""]
     assert [[token.id for token in delta.tokens] for delta in deltas][1:4] == [[], [], SNOWMAN]
@@ -58,12 +58,12 @@ def test_a_character_comes_with_its_last_token(toy: Text):
     assert offsets == [0, 1, 1, 1, 2]
 
 
-def test_a_broken_character_is_shown_as_one_when_it_is_clear_that_it_is(toy: Text):
+def test_a_broken_character_is_shown_as_one_when_it_is_clear_that_it_is(toy: TextCodec):
     assert texts(read(Choice(toy), [*SNOWMAN[:2], 65])) == ["", "", "\ufffdA", ""]
     assert texts(read(Choice(toy), [65, *SNOWMAN[:2]])) == ["A", "", "", "\ufffd"]
 
 
-def test_special_and_unknown_tokens_have_no_text_but_are_there(toy: Text):
+def test_special_and_unknown_tokens_have_no_text_but_are_there(toy: TextCodec):
     deltas = read(Choice(toy), [257, 65, 999, 258])
     assert "".join(texts(deltas)) == "A"
     assert [token.id for delta in deltas for token in delta.tokens] == [257, 65, 999, 258]
@@ -72,7 +72,7 @@ def test_special_and_unknown_tokens_have_no_text_but_are_there(toy: Text):
     assert toy.pieces.shown(0xE2) == "bytes:\\xe2"
 
 
-def test_what_may_be_a_stop_string_is_held_back(toy: Text):
+def test_what_may_be_a_stop_string_is_held_back(toy: TextCodec):
     deltas = read(Choice(toy, ["END", "\n\n"]), list(b"EN ENX EEND of"))
     assert texts(deltas)[:4] == ["", "", "EN ", ""]
     assert "".join(texts(deltas)) == "EN ENX E"
@@ -80,14 +80,14 @@ def test_what_may_be_a_stop_string_is_held_back(toy: Text):
     assert [token.id for delta in deltas for token in delta.tokens] == list(b"EN ENX E")
 
 
-def test_what_was_held_back_comes_out_at_the_end(toy: Text):
+def test_what_was_held_back_comes_out_at_the_end(toy: TextCodec):
     deltas = read(Choice(toy, ["END"]), list(b"THE EN"))
     assert "".join(texts(deltas)) == "THE EN"
     assert deltas[-1].text == "EN"
     assert deltas[-1].finish == "length"
 
 
-def test_the_stop_string_that_is_complete_first_counts(toy: Text):
+def test_the_stop_string_that_is_complete_first_counts(toy: TextCodec):
     for chunks in (["abcd"], list("abcd")):
         fast = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(chunks)}, merges=[]))
         fast.decoder = decoders.ByteLevel()
@@ -95,14 +95,14 @@ def test_the_stop_string_that_is_complete_first_counts(toy: Text):
         assert "".join(texts(deltas)) == "a"
 
 
-def test_the_token_that_ends_a_text_is_no_part_of_it(toy: Text):
+def test_the_token_that_ends_a_text_is_no_part_of_it(toy: TextCodec):
     deltas = read(Choice(toy), [65, *SNOWMAN[:1], 256, 66])
     assert texts(deltas) == ["A", "", "\ufffd", "", ""]
     assert deltas[2].finish == "stop"
     assert [token.id for delta in deltas for token in delta.tokens] == [65, *SNOWMAN[:1]]
 
 
-def test_a_token_that_a_stop_string_cuts_is_listed(toy: Text):
+def test_a_token_that_a_stop_string_cuts_is_listed(toy: TextCodec):
     fast = Tokenizer(models.BPE(vocab={"Hi": 0, ".Ċ": 1}, merges=[]))
     fast.decoder = decoders.ByteLevel()
     deltas = read(Choice(text_of(fast), ["\n"]), [0, 1])
@@ -134,5 +134,5 @@ async def test_truncation_and_padding_of_a_tokenizer_are_ignored():
     assert await text_of(fast).encode("aaaa", "prompt") == [0] * 4
 
 
-def test_the_ends_of_text_are_named_for_the_engine(toy: Text):
+def test_the_ends_of_text_are_named_for_the_engine(toy: TextCodec):
     assert toy.eos_texts == ["<|endoftext|>"]

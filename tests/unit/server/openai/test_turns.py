@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import anyio
 import pytest
 
-from tinkex.testing.engine import Delays
+from tinkex.testing.fake_engine import Delays
 from tinkex.transport.base import Pool, Request
 
 from .conftest import V1, completion

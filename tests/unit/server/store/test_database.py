@@ -10,9 +10,9 @@ import pytest
 from sqlalchemy import event, text
 
 from tinkex.errors import ClosedError
-from tinkex.server.store.sql.address import parse
 from tinkex.server.store.sql.database import Database
 from tinkex.server.store.sql.sqlite import Sqlite
+from tinkex.server.store.sql.store import parse
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -58,7 +58,7 @@ def numbers(connection: Connection) -> list[int]:
 async def test_calls_that_wait_together_share_a_commit_and_keep_their_order(tmp_path: Path) -> None:
     async with opened(tmp_path) as database:
         commits: list[object] = []
-        event.listen(database.place.engine, "commit", commits.append)
+        event.listen(database.driver.engine, "commit", commits.append)
         order: list[int] = []
         await asyncio.gather(*(database.write(add(n), order.append) for n in range(200)))
         assert order == list(range(200))

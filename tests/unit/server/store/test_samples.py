@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from tests.contracts.store_suite import DONE, sample
-from tinkex.server.store.samples import Samples
+from tinkex.server.store.sample_memory import SampleMemory
 
 
-def ended(samples: Samples, seq: int, at: float = 1.0) -> None:
+def ended(samples: SampleMemory, seq: int, at: float = 1.0) -> None:
     samples.submit(sample(seq))
     assert samples.finish(sample(seq).op_id, DONE, at)
 
 
 def test_only_the_newest_finished_samples_are_known() -> None:
-    samples = Samples(most_finished=3)
+    samples = SampleMemory(most_finished=3)
     samples.submit(sample(99))
     for seq in range(5):
         ended(samples, seq)
@@ -23,7 +23,7 @@ def test_only_the_newest_finished_samples_are_known() -> None:
 
 
 def test_a_cursor_counts_what_is_forgotten() -> None:
-    samples = Samples(most_finished=2)
+    samples = SampleMemory(most_finished=2)
     for seq in range(3):
         ended(samples, seq)
     found, cursor = samples.completions("s:sample:0", 0, 0)
@@ -34,7 +34,7 @@ def test_a_cursor_counts_what_is_forgotten() -> None:
 
 
 def test_a_client_that_comes_back_after_it_was_forgotten_misses_nothing() -> None:
-    samples = Samples()
+    samples = SampleMemory()
     for seq in range(3):
         ended(samples, seq, at=1.0)
     _, cursor = samples.completions("s:sample:0", 0, 0)
@@ -47,7 +47,7 @@ def test_a_client_that_comes_back_after_it_was_forgotten_misses_nothing() -> Non
 
 
 def test_old_samples_lose_their_results_first_and_then_themselves() -> None:
-    samples = Samples()
+    samples = SampleMemory()
     for seq in range(3):
         ended(samples, seq, at=float(seq))
     assert samples.drop_results_before(2.0) == 2
@@ -58,7 +58,7 @@ def test_old_samples_lose_their_results_first_and_then_themselves() -> None:
 
 
 def test_a_restart_forgets_all_of_them() -> None:
-    samples = Samples()
+    samples = SampleMemory()
     ended(samples, 1)
     samples.submit(sample(2))
     assert sorted(samples.clear()) == ["s:sample:0:1", "s:sample:0:2"]

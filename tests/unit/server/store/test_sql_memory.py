@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.contracts.store_suite import DONE, key, sample, session, step, used
-from tinkex.server.store.records import Outcome
+from tinkex.server.store.records import OperationOutcome
 from tinkex.server.store.sql import SqlStore
-from tinkex.server.store.sql.behind import SEEN_EVERY_S, USAGE_EVERY_S
 from tinkex.server.store.sql.overflow import ROOM_BYTES
+from tinkex.server.store.sql.write_behind import SEEN_EVERY_S, USAGE_EVERY_S
 from tinkex.testing import FakeClock
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ async def test_heartbeats_write_nothing_by_themselves(tmp_path: Path) -> None:
 
 
 async def test_results_of_finished_operations_are_not_held_in_memory(tmp_path: Path) -> None:
-    large = Outcome(body=b"x" * 1_000_000, size_bytes=1_000_000)
+    large = OperationOutcome(body=b"x" * 1_000_000, size_bytes=1_000_000)
     async with SqlStore.open(tmp_path / "store.db") as store:
         for seq in range(40):
             await store.submit(step(seq, body=b"y" * 1000))
@@ -83,7 +83,7 @@ async def test_results_of_finished_operations_are_not_held_in_memory(tmp_path: P
 
 async def test_results_of_samples_beyond_memory_are_kept_on_disk(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
-    large = Outcome(body=b"x" * (ROOM_BYTES // 4), size_bytes=ROOM_BYTES // 4)
+    large = OperationOutcome(body=b"x" * (ROOM_BYTES // 4), size_bytes=ROOM_BYTES // 4)
     async with SqlStore.open(path) as store:
         for seq in range(6):
             await store.submit(sample(seq))
@@ -106,7 +106,7 @@ async def test_results_of_samples_beyond_memory_are_kept_on_disk(tmp_path: Path)
 
 async def test_what_samples_left_on_disk_is_gone_after_a_restart(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
-    large = Outcome(body=b"x" * (ROOM_BYTES + 1), size_bytes=ROOM_BYTES + 1)
+    large = OperationOutcome(body=b"x" * (ROOM_BYTES + 1), size_bytes=ROOM_BYTES + 1)
     async with SqlStore.open(path) as store:
         await store.submit(sample(1))
         await store.finish(sample(1).op_id, large, 1.0)
@@ -154,5 +154,5 @@ async def test_only_what_cannot_be_done_again_waits_for_the_disk(tmp_path: Path)
         await store.finish(step(1).op_id, DONE, 1.0)
         assert not await waits_for_the_disk()
         await store.submit(step(2))
-        await store.finish(step(2).op_id, Outcome(error="withdrawn"), 1.0)
+        await store.finish(step(2).op_id, OperationOutcome(error="withdrawn"), 1.0)
         assert await waits_for_the_disk()

@@ -1,8 +1,8 @@
-"""The calls of one event loop to the thread that owns the connection.
+"""The calls of one event loop to the thread that owns the database connection.
 
-Calls that wait at the same moment share one transaction and one commit, in order of arrival,
-and each is answered after that commit. Reads go the same way: they see every write that was
-asked for before them.
+Calls that wait at the same moment share one transaction and one commit, in order of arrival, and
+each returns after that commit. Reads are calls like these: they see every write that was called
+before them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar, over
 from sqlalchemy.exc import DBAPIError
 
 from tinkex.errors import ClosedError, StorageError
-from tinkex.server.store.samples import Samples
+from tinkex.server.store.sample_memory import SampleMemory
 from tinkex.server.store.sql.failures import storage_error, unreachable
 from tinkex.server.store.sql.overflow import Overflow
 
@@ -27,21 +27,21 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection, Engine
 
-    from tinkex.server.store.records import Model, Operation, Sampler, Session
-    from tinkex.server.store.sql.behind import Behind
+    from tinkex.server.store.records import Model, Operation, StoredSampler, StoredSession
+    from tinkex.server.store.sql.write_behind import WriteBehind
 
 T = TypeVar("T")
 U = TypeVar("U")
 
-# Large enough for any burst, small enough that the first of it does not wait for long.
+# Large enough for a burst, small enough that its first call does not wait for long.
 _LARGEST_GROUP = 256
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """`then` runs on the loop in order of commit, even when nobody waits any more."""
+    """`then` runs on the loop in order of commit, even if its caller was cancelled."""
 
-    errand: Errand
+    unit: UnitOfWork
     then: Callable[[Any], Any] | None
     future: asyncio.Future[Any]
 
@@ -49,12 +49,12 @@ class _Call:
 class Database:
     """Runs functions of a connection; make one on the loop that will call it."""
 
-    def __init__(self, place: Place) -> None:
-        self.place = place
+    def __init__(self, driver: DatabaseDriver) -> None:
+        self.driver = driver
         self._loop = asyncio.get_running_loop()
         self._queue: SimpleQueue[_Call | None] = SimpleQueue()
         self._closing = threading.Event()
-        self._link = Link(place, self._closing)
+        self._connections = ConnectionOwner(driver, self._closing)
         self._thread = threading.Thread(target=self._serve, name="tinkex-store", daemon=True)
 
     def start(self) -> None:
@@ -62,7 +62,7 @@ class Database:
         self._thread.start()
 
     async def close(self) -> None:
-        """Do what waits, close the connection, end the thread."""
+        """Run the calls that wait, close the connection, end the thread."""
         self._closing.set()
         self._queue.put(None)
         await asyncio.to_thread(self._thread.join)
@@ -72,16 +72,16 @@ class Database:
     @overload
     async def read(self, do: Callable[[Connection], T], then: Callable[[T], U]) -> U: ...
     async def read(self, do: Any, then: Any = None) -> Any:
-        """What `do` finds, passed through `then` on the loop."""
-        return await self._call(Errand(do, "read"), then)
+        """What `do` returns, passed through `then` on the loop."""
+        return await self._call(UnitOfWork(do, "read"), then)
 
     @overload
     async def write(self, do: Callable[[Connection], T]) -> T: ...
     @overload
     async def write(self, do: Callable[[Connection], T], then: Callable[[T], U]) -> U: ...
     async def write(self, do: Any, then: Any = None) -> Any:
-        """Like `read`, after what `do` wrote is durable."""
-        return await self._call(Errand(do, "full"), then)
+        """Like `read`, after the writes of `do` are durable."""
+        return await self._call(UnitOfWork(do, "full"), then)
 
     @overload
     async def write_lightly(self, do: Callable[[Connection], T]) -> T: ...
@@ -89,21 +89,21 @@ class Database:
     async def write_lightly(self, do: Callable[[Connection], T], then: Callable[[T], U]) -> U: ...
     async def write_lightly(self, do: Any, then: Any = None) -> Any:
         """Like `write`, for what can be done again: a power cut may undo it."""
-        return await self._call(Errand(do, "light"), then)
+        return await self._call(UnitOfWork(do, "light"), then)
 
-    async def _call(self, errand: Errand, then: Callable[[Any], Any] | None) -> Any:
+    async def _call(self, unit: UnitOfWork, then: Callable[[Any], Any] | None) -> Any:
         if self._closing.is_set():
             raise ClosedError("the store is closed")
         future: asyncio.Future[Any] = self._loop.create_future()
-        self._queue.put(_Call(errand, then, future))
+        self._queue.put(_Call(unit, then, future))
         return await future
 
     def _serve(self) -> None:
         while group := self._next_group():
-            answers = self._link.run([call.errand for call in group])
-            with suppress(RuntimeError):  # the loop is closed: nobody is left to be told
+            answers = self._connections.run([call.unit for call in group])
+            with suppress(RuntimeError):  # the loop is closed, and its callers with it
                 self._loop.call_soon_threadsafe(_settle, group, answers)
-        self._link.close()
+        self._connections.close()
 
     def _next_group(self) -> list[_Call]:
         """Everything that waits; empty once the database is closed."""
@@ -120,13 +120,13 @@ class Database:
         return group
 
 
-def _settle(group: Sequence[_Call], answers: Sequence[Any | Failed]) -> None:
+def _settle(group: Sequence[_Call], answers: Sequence[Any | FailedCall]) -> None:
     for call, answer in zip(group, answers, strict=True):
         try:
-            if isinstance(answer, Failed):
+            if isinstance(answer, FailedCall):
                 raise answer.error
             value = answer if call.then is None else call.then(answer)
-        except Exception as error:  # noqa: BLE001 - the caller is told
+        except Exception as error:  # noqa: BLE001 - raised at the caller
             if not call.future.done():
                 call.future.set_exception(error)
         else:
@@ -138,7 +138,7 @@ _RETRY_EVERY_S = 0.1
 _ATTEMPTS = 3
 
 
-class Place(Protocol):
+class DatabaseDriver(Protocol):
     """What SQLite and PostgreSQL do differently."""
 
     @property
@@ -148,7 +148,7 @@ class Place(Protocol):
 
     @property
     def engine(self) -> Engine:
-        """May begin transactions by the execution option `care`."""
+        """May begin transactions by the execution option `durability`."""
         ...
 
     @property
@@ -162,7 +162,7 @@ class Place(Protocol):
         ...
 
     def prepare(self, connection: Connection) -> None:
-        """Make a new connection take the lost one's place."""
+        """Set up a new connection, which may replace a lost one."""
         ...
 
     def lock(self, connection: Connection) -> None:
@@ -174,41 +174,41 @@ class Place(Protocol):
         ...
 
     def committed(self, connection: Connection, ticket: str) -> bool | None:
-        """Whether that transaction took place; None when the database does not know yet."""
+        """Whether that transaction was committed; None when the database does not know yet."""
         ...
 
     def finish(self, connection: Connection) -> None:
-        """Tidy up before the last connection closes."""
+        """Clean up before the last connection closes."""
         ...
 
     def unlock(self) -> None:
-        """Let another server have the store; the connection is closed."""
+        """Release the store for another server; the connection is closed."""
         ...
 
 
-Care = Literal["read", "light", "full"]
-"""What a transaction is for: nothing to keep, or to keep through a crash of this process, or
-through a power cut too. A full one makes all before it safe as well."""
-_CARES: tuple[Care, ...] = ("read", "light", "full")
+Durability = Literal["read", "light", "full"]
+"""What a transaction survives: nothing is written (`read`), a crash of this process (`light`), or a
+power cut, too (`full`). A full one makes all earlier ones safe as well."""
+_DURABILITIES: tuple[Durability, ...] = ("read", "light", "full")
 
 
 @dataclass(frozen=True, slots=True)
-class Errand:
-    """Something to do in a transaction; doing it again from the start must be harmless."""
+class UnitOfWork:
+    """A function to run in a transaction; running it again from the start must be harmless."""
 
     do: Callable[[Connection], Any]
-    care: Care
+    durability: Durability
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
-    """The answer to work that failed."""
+class FailedCall:
+    """The result of a unit that failed."""
 
     error: Exception
 
 
 class _OutOfReachError(Exception):
-    """There is no connection, so nothing needs to be tried one by one."""
+    """There is no connection, so no unit needs a try of its own."""
 
     def __init__(self, error: StorageError) -> None:
         super().__init__()
@@ -225,84 +225,84 @@ class _BrokenError(Exception):
         self.results = results
 
 
-class Link:
-    """Runs work on a place's one connection. Everything here blocks and belongs to one thread."""
+class ConnectionOwner:
+    """Runs transactions on the one connection. Everything here blocks and belongs to one thread."""
 
-    def __init__(self, place: Place, closing: threading.Event) -> None:
-        self.place = place
+    def __init__(self, driver: DatabaseDriver, closing: threading.Event) -> None:
+        self.driver = driver
         self._closing = closing
         # Mutable state: the connection, while there is one, and whether there ever was.
         self._connection: Connection | None = None
         self._had_one = False
 
-    def run(self, errands: Sequence[Errand]) -> list[Any | Failed]:
-        """Do all of it in one transaction; if that fails, each in one of its own."""
+    def run(self, units: Sequence[UnitOfWork]) -> list[Any | FailedCall]:
+        """Run all units in one transaction; if that fails, each in one of its own."""
         try:
-            return self._transact(errands)
+            return self._transact(units)
         except _OutOfReachError as error:
-            return [Failed(error.error)] * len(errands)
+            return [FailedCall(error.error)] * len(units)
         except Exception as error:  # noqa: BLE001 - a call ends here, answered
             if self._connection is not None and self._connection.in_transaction():
-                self._drop()  # not even going back has worked
-            if len(errands) == 1:
-                return [Failed(self._translated(error))]
-        return [answer for errand in errands for answer in self.run([errand])]
+                self._drop()  # the rollback failed, too
+            if len(units) == 1:
+                return [FailedCall(self._translated(error))]
+        return [answer for unit in units for answer in self.run([unit])]
 
     def close(self) -> None:
         """Close the connection and give up the lock."""
         if self._connection is not None:
             with suppress(DBAPIError):
-                self.place.finish(self._connection)
+                self.driver.finish(self._connection)
             self._drop()
-        self.place.unlock()
+        self.driver.unlock()
 
-    def _transact(self, errands: Sequence[Errand]) -> list[Any]:
+    def _transact(self, units: Sequence[UnitOfWork]) -> list[Any]:
         attempt = 1
         while True:
             try:
-                return self._attempt(self._connected(), errands)
+                return self._attempt(self._connected(), units)
             except _BrokenError as broken:
                 self._drop()
-                if broken.ticket is not None and self._took_place(broken.ticket):
+                if broken.ticket is not None and self._was_committed(broken.ticket):
                     return broken.results
                 if attempt == _ATTEMPTS:
-                    error = unreachable(broken.cause, self.place.shown)
+                    error = unreachable(broken.cause, self.driver.shown)
                     raise _OutOfReachError(error) from broken.cause
-                # It did not take place, so doing it again does it once.
+                # It was not committed, so running it again runs it once.
                 attempt += 1
 
-    def _attempt(self, connection: Connection, errands: Sequence[Errand]) -> list[Any]:
-        care = max((errand.care for errand in errands), key=_CARES.index)
+    def _attempt(self, connection: Connection, units: Sequence[UnitOfWork]) -> list[Any]:
+        durability = max((unit.durability for unit in units), key=_DURABILITIES.index)
         results: list[Any] = []
         ticket = None
         try:
-            connection.execution_options(care=care)
+            connection.execution_options(durability=durability)
             with connection.begin():
-                results.extend(errand.do(connection) for errand in errands)
-                if care != "read":
-                    ticket = self.place.ticket(connection)
+                results.extend(unit.do(connection) for unit in units)
+                if durability != "read":
+                    ticket = self.driver.ticket(connection)
         except DBAPIError as error:
             if error.connection_invalidated:
                 raise _BrokenError(error, ticket, results) from error
             raise
         return results
 
-    def _took_place(self, ticket: str) -> bool:
-        """Ask a new connection what became of a commit."""
+    def _was_committed(self, ticket: str) -> bool:
+        """Ask over a new connection whether a commit succeeded."""
         waited_s = 0.0
-        while waited_s <= self.place.patience_s:
+        while waited_s <= self.driver.patience_s:
             try:
                 connection = self._connected()
                 with connection.begin():
-                    found = self.place.committed(connection, ticket)
+                    found = self.driver.committed(connection, ticket)
             except DBAPIError as error:
                 self._drop()
-                raise _OutOfReachError(unreachable(error, self.place.shown)) from error
+                raise _OutOfReachError(unreachable(error, self.driver.shown)) from error
             if found is not None:
                 return found
             waited_s += self._wait()
         reason = "it does not say what became of a lost connection's work"
-        raise _OutOfReachError(StorageError(f"{self.place.shown}: {reason}", self.place.shown))
+        raise _OutOfReachError(StorageError(f"{self.driver.shown}: {reason}", self.driver.shown))
 
     def _connected(self) -> Connection:
         waited_s = 0.0
@@ -310,7 +310,7 @@ class Link:
             try:
                 self._connection = self._connect()
             except StorageError as error:
-                patience_s = self.place.patience_s if self._had_one and error.retryable else 0.0
+                patience_s = self.driver.patience_s if self._had_one and error.retryable else 0.0
                 if waited_s >= patience_s or self._closing.is_set():
                     raise _OutOfReachError(error) from error
                 waited_s += self._wait()
@@ -319,12 +319,12 @@ class Link:
     def _connect(self) -> Connection:
         with ExitStack() as undo:
             try:
-                connection = undo.enter_context(self.place.engine.connect())
-                connection.execution_options(care="read")
+                connection = undo.enter_context(self.driver.engine.connect())
+                connection.execution_options(durability="read")
                 with connection.begin():
-                    self.place.prepare(connection)
+                    self.driver.prepare(connection)
             except DBAPIError as error:
-                raise unreachable(error, self.place.shown) from error
+                raise unreachable(error, self.driver.shown) from error
             undo.pop_all()
         self._had_one = True
         return connection
@@ -336,10 +336,10 @@ class Link:
     def _translated(self, error: Exception) -> Exception:
         if not isinstance(error, DBAPIError):
             return error
-        translated = storage_error(error, self.place.shown)
+        translated = storage_error(error, self.driver.shown)
         if translated is None:
             return error
-        if self.place.reopens:
+        if self.driver.reopens:
             self._drop()
         translated.__cause__ = error
         return translated
@@ -391,11 +391,11 @@ class Cache(Generic[V]):
             self._bytes -= self._size(value)
 
     def items(self) -> Iterator[tuple[str, V]]:
-        """A copy of the entries, so that they may be changed on the way."""
+        """A copy of the entries, so that they may be changed during iteration."""
         return iter(list(self._values.items()))
 
 
-# Databases take only so many parameters, and a long transaction holds everybody else up.
+# Databases limit the parameters of a statement, and a long transaction delays all other calls.
 AT_ONCE = 1000
 _MANY = 10_000
 _FINISHED = 2_000
@@ -407,19 +407,19 @@ def _size(operation: Operation) -> int:
     return 0 if outcome is None or outcome.body is None else len(outcome.body)
 
 
-class Shared:
-    """State has one owner: the event loop. The database's thread never touches it."""
+class StoreState:
+    """What all parts of the store share. Owned by the event loop; the thread never touches it."""
 
-    def __init__(self, database: Database, behind: Behind) -> None:
+    def __init__(self, database: Database, behind: WriteBehind) -> None:
         self._database = database
         self._behind = behind
         # Mutable state: samples; every unfinished operation in order of arrival, once they were
         # read; and caches of what the database holds.
-        self._samples = Samples()
+        self._samples = SampleMemory()
         self._overflow = Overflow(database)
         self._open: dict[str, Operation] = {}
         self._open_read = False
         self._finished: Cache[Operation] = Cache(_FINISHED, _FINISHED_BYTES, _size)
-        self._session_cache: Cache[Session] = Cache(_MANY)
+        self._session_cache: Cache[StoredSession] = Cache(_MANY)
         self._model_cache: Cache[Model] = Cache(_MANY)
-        self._sampler_cache: Cache[Sampler] = Cache(_MANY)
+        self._sampler_cache: Cache[StoredSampler] = Cache(_MANY)

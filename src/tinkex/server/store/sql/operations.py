@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import and_, bindparam, delete, func, or_, select, update
 
-from tinkex.server.store.records import Operation, Outcome, UsageEntry
-from tinkex.server.store.sql.database import AT_ONCE, Shared
+from tinkex.server.store.records import Operation, OperationOutcome, UsageEntry
+from tinkex.server.store.sql.database import AT_ONCE, StoreState
 from tinkex.server.store.sql.overflow import ROOM_BYTES, clear
 from tinkex.server.store.sql.records import insert_for
 from tinkex.server.store.sql.schema import OPEN, UNFINISHED, bodies, models, operations, results
@@ -142,7 +142,7 @@ class Ending:
     """How and when an operation ended."""
 
     op_id: str
-    outcome: Outcome
+    outcome: OperationOutcome
     started_at: float | None
     finished_at: float
     usage: UsageEntry | None = None
@@ -225,12 +225,12 @@ def _with_bodies(condition: ColumnElement[bool] | TextClause) -> Select[Any]:
 def _read(row: RowMapping, *, body: bytes | None = None, result: bytes | None = None) -> Operation:
     outcome = None
     if row["state"] == "done":
-        outcome = Outcome(body=result, **{name: row[name] for name in _OUTCOME})
+        outcome = OperationOutcome(body=result, **{name: row[name] for name in _OUTCOME})
     plain = {name: row[name] for name in _PLAIN}
     return Operation(**plain, body=body or _NO_BODY, outcome=outcome)
 
 
-class Work(Shared):
+class OperationQueries(StoreState):
     """The part of the store that knows operations and samples, and how they end.
 
     Every unfinished operation is in memory, and memory decides what is new and what has ended: a
@@ -287,7 +287,7 @@ class Work(Shared):
                 self._open[op_id] = replace(known, state="running", started_at=at)
 
     async def finish(
-        self, op_id: str, outcome: Outcome, at: float, usage: UsageEntry | None = None
+        self, op_id: str, outcome: OperationOutcome, at: float, usage: UsageEntry | None = None
     ) -> bool:
         sample = self._samples.get(op_id)
         if sample is not None:
@@ -304,7 +304,7 @@ class Work(Shared):
         return await write(ending.write, partial(self._ended, ending))
 
     async def _finish_sample(
-        self, op_id: str, outcome: Outcome, at: float, usage: UsageEntry | None
+        self, op_id: str, outcome: OperationOutcome, at: float, usage: UsageEntry | None
     ) -> bool:
         size_bytes = len(outcome.body or b"")
         if size_bytes and self._samples.result_bytes + size_bytes > ROOM_BYTES:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection
 
-    from tinkex.server.store.records import Operation, Outcome
+    from tinkex.server.store.records import Operation, OperationOutcome
     from tinkex.server.store.sql.database import Database
 
 ROOM_BYTES: Final = 32 << 20
@@ -35,7 +35,7 @@ class Overflow:
         self._numbers: dict[str, int] = {}
         self._last = 0
 
-    async def keep(self, op_id: str, outcome: Outcome, at: float) -> Outcome:
+    async def keep(self, op_id: str, outcome: OperationOutcome, at: float) -> OperationOutcome:
         """Write a sample's result down; the outcome comes back without it."""
         number = self._last = self._last - 1
         row = {"number": number, "finished_at": at, "body": outcome.body}

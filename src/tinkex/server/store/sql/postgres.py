@@ -8,7 +8,6 @@ from sqlalchemy import create_engine, text
 from sqlalchemy.pool import NullPool
 
 from tinkex.errors import MissingPackageError, StorageError
-from tinkex.server.store.sql.address import shown
 
 if TYPE_CHECKING:
     from sqlalchemy import URL, Connection, Engine
@@ -43,7 +42,8 @@ class Postgres:
     reopens = False
 
     def __init__(self, url: URL) -> None:
-        self.shown = shown(url)
+        shown = url.set(drivername="postgresql", query={})
+        self.shown = shown.render_as_string(hide_password=True)
         self.engine = _engine(url)
         # Mutable state: our backend, to end it when we lose sight of it, and whether this
         # process is the store's server.
@@ -51,7 +51,7 @@ class Postgres:
         self._owner = False
 
     def prepare(self, connection: Connection) -> None:
-        """Take the place of the connection that was lost."""
+        """Replace the connection that was lost."""
         if self._backend is not None:
             pid, started = self._backend
             connection.execute(text(_END_BACKEND), {"pid": pid, "started": started})
@@ -81,7 +81,7 @@ class Postgres:
         return connection.execute(text(query)).scalar_one()
 
     def committed(self, connection: Connection, ticket: str) -> bool | None:
-        """Whether a transaction took place although nobody told us."""
+        """Whether a transaction was committed whose answer was lost."""
         status = connection.execute(
             text("SELECT pg_xact_status(CAST(:ticket AS xid8))"), {"ticket": ticket}
         ).scalar_one()

@@ -16,10 +16,10 @@ from tinkex.server.store.records import (
     ApiKey,
     AuditEntry,
     Model,
-    Sampler,
-    Session,
     StoredCheckpoint,
     StoredLoss,
+    StoredSampler,
+    StoredSession,
 )
 from tinkex.server.store.sql import schema
 
@@ -92,9 +92,9 @@ class Kind(Generic[R]):
         return kept
 
 
-SESSIONS = Kind(schema.sessions, "session_id", Session)
+SESSIONS = Kind(schema.sessions, "session_id", StoredSession)
 MODELS = Kind(schema.models, "model_id", Model)
-SAMPLERS = Kind(schema.samplers, "sampler_id", Sampler)
+SAMPLERS = Kind(schema.samplers, "sampler_id", StoredSampler)
 CHECKPOINTS = Kind(schema.checkpoints, "path", StoredCheckpoint)
 LOSSES = Kind(schema.losses, "loss_id", StoredLoss)
 KEYS = Kind(schema.api_keys, "key_hash", ApiKey)

@@ -1,4 +1,4 @@
-"""Sessions. Signs of life are kept in memory and written every few seconds."""
+"""Sessions and samplers. Heartbeats are kept in memory and written every few seconds."""
 
 from __future__ import annotations
 
@@ -8,29 +8,38 @@ from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import func, select, update
 
-from tinkex.server.store.sql.database import Shared
-from tinkex.server.store.sql.records import SESSIONS
-from tinkex.server.store.sql.schema import ACTIVE, OPEN, UNATTENDED, models
-from tinkex.server.store.sql.schema import sessions as table
+from tinkex.server.store.sql.database import AT_ONCE, StoreState
+from tinkex.server.store.sql.records import SAMPLERS, SESSIONS, beside_index
+from tinkex.server.store.sql.schema import (
+    ACTIVE,
+    LOCATED,
+    OPEN,
+    SIZED,
+    UNATTENDED,
+    UNSAVED,
+    models,
+    samplers,
+    sessions,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from sqlalchemy import Connection, Select
 
-    from tinkex.server.store.records import Session
+    from tinkex.server.store.records import StoredSampler, StoredSession
 
 
-class Sessions(Shared):
+class SessionQueries(StoreState):
     """The part of the store that knows sessions."""
 
-    async def put_session(self, session: Session) -> None:
+    async def put_session(self, session: StoredSession) -> None:
         await self._database.write(
             lambda c: SESSIONS.put(c, session, active=session.active),
             lambda _: self._session_cache.put(session.session_id, self._seen(session)),
         )
 
-    async def get_session(self, session_id: str) -> Session | None:
+    async def get_session(self, session_id: str) -> StoredSession | None:
         known = self._session_cache.get(session_id)
         if known is not None:
             return known
@@ -43,32 +52,32 @@ class Sessions(Shared):
         active: bool = False,
         before: float | None = None,
         limit: int | None = None,
-    ) -> Sequence[Session]:
+    ) -> Sequence[StoredSession]:
         query = _newest_first(_of(SESSIONS.select(), owner, active=active)).limit(limit)
         if before is not None:
-            query = query.where(table.c.created_at <= before)
+            query = query.where(sessions.c.created_at <= before)
         found = await self._database.read(lambda c: SESSIONS.all(c, query))
         return [self._seen(session) for session in found]
 
     async def session_ids(self, owner: str, offset: int, limit: int) -> Sequence[str]:
-        query = _newest_first(_of(select(table.c.session_id), owner)).offset(offset).limit(limit)
+        query = _newest_first(_of(select(sessions.c.session_id), owner)).offset(offset).limit(limit)
         return await self._database.read(lambda c: c.execute(query).scalars().all())
 
     async def count_sessions(
         self, owner: str | None = None, *, active: bool = False, heartbeats: bool = False
     ) -> int:
-        query = _of(select(func.count()).select_from(table), owner, active=active)
+        query = _of(select(func.count()).select_from(sessions), owner, active=active)
         if heartbeats:
-            query = query.where(table.c.heartbeats)
+            query = query.where(sessions.c.heartbeats)
         return await self._database.read(lambda c: c.execute(query).scalar_one())
 
-    async def unattended_sessions(self, before: float, limit: int) -> Sequence[Session]:
-        opened = select(models.c.number).where(models.c.session_id == table.c.session_id, OPEN)
-        query = SESSIONS.select().where(UNATTENDED, table.c.last_seen_at < before)
-        query = query.where(~opened.exists()).order_by(table.c.last_seen_at).limit(limit)
+    async def unattended_sessions(self, before: float, limit: int) -> Sequence[StoredSession]:
+        opened = select(models.c.number).where(models.c.session_id == sessions.c.session_id, OPEN)
+        query = SESSIONS.select().where(UNATTENDED, sessions.c.last_seen_at < before)
+        query = query.where(~opened.exists()).order_by(sessions.c.last_seen_at).limit(limit)
         return await self._database.read(lambda c: SESSIONS.all(c, query))
 
-    async def touch_session(self, session_id: str, at: float) -> Session | None:
+    async def touch_session(self, session_id: str, at: float) -> StoredSession | None:
         known = await self.get_session(session_id)
         if known is None or not known.active:
             return known
@@ -84,14 +93,14 @@ class Sessions(Shared):
             if session.active and session.heartbeats:
                 self._session_cache.put(session_id, replace(session, last_seen_at=at))
 
-    def _keep_session(self, session: Session | None) -> Session | None:
+    def _keep_session(self, session: StoredSession | None) -> StoredSession | None:
         if session is None:
             return None
         session = self._seen(session)
         self._session_cache.put(session.session_id, session)
         return session
 
-    def _seen(self, session: Session) -> Session:
+    def _seen(self, session: StoredSession) -> StoredSession:
         """The session with a sign of life that is not written yet."""
         at = self._behind.seen.get(session.session_id)
         newer = at is not None and at > session.last_seen_at
@@ -99,15 +108,104 @@ class Sessions(Shared):
 
 
 def _newest_first(query: Select[Any]) -> Select[Any]:
-    return query.order_by(table.c.created_at.desc(), table.c.session_id.desc())
+    return query.order_by(sessions.c.created_at.desc(), sessions.c.session_id.desc())
 
 
 def _of(query: Select[Any], owner: str | None, *, active: bool = False) -> Select[Any]:
     if owner is not None:
-        query = query.where(table.c.owner == owner)
+        query = query.where(sessions.c.owner == owner)
     return query.where(ACTIVE) if active else query
 
 
 def _touch_all(connection: Connection, at: float) -> None:
-    query = update(table).where(ACTIVE, table.c.heartbeats)
+    query = update(sessions).where(ACTIVE, sessions.c.heartbeats)
     connection.execute(query.values(last_seen_at=at))
+
+
+class SamplerQueries(StoreState):
+    """The part of the store that knows samplers."""
+
+    async def add_sampler(self, sampler: StoredSampler) -> StoredSampler:
+        return await self._database.write(lambda c: SAMPLERS.add(c, sampler), self._keep_sampler)
+
+    async def put_sampler(self, sampler: StoredSampler) -> None:
+        await self._database.write(
+            lambda c: SAMPLERS.put(c, sampler), lambda _: self._keep_sampler(sampler)
+        )
+
+    async def get_sampler(self, sampler_id: str) -> StoredSampler | None:
+        known = self._sampler_cache.get(sampler_id)
+        if known is not None:
+            return known
+        return await self._database.read(
+            lambda c: SAMPLERS.get(c, sampler_id),
+            lambda s: None if s is None else self._keep_sampler(s),
+        )
+
+    async def samplers(
+        self,
+        session_id: str | None = None,
+        *,
+        model_id: str | None = None,
+        location: str | None = None,
+        unsaved: bool = False,
+        located: bool = False,
+    ) -> Sequence[StoredSampler]:
+        # By time first: ordered by number alone, SQLite would rather read the whole samplers.
+        query = SAMPLERS.select().order_by(samplers.c.created_at, samplers.c.number)
+        if session_id is not None:
+            query = query.where(samplers.c.session_id == session_id)
+        if model_id is not None:
+            ours = samplers.c.model_id == model_id
+            query = query.where(beside_index(samplers.c.model_id, model_id) if unsaved else ours)
+        if location is not None:
+            query = query.where(samplers.c.location == location)
+        if unsaved:
+            query = query.where(UNSAVED)
+        if located:
+            query = query.where(LOCATED)
+        return await self._database.read(lambda c: SAMPLERS.all(c, query))
+
+    async def close_samplers(
+        self, sampler_ids: Iterable[str], why: str = "its session is over"
+    ) -> None:
+        ids = list(sampler_ids)
+        if ids:
+            await self._database.write(
+                partial(_close, ids=ids, why=why), lambda _: self._closed(ids, why)
+            )
+
+    def _closed(self, ids: Iterable[str], why: str) -> None:
+        for sampler_id in ids:
+            known = self._sampler_cache.get(sampler_id)
+            if known is not None:
+                dropped = known.dropped or why
+                self._keep_sampler(replace(known, location=None, size_bytes=0, dropped=dropped))
+
+    async def sampler_bytes(self, owner: str) -> int:
+        query = select(func.sum(samplers.c.size_bytes)).where(samplers.c.owner == owner, SIZED)
+        return await self._database.read(lambda c: int(c.execute(query).scalar_one() or 0))
+
+    async def join_sampler(self, sampler_id: str) -> int:
+        return await self._database.write(partial(_join, sampler_id=sampler_id))
+
+    def _keep_sampler(self, sampler: StoredSampler) -> StoredSampler:
+        self._sampler_cache.put(sampler.sampler_id, sampler)
+        return sampler
+
+
+def _close(connection: Connection, ids: Sequence[str], why: str) -> None:
+    values = {"location": None, "size_bytes": 0, "dropped": func.coalesce(samplers.c.dropped, why)}
+    for start in range(0, len(ids), AT_ONCE):
+        some = ids[start : start + AT_ONCE]
+        connection.execute(update(samplers).where(samplers.c.sampler_id.in_(some)).values(values))
+
+
+def _join(connection: Connection, sampler_id: str) -> int:
+    query = (
+        update(samplers)
+        .where(samplers.c.sampler_id == sampler_id)
+        .values(copies=samplers.c.copies + 1)
+        .returning(samplers.c.copies)
+    )
+    return connection.execute(query).scalar_one_or_none() or 0

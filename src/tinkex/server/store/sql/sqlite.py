@@ -105,13 +105,13 @@ def _engine(url: URL) -> Engine:
 
     @event.listens_for(engine, "begin")
     def begin(connection: Connection) -> None:
-        care = connection.get_execution_options().get("care", "full")
-        if care == "read":
+        durability = connection.get_execution_options().get("durability", "full")
+        if durability == "read":
             connection.exec_driver_sql("BEGIN")
             return
         # FULL waits for the disk, and with it for everything that was written before.
-        connection.exec_driver_sql(f"PRAGMA synchronous = {_SYNCHRONOUS[care]}")
-        # A transaction that reads first and writes later can find itself too late to write.
+        connection.exec_driver_sql(f"PRAGMA synchronous = {_SYNCHRONOUS[durability]}")
+        # Without IMMEDIATE, a transaction that reads first may fail to get the lock for writing.
         connection.exec_driver_sql("BEGIN IMMEDIATE")
 
     return engine

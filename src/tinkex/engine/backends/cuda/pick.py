@@ -1,0 +1,235 @@
+"""From logits to tokens on the device, without sorting and without waiting.
+
+The meaning is that of `sampler/pick.py` for draws without top-k and top-p: the token at a given
+place of the cumulative distribution in the order of ids, and the model's own log-probability at
+temperature 1. Tokens are the same except where the place lies within rounding of a boundary.
+
+One pass over the logits leaves a maximum and two sums per block of tokens; then one program per
+row adds the blocks up in float64, finds the block and reads only that one again. Rows do not
+influence each other, and both launches can be captured.
+
+Shapes: B rows, V vocabulary, N blocks of tokens.
+"""
+# Triton has no useful types: what a kernel does with its arguments is opaque to the checker, and
+# a launch takes more than the kernel's own parameters.
+# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false
+# pyright: reportUnknownParameterType=false, reportMissingParameterType=false
+# pyright: reportUnknownVariableType=false, reportUntypedFunctionDecorator=false
+# pyright: reportCallIssue=false, reportIndexIssue=false
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import torch
+import triton
+import triton.language as tl
+
+from tinkex.errors import InputError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# Below this a temperature and its reciprocal are no float32; the draw is greedy long before.
+_COLDEST: Final = tl.constexpr(1e-30)
+_BLOCK: Final = 4096
+
+
+def pick(
+    logits_BV: Tensor,
+    temperatures_B: Tensor,
+    uniforms_B: Tensor,
+    *,
+    block: int = _BLOCK,
+    num_warps: int = 8,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens [B] (int64), their log-probabilities [B] and the rows' log-sum-exp [B] (float32).
+
+    `logits_BV` is float32, `temperatures_B` float32 with 0 for the likeliest token (of equal
+    ones the lowest id), `uniforms_B` float64 in [0, 1). A row that has no distribution, because
+    of NaN or infinite logits, has a log-sum-exp that is not finite and some token within range.
+    """
+    if temperatures_B.dtype != torch.float32:
+        raise InputError("must be float32", "temperatures_B")
+    if uniforms_B.dtype != torch.float64:
+        raise InputError("must be float64", "uniforms_B")
+    rows, device = logits_BV.shape[0], logits_BV.device
+    tokens_B = torch.empty(rows, dtype=torch.int64, device=device)
+    logprobs_B = torch.empty(rows, dtype=torch.float32, device=device)
+    draw = (temperatures_B, uniforms_B, tokens_B, logprobs_B)
+    return tokens_B, logprobs_B, _run(logits_BV, draw, block, num_warps)
+
+
+def _run(
+    logits_BV: Tensor,
+    draw: tuple[Tensor, Tensor, Tensor, Tensor],
+    block: int,
+    num_warps: int,
+) -> Tensor:
+    """Both launches; returns the log-sum-exp and fills the last two of `draw`."""
+    if logits_BV.dtype != torch.float32 or logits_BV.stride(1) != 1:
+        raise InputError("must be float32 with the numbers of a row side by side", "logits_BV")
+    temperatures_B = draw[0]
+    rows, vocabulary = logits_BV.shape
+    blocks = -(-vocabulary // block)
+    stats = torch.empty((3, rows, blocks), dtype=torch.float32, device=logits_BV.device)
+    maxima_BN, ones_BN, warm_BN = stats
+    best_BN = torch.empty((rows, blocks), dtype=torch.int32, device=logits_BV.device)
+    lse_B = torch.empty(rows, dtype=torch.float32, device=logits_BV.device)
+    _blocks_kernel[(rows, blocks)](
+        logits_BV,
+        temperatures_B,
+        maxima_BN,
+        ones_BN,
+        warm_BN,
+        best_BN,
+        logits_BV.stride(0),
+        VOCABULARY=vocabulary,
+        BLOCK=block,
+        num_warps=num_warps,
+    )
+    _rows_kernel[(rows,)](
+        logits_BV,
+        *draw,
+        maxima_BN,
+        ones_BN,
+        warm_BN,
+        best_BN,
+        lse_B,
+        logits_BV.stride(0),
+        VOCABULARY=vocabulary,
+        BLOCK=block,
+        BLOCKS=blocks,
+        BLOCKS_POWER=max(2, 1 << (blocks - 1).bit_length()),
+        num_warps=num_warps,
+    )
+    return lse_B
+
+
+@triton.jit
+def _shift_of(largest):
+    """What to subtract before taking exponentials: nothing if all logits are minus infinity."""
+    return tl.where(largest == float("-inf"), 0.0, largest)
+
+
+@triton.jit
+def _sharpness(temperature_ptr, row):
+    """One over the temperature."""
+    return 1.0 / tl.maximum(tl.load(temperature_ptr + row), _COLDEST)
+
+
+@triton.jit
+def _blocks_kernel(
+    logits_ptr,
+    temperature_ptr,
+    max_ptr,
+    one_ptr,
+    warm_ptr,
+    best_ptr,
+    row_stride,
+    VOCABULARY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One block of one row: its maximum, where that is, and its sums at temperature 1 and T.
+
+    The sums are relative to the block's own maximum, so that no block is lost to underflow.
+    """
+    row = tl.program_id(0)
+    block = tl.program_id(1)
+    ids = block * BLOCK + tl.arange(0, BLOCK)
+    logits = tl.load(
+        logits_ptr + row.to(tl.int64) * row_stride + ids,
+        mask=ids < VOCABULARY,
+        other=float("-inf"),
+    )
+    largest = tl.max(logits, 0)
+    below = logits - _shift_of(largest)
+    place = row * tl.num_programs(1) + block
+    tl.store(max_ptr + place, largest)
+    tl.store(one_ptr + place, tl.sum(tl.exp(below), 0))
+    if temperature_ptr is not None:
+        tl.store(best_ptr + place, tl.min(tl.where(logits == largest, ids, VOCABULARY - 1), 0))
+        warm = tl.exp(below * _sharpness(temperature_ptr, row))
+        tl.store(warm_ptr + place, tl.sum(warm, 0))
+
+
+@triton.jit
+def _draw(
+    logits_ptr,
+    warm_ptr,
+    maxima,
+    below,
+    sharpness,
+    uniform,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCKS_POWER: tl.constexpr,
+    VOCABULARY: tl.constexpr,
+):
+    """The token at the place `uniform` of a row's cumulative distribution."""
+    blocks = tl.arange(0, BLOCKS_POWER)
+    factors = tl.exp(below * sharpness.to(tl.float64))
+    warm = tl.load(warm_ptr + blocks, mask=blocks < BLOCKS, other=0.0)
+    weights = warm.to(tl.float64) * factors
+    target = uniform * tl.sum(weights, 0)
+    # The first block whose sum exceeds the target, or, where rounding leaves none, the last one
+    # that weighs anything. The same for the token within it. Sums made in parallel may grow by
+    # a rounding error where the weight is 0: such a place is not taken.
+    exceeds = (tl.cumsum(weights, 0) > target) & (weights > 0.0)
+    last = tl.max(tl.where(weights > 0.0, blocks, 0), 0)
+    block = tl.min(tl.where(exceeds, blocks, last), 0)
+    before = tl.sum(tl.where(blocks < block, weights, 0.0), 0)
+    factor = tl.sum(tl.where(blocks == block, factors, 0.0), 0)
+    shift = _shift_of(tl.max(tl.where(blocks == block, maxima, float("-inf")), 0))
+    ids = block * BLOCK + tl.arange(0, BLOCK)
+    logits = tl.load(logits_ptr + ids, mask=ids < VOCABULARY, other=float("-inf"))
+    mass = tl.exp((logits - shift) * sharpness)
+    exceeds = (tl.cumsum(mass.to(tl.float64), 0) > (target - before) / factor) & (mass > 0.0)
+    last = tl.max(tl.where(mass > 0.0, ids, block * BLOCK), 0)
+    return tl.min(tl.where(exceeds, ids, last), 0)
+
+
+@triton.jit
+def _rows_kernel(
+    logits_ptr,
+    temperature_ptr,
+    uniform_ptr,
+    token_ptr,
+    logprob_ptr,
+    max_ptr,
+    one_ptr,
+    warm_ptr,
+    best_ptr,
+    lse_ptr,
+    row_stride,
+    VOCABULARY: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCKS_POWER: tl.constexpr,
+):
+    """One row: its blocks added up, and the token."""
+    row = tl.program_id(0)
+    blocks = tl.arange(0, BLOCKS_POWER)
+    there = blocks < BLOCKS
+    place = row * BLOCKS + blocks
+    maxima = tl.load(max_ptr + place, mask=there, other=float("-inf"))
+    largest = tl.max(maxima, 0)
+    below = (maxima - _shift_of(largest)).to(tl.float64)
+    ones = tl.load(one_ptr + place, mask=there, other=0.0).to(tl.float64)
+    total_one = tl.sum(ones * tl.exp(below), 0)
+    lse = (largest.to(tl.float64) + tl.log(total_one)).to(tl.float32)
+    tl.store(lse_ptr + row, lse)
+    if token_ptr is not None:
+        best = tl.load(best_ptr + place, mask=there, other=VOCABULARY - 1)
+        token = tl.min(tl.where(maxima == largest, best, VOCABULARY - 1), 0)
+        logits_ptr += row.to(tl.int64) * row_stride
+        if tl.load(temperature_ptr + row) > 0.0:
+            sharpness = _sharpness(temperature_ptr, row)
+            uniform = tl.load(uniform_ptr + row)
+            warm_ptr += row * BLOCKS
+            token = _draw(
+                logits_ptr, warm_ptr, maxima, below, sharpness, uniform,
+                BLOCK, BLOCKS, BLOCKS_POWER, VOCABULARY,
+            )  # fmt: skip
+        tl.store(token_ptr + row, token.to(tl.int64))
+        tl.store(logprob_ptr + row, tl.load(logits_ptr + token) - lse)

@@ -1,0 +1,177 @@
+"""Saved files at a URL: the truth is there, and this machine has copies to read from.
+
+A file counts as saved once the other side has all of it, so a machine with an empty cache finds
+everything. The only module that uses fsspec.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, cast
+from urllib.parse import unquote, urlsplit
+
+from tinkex.engine.checkpoints.cache import FileCache
+from tinkex.engine.checkpoints.folder_files import FolderFiles
+from tinkex.engine.checkpoints.saved_files import file_name
+from tinkex.engine.checkpoints.storage import storage_error
+from tinkex.errors import InputError, MissingPackageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+
+    from tinkex.engine.checkpoints.saved_files import SavedFiles
+
+# Where an upload appears whole or not at all; elsewhere it gets another name first.
+_ATOMIC: Final = frozenset(
+    {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "oci", "memory"}
+)
+
+
+class RemoteFiles:
+    """Files below a URL, such as `s3://bucket/prefix`, and a cache of them."""
+
+    def __init__(self, url: str, cache: FileCache) -> None:
+        self._files, self._root = _connect(url)
+        self._atomic = not _ATOMIC.isdisjoint(_protocols(self._files))
+        self._cache = cache
+
+    def put(self, location: str, write: Callable[[Path], object], needed_bytes: int) -> int:
+        """Write a file here and send it there."""
+        name = file_name(location)
+        with self._cache.new(needed_bytes) as temporary:
+            write(temporary)
+            size = temporary.stat().st_size
+            self._cache.add(temporary, name, self._sent(temporary, name, size))
+        return size
+
+    @contextmanager
+    def open(self, location: str) -> Generator[Path]:
+        """A copy of the file as it is there now."""
+        name = file_name(location)
+        with self._asking("read", name):
+            version, size = self._look(name)
+
+        def fetch(path: Path) -> None:
+            with self._asking("read", name):
+                self._files.get_file(self._path(name), str(path))
+
+        with self._cache.reading(name, version, size, fetch) as path:
+            yield path
+
+    def copy(self, source: str, target: str) -> None:
+        """Copy a file over there."""
+        name = file_name(source)
+        with self._asking("copy", name):
+            self._look(name)
+            self._duplicate(name, file_name(target))
+
+    def delete(self, location: str) -> None:
+        """Delete a file, and the copies of it."""
+        name = file_name(location)
+        self._cache.forget(name)
+        with self._asking("delete", name):
+            try:
+                self._files.rm_file(self._path(name))
+            except FileNotFoundError:
+                return
+
+    def close(self) -> None:
+        """Remove half-written files; copies stay for the next process."""
+        self._cache.close()
+
+    def _sent(self, path: Path, name: str, size: int) -> str:
+        """Send a file and make sure that it came; returns its version."""
+        with self._asking("write", name, size, writes=True):
+            self._send(path, name)
+            version, there = self._look(name)
+            if there != size:
+                raise OSError(f"{size} bytes were sent and {there} are there")
+        return version
+
+    def _send(self, path: Path, name: str) -> None:
+        if self._atomic:
+            self._files.put_file(str(path), self._path(name))
+            return
+        self._files.makedirs(self._root, exist_ok=True)
+        aside = self._path(f".{name}")
+        self._files.put_file(str(path), aside)
+        self._files.mv(aside, self._path(name))
+
+    def _duplicate(self, source: str, target: str) -> None:
+        if self._atomic:
+            self._files.cp_file(self._path(source), self._path(target))
+            return
+        aside = self._path(f".{target}")
+        self._files.cp_file(self._path(source), aside)
+        self._files.mv(aside, self._path(target))
+
+    def _look(self, name: str) -> tuple[str, int]:
+        """Which version is there now, and its size; raises `FileNotFoundError`."""
+        info = cast("dict[str, Any]", self._files.info(self._path(name)))
+        # What tells two versions apart: an object's tag, or else when it was written.
+        keys = ("ETag", "etag", "md5", "generation", "created", "mtime", "LastModified", "modified")
+        marks = [f"{key}={info[key]}" for key in keys if info.get(key) is not None]
+        return f"{info['size']} {' '.join(marks)}", int(info["size"])
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}"
+
+    @contextmanager
+    def _asking(
+        self, doing: str, name: str, needed_bytes: int | None = None, *, writes: bool = False
+    ) -> Generator[None]:
+        try:
+            yield
+        except Exception as error:  # every library behind fsspec has errors of its own
+            if isinstance(error, FileNotFoundError) and not writes:
+                raise
+            where = str(self._files.unstrip_protocol(self._path(name)))
+            raise storage_error(error, doing, where, needed_bytes) from error
+
+
+def _connect(url: str) -> tuple[Any, str]:
+    try:
+        import fsspec.core as fsspec
+
+        # Others may write there, so what it was like a moment ago means nothing. An instance of
+        # its own, as a shared one may have been made for another server.
+        files, root = cast("Any", fsspec).url_to_fs(
+            url, use_listings_cache=False, skip_instance_cache=True
+        )
+    except ImportError as error:
+        package = f"'fsspec[{_scheme(url)}]'"
+        raise MissingPackageError(f"{_scheme(url)}:// cannot be used ({error})", package) from error
+    except ValueError as error:
+        raise InputError(f"{_scheme(url)!r} cannot be used: {error}", "artifacts") from error
+    return files, str(root).rstrip("/")
+
+
+def _scheme(url: str) -> str:
+    # Never more of it: a URL may hold a password.
+    return url.partition("://")[0]
+
+
+def _protocols(files: Any) -> tuple[str, ...]:
+    found = files.protocol
+    return (found,) if isinstance(found, str) else tuple(found)
+
+
+_SAVED: Final = "saved"
+_CACHE: Final = "cache"
+
+
+def open_saved(folder: Path, url: str | None, cache_bytes: int) -> SavedFiles:
+    """Files below `folder`, or at `url` with copies below `folder`.
+
+    A path, or a URL that begins with `file:`, is a folder too, and needs no copies.
+    """
+    if url is None:
+        return FolderFiles(folder / _SAVED)
+    parts = urlsplit(url)
+    if parts.scheme in ("", "file", "local"):
+        path = Path(unquote(parts.path) if parts.scheme else url)
+        if not path.is_absolute() or parts.netloc:
+            raise InputError(f"{url!r} must be an absolute path or a URL", "artifacts")
+        return FolderFiles(path)
+    return RemoteFiles(url, FileCache(folder / _CACHE, cache_bytes))

@@ -1,0 +1,1 @@
+"""Training passes: batches of operations, losses, gradients and optimizer steps."""

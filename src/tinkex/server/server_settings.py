@@ -1,0 +1,119 @@
+"""The server's settings: one frozen value, built at the edge and handed down."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from tinkex.errors import InputError
+from tinkex.types import ClientConfigResponse, ClientDynamicConfigResponse
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_MIB = 1 << 20
+_GIB = 1 << 30
+
+KeyMode = Literal["open", "single", "fixed", "stored"]
+
+
+def _client_config() -> ClientConfigResponse:
+    return ClientConfigResponse(
+        create_model_via_load_weights=True,
+        sample_use_retrieve_futures=True,
+        sample_join_sampling_session=True,
+        custom_loss_server_side=True,
+    )
+
+
+def _older_flags() -> dict[str, bool]:
+    return {"proto_write_fwdbwd": True, "fwd_via_fwdbwd": True}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSettings:
+    """Limits, waits and what clients are told about themselves."""
+
+    # What clients are told. `older_client_flags` makes 0.19 to 0.24 send protobuf.
+    client_config: ClientConfigResponse = field(default_factory=_client_config)
+    dynamic_config: ClientDynamicConfigResponse = field(
+        default_factory=lambda: ClientDynamicConfigResponse(sample_cancel_enabled=True)
+    )
+    older_client_flags: Mapping[str, bool] = field(default_factory=_older_flags)
+    session_messages: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    # Who is let in: `open` any key, each as a tenant of its own; `single` any key, all of them
+    # the tenant `local`; `fixed` only `keys`, as `local`; `stored` the keys in the store.
+    key_mode: KeyMode = "open"
+    keys: frozenset[str] = field(default_factory=frozenset[str], repr=False)
+    # Signs tokens and download links; another secret makes the old ones invalid.
+    secret: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
+    token_ttl_s: float = 3600.0
+    url_ttl_s: float = 3600.0
+
+    # A poll is answered within this time; official clients give up after 45 s.
+    long_poll_s: float = 30.0
+    # Results above this size are announced before they are sent, to clients that ask for it.
+    inline_result_bytes: int = 4 * _MIB
+    result_ttl_s: float = 6 * 3600.0
+
+    # What training, sampling and telemetry may send, as it comes and decompressed. Decoding
+    # takes up to thirty times a body's size, so all other requests are kept small.
+    max_body_bytes: int = 64 * _MIB
+    max_decoded_bytes: int = 64 * _MIB
+    max_small_body_bytes: int = 4 * _MIB
+    # The weights of one uploaded adapter, which are written to disk as they come.
+    max_import_bytes: int = 4 * _GIB
+    # A body that takes longer to arrive is given up; clients wait a minute for an answer.
+    upload_timeout_s: float = 120.0
+    # A request that is not answered by then is logged as a warning; polls get `long_poll_s` more.
+    slow_request_s: float = 5.0
+    max_samples: int = 1024
+    max_batch_ops: int = 64
+    # How long held operations wait for a missing seq_id after the last arrival.
+    gap_timeout_s: float = 60.0
+
+    # Clients send a heartbeat every 10 s; silence this long ends a session.
+    session_timeout_s: float = 300.0
+    # Another program may attach to a model whose session has been silent for this long.
+    attach_after_s: float = 30.0
+    upkeep_interval_s: float = 30.0
+    # How long sessions that are over stay listed; runs and checkpoints stay until they are deleted.
+    history_s: float = 30 * 24 * 3600.0
+
+    # What one tenant may have at a time. All but the stored bytes free themselves, so being over
+    # them is answered by 429: clients wait and try again.
+    max_sessions: int = 1000
+    max_models: int = 256
+    max_samples_in_flight: int = 10_000
+    # Training operations queued and running. Above the first number clients are told that they
+    # are ahead of the server, above the second and above the bytes new ones are refused.
+    max_training_ops: int = 512
+    max_queued_ops: int = 4096
+    max_queued_bytes: int = 2 * _GIB
+    max_stored_bytes: int = 100 * _GIB
+    # Requests per second of a tenant, on average and apart from heartbeats; None is no limit.
+    max_requests_per_s: float | None = None
+    # Tries with a bad key per second and address, on average; more are put off.
+    max_bad_keys_per_s: float = 10.0
+
+    # A crash replays at most this much of a model: the engine's state is written down after so
+    # many operations, bytes of requests, or seconds with progress.
+    snapshot_ops: int = 64
+    snapshot_bytes: int = 64 * _MIB
+    snapshot_s: float = 30.0
+    # An operation that was running at so many deaths of the engine is taken for their cause.
+    max_engine_deaths: int = 3
+    # Sequences that the engine is given at once; the rest wait here, owner by owner in turn.
+    max_sequences_running: int = 2048
+    # An operation that has waited so long behind others is told that the server is busy.
+    busy_after_s: float = 10.0
+    # How long an orderly end waits for what runs. What has not ended then is run again by the
+    # next server on the same store; with a store that forgets, waiting makes no sense.
+    grace_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        # Keys that nothing looks at would leave a server open whose operator thinks it is not.
+        if bool(self.keys) != (self.key_mode == "fixed"):
+            raise InputError("keys belong to key_mode='fixed', and it needs some", "keys")

@@ -1,0 +1,310 @@
+"""The seam to whatever remembers: sessions, models, operations, checkpoints.
+
+A store only remembers. Who may see a record is decided by the handlers, when an operation
+runs by the scheduler. What a method has returned from is durable, as far as the
+implementation promises durability at all.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Sequence
+
+    from tinkex.server.store.records import (
+        ApiKey,
+        AuditEntry,
+        CheckpointKind,
+        Model,
+        Operation,
+        OperationOutcome,
+        StoredCheckpoint,
+        StoredLoss,
+        StoredSampler,
+        StoredSession,
+        UsageEntry,
+    )
+
+
+class Store(Protocol):
+    """Memory for tests, a database for real."""
+
+    # `put_*` stores or replaces. `add_*` keeps the first record of an id and returns it, so
+    # that a repeated request finds what the first one made.
+
+    async def put_session(self, session: StoredSession) -> None: ...
+    async def get_session(self, session_id: str) -> StoredSession | None: ...
+    async def sessions(
+        self,
+        owner: str | None = None,
+        *,
+        active: bool = False,
+        before: float | None = None,
+        limit: int | None = None,
+    ) -> Sequence[StoredSession]:
+        """Newest first; of everybody when `owner` is None, only those not over if `active`.
+
+        Only those created `before` a time or at it, if one is given.
+        """
+        ...
+
+    async def session_ids(self, owner: str, offset: int, limit: int) -> Sequence[str]:
+        """A page of an owner's sessions, newest first."""
+        ...
+
+    async def count_sessions(
+        self, owner: str | None = None, *, active: bool = False, heartbeats: bool = False
+    ) -> int:
+        """How many there are; only those that send `heartbeats`, if that is asked for."""
+        ...
+
+    async def unattended_sessions(self, before: float, limit: int) -> Sequence[StoredSession]:
+        """Active sessions without heartbeats and open models that were made before a time."""
+        ...
+
+    async def touch_session(self, session_id: str, at: float) -> StoredSession | None:
+        """Note a sign of life and return the session; one that is over stays over.
+
+        The note may be lost in a crash: `touch_sessions` follows every start.
+        """
+        ...
+
+    async def touch_sessions(self, at: float) -> None:
+        """Count every active session with heartbeats as seen: the server was away, not they."""
+        ...
+
+    async def add_model(self, model: Model) -> Model: ...
+    async def put_model(self, model: Model) -> None: ...
+    async def get_model(self, model_id: str) -> Model | None: ...
+    async def models(
+        self,
+        *,
+        owner: str | None = None,
+        session_id: str | None = None,
+        project_id: str | None = None,
+        offset: int = 0,
+        limit: int | None = None,
+    ) -> Sequence[Model]:
+        """Newest first."""
+        ...
+
+    async def count_models(self, owner: str, *, project_id: str | None = None) -> int:
+        """How many an owner has, closed ones too."""
+        ...
+
+    async def open_models(self, owner: str | None = None) -> Sequence[Model]:
+        """The models that are not closed, oldest first."""
+        ...
+
+    async def add_sampler(self, sampler: StoredSampler) -> StoredSampler: ...
+    async def put_sampler(self, sampler: StoredSampler) -> None: ...
+    async def get_sampler(self, sampler_id: str) -> StoredSampler | None: ...
+    async def samplers(
+        self,
+        session_id: str | None = None,
+        *,
+        model_id: str | None = None,
+        location: str | None = None,
+        unsaved: bool = False,
+        located: bool = False,
+    ) -> Sequence[StoredSampler]:
+        """Oldest first; if `unsaved`, those whose weights are in the engine's memory only.
+
+        If `located`, those whose weights are in a file.
+        """
+        ...
+
+    async def close_samplers(
+        self, sampler_ids: Iterable[str], why: str = "its session is over"
+    ) -> None:
+        """Note at once that these have no weights any more, and the reason users are given.
+
+        They stay known until `prune`, without a location and a size. Unknown ones are ignored; a
+        sampler that was closed before keeps its first reason.
+        """
+        ...
+
+    async def sampler_bytes(self, owner: str) -> int:
+        """What the saved files of an owner's samplers take up."""
+        ...
+
+    async def join_sampler(self, sampler_id: str) -> int:
+        """Count one more copy of a known sampling client; the first copy is 1."""
+        ...
+
+    async def put_checkpoint(self, checkpoint: StoredCheckpoint) -> None: ...
+    async def get_checkpoint(self, path: str) -> StoredCheckpoint | None: ...
+    async def delete_checkpoint(self, path: str) -> bool: ...
+    async def checkpoints(
+        self,
+        *,
+        owner: str | None = None,
+        model_id: str | None = None,
+        kinds: Collection[CheckpointKind] | None = None,
+        public: bool = False,
+        live_at: float | None = None,
+        expired_at: float | None = None,
+        offset: int = 0,
+        limit: int | None = None,
+    ) -> Sequence[StoredCheckpoint]:
+        """Newest first; only those that still exist, or whose time is up, at a given time."""
+        ...
+
+    async def newest_checkpoints(
+        self,
+        model_ids: Collection[str],
+        *,
+        kinds: Collection[CheckpointKind],
+        live_at: float,
+        public: bool = False,
+    ) -> Sequence[StoredCheckpoint]:
+        """The newest checkpoint of each of these models and kinds, as far as there is one."""
+        ...
+
+    async def count_checkpoints(
+        self, owner: str, *, live_at: float, kinds: Collection[CheckpointKind] | None = None
+    ) -> int:
+        """How many checkpoints of an owner exist at a time."""
+        ...
+
+    async def stored_bytes(self, owner: str, *, live_at: float) -> int:
+        """What the checkpoints of an owner that exist at a time take up."""
+        ...
+
+    async def saved_by_session(self, session_id: str) -> tuple[int, int]:
+        """How many checkpoints the models of a session have, and what they take up."""
+        ...
+
+    async def add_loss(self, loss: StoredLoss) -> StoredLoss: ...
+    async def get_loss(self, loss_id: str) -> StoredLoss | None: ...
+
+    async def submit(self, operation: Operation) -> tuple[Operation, bool]:
+        """Accept an operation and say whether it is new.
+
+        One with a known `op_id` changes nothing and is answered by the first. A new one is its
+        model's last request.
+        """
+        ...
+
+    async def get_operation(self, op_id: str) -> Operation | None:
+        """One operation: with its body while it is unfinished, with its result after that."""
+        ...
+
+    async def pending(self) -> Sequence[Operation]:
+        """Everything accepted and not finished, in order of arrival."""
+        ...
+
+    async def operations(self, session_id: str) -> Sequence[Operation]:
+        """The operations of a session in order of arrival, without bodies and results."""
+        ...
+
+    async def start(self, op_ids: Iterable[str], at: float) -> None:
+        """Note that operations run; after a restart they are queued again."""
+        ...
+
+    async def finish(
+        self, op_id: str, outcome: OperationOutcome, at: float, usage: UsageEntry | None = None
+    ) -> bool:
+        """Record how an operation ended and what it used; False when it had ended before.
+
+        A success may be undone by a power cut, as long as nothing was submitted after it: then
+        the operation is unfinished again.
+        """
+        ...
+
+    # A model's journal is its operations with their bodies. A crash replays what a snapshot does
+    # not hold, so bodies outlive the results until they are trimmed.
+
+    async def journal(self, model_id: str, after: int) -> Sequence[Operation]:
+        """The operations of a model with a seq_id above `after`, by seq_id, finished ones too.
+
+        They have their bodies unless those were trimmed, and no results.
+        """
+        ...
+
+    async def trim_journal(self, model_id: str, through: int) -> None:
+        """Forget the bodies of a model's finished operations up to a seq_id."""
+        ...
+
+    async def last_turn(self, model_id: str) -> int:
+        """The highest finished seq_id of a model, -1 when there is none."""
+        ...
+
+    async def completions(
+        self, sampler_id: str, clone: int, after: int
+    ) -> tuple[Sequence[Operation], int]:
+        """Samples of one client that ended after a cursor, and the new cursor."""
+        ...
+
+    async def drop_results(self, op_ids: Iterable[str]) -> None:
+        """Forget the payloads, not the operations."""
+        ...
+
+    async def drop_results_before(self, at: float) -> int:
+        """Forget the payloads of everything that finished before a time."""
+        ...
+
+    async def forget_operations_before(self, at: float) -> int:
+        """Forget what finished before a time altogether, unless a journal still has its body.
+
+        The last turn of an open model stays, so that it goes on counting from there.
+        """
+        ...
+
+    async def prune(self, before: float, limit: int) -> int:
+        """Forget some of what ended before a time; returns how many records, 0 when none is left.
+
+        That is sessions that are over, or never send heartbeats, with their samplers, losses,
+        operations and answers, and answers of no session. Models and checkpoints stay, and so does
+        a session with an open model, with a sampler that has a location, or with an operation that
+        ended later. A call forgets at most `limit` records, so that nobody waits long for it.
+        """
+        ...
+
+    async def recall(self, owner: str, key: str) -> str | None:
+        """The answer remembered for an idempotency key."""
+        ...
+
+    async def remember(
+        self, owner: str, key: str, answer: str, *, session_id: str | None = None
+    ) -> None:
+        """Keep the first answer: as long as a session is known, or until it is pruned by age."""
+        ...
+
+    async def add_key(self, key: ApiKey) -> ApiKey:
+        """Keep a key; the one that is returned has its final `key_id`."""
+        ...
+
+    async def find_key(self, key_hash: str) -> ApiKey | None: ...
+    async def keys(self, owner: str | None = None) -> Sequence[ApiKey]:
+        """Oldest first, revoked ones too."""
+        ...
+
+    async def revoke_key(self, key_id: int, at: float) -> bool:
+        """Let a key in no more; False when there is none such in use."""
+        ...
+
+    async def audit(self, entry: AuditEntry) -> None: ...
+    async def audit_log(
+        self,
+        owner: str,
+        *,
+        topic: str | None = None,
+        start: float | None = None,
+        end: float | None = None,
+        limit: int | None = None,
+    ) -> Sequence[AuditEntry]:
+        """By time, from `start` to before `end`; the newest, if there are more than `limit`."""
+        ...
+
+    async def add_usage(self, entry: UsageEntry) -> None:
+        """Count what was used; of samples, a crash may lose the last second."""
+        ...
+
+    async def usage(self, owner: str, start: float, end: float) -> Sequence[UsageEntry]:
+        """What an owner used from one full hour to before another, by time.
+
+        Samples of a session may be summed up: one entry in the hour they belong to.
+        """
+        ...

@@ -1,0 +1,144 @@
+"""What is written a little later: signs of life and the usage of samples.
+
+Both are many and small, and losing the last of them in a crash costs nothing that was
+promised: after a restart every session counts as seen, and a lost sample is sent again.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import anyio
+from sqlalchemy import bindparam, update
+
+from tinkex.errors import StorageError
+from tinkex.server.store.sql.operations import HOUR_S, add_hourly
+from tinkex.server.store.sql.schema import sessions
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
+    from sqlalchemy import Connection
+
+    from tinkex.clock import Clock
+    from tinkex.server.store.records import UsageEntry
+    from tinkex.server.store.sql.database import Database
+
+_log = logging.getLogger(__name__)
+
+USAGE_EVERY_S = 1.0
+SEEN_EVERY_S = 5.0
+
+
+class WriteBehind:
+    """Collects, and writes from one task while it is `running`."""
+
+    def __init__(self, database: Database, clock: Clock) -> None:
+        self._database = database
+        self.clock = clock
+        self._bell = anyio.Event()
+        # Mutable state: what is not written yet, and when sessions were written last.
+        self.seen: dict[str, float] = {}
+        self._usage: dict[tuple[Any, ...], UsageEntry] = {}
+        self._seen_at = clock.now()
+
+    def see(self, session_id: str, at: float) -> None:
+        """Note a sign of life."""
+        self.seen[session_id] = at
+        self._bell.set()
+
+    def use(self, entry: UsageEntry) -> None:
+        """Add to the hour of its session."""
+        key = _hour_of(entry)
+        known = self._usage.get(key)
+        self._usage[key] = (
+            entry if known is None else replace(known, usage=known.usage + entry.usage)
+        )
+        self._bell.set()
+
+    @asynccontextmanager
+    async def running(self) -> AsyncGenerator[None]:
+        """Write on the way, and what is left at the end."""
+        failure: Exception | None = None
+        async with anyio.create_task_group() as group:
+            group.start_soon(self._run)
+            try:
+                yield
+            except Exception as error:  # noqa: BLE001 - raised below, outside the group
+                failure = error
+            finally:
+                with anyio.CancelScope(shield=True):
+                    await self._finish()
+            group.cancel_scope.cancel()
+        if failure is not None:
+            raise failure
+
+    async def _finish(self) -> None:
+        try:
+            await self.write_usage()
+            await self.write_seen()
+        except StorageError as error:
+            _log.error("the last usage and heartbeats could not be written: %s", error)
+
+    async def _run(self) -> None:
+        while True:
+            await self._bell.wait()
+            self._bell = anyio.Event()
+            await self.clock.sleep(USAGE_EVERY_S)
+            try:
+                await self._round()
+            except StorageError as error:
+                # It is all kept for the next round.
+                _log.warning("usage and heartbeats are not written yet: %s", error)
+                self._bell.set()
+            except Exception:  # noqa: BLE001 - one round ends here; the server goes on
+                _log.exception("usage and heartbeats could not be written")
+
+    async def _round(self) -> None:
+        await self.write_usage()
+        if self.clock.now() - self._seen_at >= SEEN_EVERY_S:
+            await self.write_seen()
+        elif self.seen:
+            self._bell.set()
+
+    async def write_usage(self) -> None:
+        """Write what samples used."""
+        entries, self._usage = self._usage, {}
+        if not entries:
+            return
+        try:
+            # Whoever waits may give up, but not in between: it would be counted twice or never.
+            with anyio.CancelScope(shield=True):
+                await self._database.write_lightly(lambda c: add_hourly(c, entries.values()))
+        except StorageError:
+            for entry in entries.values():
+                self.use(entry)
+            raise
+
+    async def write_seen(self) -> None:
+        """Write when sessions were last seen."""
+        self._seen_at = self.clock.now()
+        seen, self.seen = self.seen, {}
+        if not seen:
+            return
+        rows = [{"id": session_id, "at": at} for session_id, at in seen.items()]
+        try:
+            with anyio.CancelScope(shield=True):
+                await self._database.write_lightly(lambda c: _write_seen(c, rows))
+        except StorageError:
+            self.seen = {**seen, **self.seen}
+            raise
+
+
+def _hour_of(entry: UsageEntry) -> tuple[Any, ...]:
+    hour = entry.at // HOUR_S
+    return hour, entry.owner, entry.session_id, entry.base_model, entry.project_id, entry.kind
+
+
+def _write_seen(connection: Connection, rows: list[dict[str, Any]]) -> None:
+    seen_before = sessions.c.last_seen_at < bindparam("at")
+    query = update(sessions).where(sessions.c.session_id == bindparam("id"), seen_before)
+    connection.execute(query.values(last_seen_at=bindparam("at")), rows)

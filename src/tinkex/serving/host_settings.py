@@ -1,0 +1,217 @@
+"""The settings of a server process: from defaults, a file, the environment and flags.
+
+One flat list of names everywhere: `long_poll_s` in the file, `TINKEX_LONG_POLL_S` in the
+environment, `--set long_poll_s=20` on the command line. A name that does not exist and a value that
+does not fit are refused by name.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import tomllib
+from dataclasses import dataclass, field, fields, replace
+from ipaddress import ip_address
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import msgspec
+
+from tinkex.config import DATA_DIR, DEFAULT_MODEL
+from tinkex.engine.process.spec import DtypeName
+from tinkex.errors import InputError
+from tinkex.server.server_settings import ServerSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+
+Auth = Literal["keys", "none"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+LogFormat = Literal["text", "json"]
+
+FILE: Final = "tinkex.toml"
+_NO_LIMIT: Final = "none"  # TOML and the environment have no null
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostSettings:
+    """The settings of `tinkex serve`; `load_settings` makes one."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    data_dir: Path = DATA_DIR
+    database: str | None = None
+    """None is the SQLite file `tinkex.db` in `data_dir`."""
+    artifacts: str | None = None
+    """Where saved adapters go: any fsspec URL; None is a folder in `data_dir`."""
+    base_models: tuple[str, ...] = (DEFAULT_MODEL,)
+    """`NAME`, or `NAME=FOLDER` to serve a folder under another name."""
+    auth: Auth = "keys"
+    deferred: bool = False
+    """Whether base models are loaded only when they are first used."""
+    device: str = "auto"
+    """`auto` is `cuda` where torch sees one, else `cpu`."""
+    dtype: DtypeName | None = None
+    """None is bfloat16 on `cuda` and float32 on `cpu`."""
+    threads: int | None = None
+    adapter_bytes: int | None = None
+    """What adapters and snapshots may take on the device; None is a part of what is free there."""
+    parked_bytes: int | None = None
+    """What adapters that were moved off the device may take in host memory, before they go to disk.
+
+    None is a part of all there is, and nothing where the device is the CPU."""
+    log_level: LogLevel = "info"
+    log_format: LogFormat = "text"
+    shutdown_s: float = 10.0
+    """How long what runs may take to finish once the server is told to end."""
+    server: ServerSettings = field(default_factory=ServerSettings)
+
+    @property
+    def on_loopback(self) -> bool:
+        """Whether only this machine can reach it."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+
+_OWN: Final[dict[str, Any]] = {
+    "host": str,
+    "port": int,
+    "data_dir": str,
+    "database": str,
+    "artifacts": str,
+    "base_models": list[str],
+    "auth": Auth,
+    "deferred": bool,
+    "device": str,
+    "dtype": DtypeName,
+    "threads": int,
+    "adapter_bytes": int,
+    "parked_bytes": int,
+    "log_level": LogLevel,
+    "log_format": LogFormat,
+    "shutdown_s": float,
+}
+# The server's plain numbers; keys, secrets and what clients are told are made, not set.
+_KINDS: Final[dict[str, Any]] = {
+    "int": int,
+    "float": float,
+    "bool": bool,
+    "int | None": int | None,
+    "float | None": float | None,
+}
+
+
+def server_kinds() -> dict[str, Any]:
+    """The server's own settings that an operator may set, with their types."""
+    kinds = {f.name: _KINDS[str(f.type)] for f in fields(ServerSettings) if str(f.type) in _KINDS}
+    del kinds["grace_s"]  # said by shutdown_s
+    return kinds
+
+
+def known() -> dict[str, Any]:
+    """Every name that can be set, with its type."""
+    return {**_OWN, **server_kinds()}
+
+
+def load_settings(
+    flags: Mapping[str, object], env: Mapping[str, str], *, config: Path | None = None
+) -> HostSettings:
+    """Settings from defaults, a file, the environment and flags; later ones win.
+
+    `env` is what `config.server_environment` found, by setting. `flags` holds only what was given.
+    Without `config`, the file is `tinkex.toml` in the data directory, if there is one.
+    """
+    given = {**_parsed(env, "TINKEX_{}"), **_parsed(flags, "--{}")}
+    path = config or Path(str(given.get("data_dir", HostSettings().data_dir))) / FILE
+    if config is not None or path.is_file():
+        given = {**_parsed(_read(path), f"{path}: {{}}"), **given}
+    own = {name: value for name, value in given.items() if name in _OWN}
+    if "data_dir" in own:
+        own["data_dir"] = Path(own["data_dir"])
+    if "base_models" in own:
+        own["base_models"] = tuple(own["base_models"])
+    rest = {name: value for name, value in given.items() if name not in _OWN}
+    settings = HostSettings(**own)
+    settings = replace(settings, server=ServerSettings(**rest, grace_s=settings.shutdown_s))
+    _check(settings)
+    return settings
+
+
+def _parsed(values: Mapping[str, object], place: str) -> dict[str, Any]:
+    """Values of one source, checked; `place` names a setting as that source spells it."""
+    kinds = known()
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        spelled = place.format(_spelling(name, place))
+        if name not in kinds:
+            raise InputError(f"there is no such setting{_near(name, kinds, place)}", spelled)
+        found[name] = _convert(value, kinds[name], spelled, typed=place.endswith(": {}"))
+    return found
+
+
+def _convert(value: object, kind: Any, spelled: str, *, typed: bool) -> Any:
+    """A value of its type; only a file has types of its own, anything else is text."""
+    if kind == list[str] and isinstance(value, str):
+        value = [part.strip() for part in value.split(",") if part.strip()]
+    if value == _NO_LIMIT and kind in (int | None, float | None):
+        return None
+    try:
+        made = msgspec.convert(value, kind, strict=typed)
+    except msgspec.ValidationError as error:
+        raise InputError(f"{value!r} does not fit: {error}", spelled) from error
+    number = isinstance(made, int | float) and not isinstance(made, bool)
+    if number and not (math.isfinite(made) and made >= 0):
+        raise InputError(f"must be a number from 0 on, got {value!r}", spelled)
+    return made
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text())
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}", "config") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} is not TOML: {error}", "config") from error
+
+
+def _spelling(name: str, place: str) -> str:
+    if place.startswith("TINKEX_"):
+        return name.upper()
+    return name.replace("_", "-") if place == "--{}" and name in _OWN else name
+
+
+def _near(name: str, kinds: Mapping[str, Any], place: str) -> str:
+    close = difflib.get_close_matches(name.lower(), list(kinds), 1)
+    return f"; did you mean {place.format(_spelling(close[0], place))}?" if close else ""
+
+
+def _check(settings: HostSettings) -> None:
+    if settings.port > 65535:
+        raise InputError(f"must be from 0 to 65535, got {settings.port}", "port")
+    if settings.threads == 0:
+        raise InputError("must be 1 or more, got 0", "threads")
+    if not settings.base_models:
+        raise InputError("name at least one", "base_models")
+    names = [name for name, _ in base_models(settings)]
+    if len(set(names)) < len(names):
+        raise InputError(f"names must differ, got {', '.join(names)}", "base_models")
+    if settings.auth == "none" and not settings.on_loopback:
+        raise InputError(
+            f"lets in everybody who reaches {settings.host}; without keys a server listens on "
+            "127.0.0.1 only: make a key with `tinkex key create`, and leave this out",
+            "no_auth",
+        )
+
+
+def base_models(settings: HostSettings) -> Iterator[tuple[str, str]]:
+    """(name, where it comes from) of each base model."""
+    for text in settings.base_models:
+        name, equals, source = text.partition("=")
+        if not name or (equals and not source):
+            raise InputError(f"must be NAME or NAME=FOLDER, got {text!r}", "base_models")
+        yield name, source or name

@@ -26,7 +26,7 @@ _CONSOLE = "https://tinker.thinkingmachines.ai"
 
 
 def login(args: argparse.Namespace) -> None:
-    """Ask for a key, check it with the server, and store it as the default."""
+    """Store an API key as the default. The server checks it first."""
     from tinkex.transport.auth import is_well_formed
     from tinkex.transport.credentials import credentials_path, read_store, write_store
     from tinkex.wire import routes
@@ -48,7 +48,7 @@ def login(args: argparse.Namespace) -> None:
 
 
 def logout(args: argparse.Namespace) -> None:
-    """Remove the default key; one that an older tool created is also deleted on the server."""
+    """Remove the stored default key. One that an older tool created is deleted on the server."""
     from tinkex.transport.credentials import credentials_path, read_store, write_store
     from tinkex.wire import routes
 
@@ -77,7 +77,7 @@ def logout(args: argparse.Namespace) -> None:
 
 
 def status(args: argparse.Namespace) -> int | None:
-    """Print whether there is a credential and whether the server accepts it; fails if not."""
+    """Check the credential and the server. Fails if the server does not accept it."""
     from tinkex.auth import raise_if_tinker_not_accessible, tinker_has_credentials
 
     show_log(logging.ERROR)  # the error is reported in the end, so its warning is not needed
@@ -99,7 +99,7 @@ def status(args: argparse.Namespace) -> int | None:
 
 
 def whoami(args: argparse.Namespace) -> None:
-    """Show the account of the credential; that of a plain key has to be looked up."""
+    """Show the account of the credential."""
     with rest_client() as rest:
         try:
             identity = rest.whoami().result()
@@ -178,8 +178,8 @@ def _stored(key: str, found: ApiKeyResponse) -> StoredKey:
 
 
 VERBS = {
-    "login": Command(login, "store an API key as the default"),
-    "logout": Command(logout, "remove the stored default key"),
-    "status": Command(status, "check the credential and the server"),
-    "whoami": Command(whoami, "show the account of the credential"),
+    "login": Command(login),
+    "logout": Command(logout),
+    "status": Command(status),
+    "whoami": Command(whoami),
 }

@@ -24,7 +24,7 @@ _QUANTITIES = (("token_count", "tokens"), ("count", "checkpoints"), ("gigabyte_h
 
 
 def usage(args: argparse.Namespace) -> None:
-    """Show usage by the hour, or write it as CSV."""
+    """Show usage by the hour."""
     with admin_client() as admin:
         used = admin.get_billing_usage(args.starting_on, args.ending_before).result()
     sessions = {name: plain(session) for name, session in used.sessions.items()}
@@ -53,7 +53,7 @@ def usage(args: argparse.Namespace) -> None:
 
 
 def checkpoint_storage(args: argparse.Namespace) -> None:
-    """Show what the stored checkpoints take up, or write it as CSV."""
+    """Show the storage used by checkpoints."""
     with admin_client() as admin:
         used = admin.get_current_checkpoint_storage_usage(args.project_id).result()
     items = [plain(item) for item in used.data]
@@ -126,7 +126,6 @@ _CSV = Argument("--csv FILE", "write CSV to FILE instead; - is standard output")
 VERBS = {
     "usage": Command(
         usage,
-        "show usage by the hour",
         Argument("starting_on STARTING_ON", "a full UTC hour, included"),
         Argument("ending_before ENDING_BEFORE", "a full UTC hour, excluded; at most 14 days later"),
         _CSV,
@@ -134,7 +133,6 @@ VERBS = {
     ),
     "checkpoint-storage": Command(
         checkpoint_storage,
-        "show the storage used by checkpoints",
         Argument("--project-id ID", "only this project"),
         _CSV,
     ),

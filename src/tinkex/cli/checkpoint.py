@@ -35,7 +35,7 @@ _COLUMNS = ("Checkpoint ID", "Type", "Size", "Public", "Created", "Expires", "Pa
 
 
 def list_all(args: argparse.Namespace) -> None:
-    """List checkpoints: the newest, or all of one run."""
+    """List checkpoints, newest first."""
     with rest_client() as rest:
         if args.run_id:
             found = rest.list_checkpoints(args.run_id).result().checkpoints
@@ -141,7 +141,7 @@ def _find(checkpoints: list[Checkpoint], path: str) -> Checkpoint:
 
 
 def delete(args: argparse.Namespace) -> int | None:
-    """Delete checkpoints permanently; fails when any of them could not be deleted."""
+    """Delete checkpoints permanently. Fails if any of them cannot be deleted."""
     _check(args)
     with rest_client() as rest:
         paths, lines = _chosen(args, rest)
@@ -251,23 +251,20 @@ def _report(args: argparse.Namespace, deleted: int, failed: list[tuple[str, str]
 VERBS = {
     "list": Command(
         list_all,
-        "list checkpoints, newest first",
         Argument("--run-id ID", "only this training run, and all of its checkpoints"),
         LIMIT,
     ),
-    "info": Command(info, "show one checkpoint", PATH_OR_RUN),
-    "publish": Command(publish, "let all users load a checkpoint", PATH),
-    "unpublish": Command(unpublish, "make a checkpoint private", PATH),
+    "info": Command(info, PATH_OR_RUN),
+    "publish": Command(publish, PATH),
+    "unpublish": Command(unpublish, PATH),
     "set-ttl": Command(
         set_ttl,
-        "set when a checkpoint expires",
         PATH,
         Argument("--ttl SECONDS", "seconds until it expires", type=int),
         Argument("--remove", "never expire"),
     ),
     "delete": Command(
         delete,
-        "delete checkpoints permanently",
         Argument("paths PATH", "checkpoints to delete", nargs="*"),
         Argument("--run-id ID", "delete those of this training run"),
         Argument(

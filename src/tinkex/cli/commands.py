@@ -70,12 +70,15 @@ class Argument:
 class Command:
     """One command: its handler, a line of help, and its arguments.
 
-    The handler takes the parsed arguments and returns the exit status; None means 0.
+    The handler takes the parsed arguments and returns the exit status; None means 0. Its docstring
+    is the description of the command, the first sentence is the line of help.
     """
 
-    def __init__(self, handler: Handler, summary: str, *arguments: Argument) -> None:
+    def __init__(self, handler: Handler, *arguments: Argument) -> None:
         self.handler = handler
-        self.summary = summary
+        self.description = " ".join((handler.__doc__ or "").split())
+        first = self.description.partition(". ")[0].rstrip(".")
+        self.summary = first[:1].lower() + first[1:]
         self.arguments = arguments
 
 
@@ -87,7 +90,9 @@ def verbs_of(noun: str) -> dict[str, Command]:
 def program(name: str) -> Command:
     """A command of one word."""
     module = _module(name)
-    return Command(getattr(module, name), PROGRAMS[name], *module.ARGUMENTS)
+    command = Command(getattr(module, name), *module.ARGUMENTS)
+    command.summary = PROGRAMS[name]
+    return command
 
 
 def _module(name: str) -> Any:

@@ -48,7 +48,7 @@ class RenderedFile:
 
 
 def view(args: argparse.Namespace) -> int | None:
-    """Show the first examples, and the totals."""
+    """Show examples, with trained tokens in colour or in [[brackets]]."""
     loaded = _load_or_report(args)
     if loaded is None:
         return 1
@@ -61,7 +61,7 @@ def view(args: argparse.Namespace) -> int | None:
 
 
 def check(args: argparse.Namespace) -> int | None:
-    """Show the totals, or every line that cannot be used."""
+    """Report every line that cannot be trained on. Without any, shows the totals."""
     loaded = _load_or_report(args)
     if loaded is None:
         return 1
@@ -239,10 +239,9 @@ _SETTINGS = (
 VERBS = {
     "view": Command(
         view,
-        "show examples, with trained tokens in colour or in [[brackets]]",
         _FILE,
         Argument("--limit N", "show at most N; 0 shows all", type=whole_number(0), default=5),
         *_SETTINGS,
     ),
-    "check": Command(check, "report every line that cannot be trained on", _FILE, *_SETTINGS),
+    "check": Command(check, _FILE, *_SETTINGS),
 }

@@ -31,7 +31,7 @@ _ROUNDED = "Nothing was saved. Pass --dtype float32, or --layout peft, which rou
 
 
 def download(args: argparse.Namespace) -> None:
-    """Download a checkpoint into a new folder."""
+    """Download a checkpoint's files into a new folder."""
     from tinkex.cli import checkpoint_files as files
     from tinkex.cli.target import checkpoint_named
 
@@ -79,7 +79,7 @@ def export_adapter(service: ServiceClient, path: str, folder: Path | str) -> Non
 
 
 def export(args: argparse.Namespace) -> None:
-    """Export a checkpoint, compare it with the server, and rename it to its folder."""
+    """Write a checkpoint as a PEFT adapter or a merged model, and verify it."""
     from tinkex.cli.checkpoint_files import folder_in, put_in_place
     from tinkex.cli.target import checkpoint_named
 
@@ -169,7 +169,7 @@ def _report(args: argparse.Namespace, path: str, target: Path, found: Comparison
 
 
 def import_(args: argparse.Namespace) -> None:
-    """Upload an adapter, compare the server's log-probabilities, and print its path."""
+    """Upload a PEFT adapter to a tinkex server, and verify it there. Prints its path."""
     from tinkex.adapters.folder import read_adapter
     from tinkex.cli.verify import delete_quietly, shown
 
@@ -241,7 +241,6 @@ _BASE = "folder, GGUF file or hub id of the base model"
 
 DOWNLOAD = Command(
     download,
-    "download a checkpoint's files",
     PATH_OR_RUN,
     Argument("-o --output DIR", "where to create the folder"),
     FORCE,
@@ -249,7 +248,6 @@ DOWNLOAD = Command(
 
 EXPORT = Command(
     export,
-    "write a checkpoint as a PEFT adapter or a merged model, and verify it",
     PATH_OR_RUN,
     Argument("-o --output DIR", "the folder to write", required=True),
     Argument(
@@ -269,7 +267,6 @@ EXPORT = Command(
 
 IMPORT = Command(
     import_,
-    "upload a PEFT adapter to a tinkex server, and verify it there",
     Argument("folder PEFT_DIR", "a folder with an adapter"),
     Argument("--model NAME", "its base model (default: as in the adapter's configuration)"),
     Argument("--name NAME", "the checkpoint's name (default: imported)"),

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def create(args: argparse.Namespace) -> None:
-    """Create a key and print only the key, so that `KEY=$(tinkex key create)` works."""
+    """Create a key and print it, alone on standard output. It cannot be shown again."""
     key, kept = _await(_create(args))
     if args.format == "json":
         print_json({"key": key, **_plain(kept)})
@@ -44,7 +44,7 @@ async def _create(args: argparse.Namespace) -> tuple[str, ApiKey]:
 
 
 def list_all(args: argparse.Namespace) -> None:
-    """List the keys, including revoked ones."""
+    """List keys, including revoked ones. The keys themselves are not stored."""
     keys = _await(_keys(args))
     show(
         args,
@@ -61,7 +61,7 @@ async def _keys(args: argparse.Namespace) -> list[ApiKey]:
 
 
 def revoke(args: argparse.Namespace) -> None:
-    """Revoke a key; a running server refuses it within two seconds."""
+    """Revoke a key. A running server refuses it within two seconds."""
     if not _await(_revoke(args)):
         raise CommandError(f"There is no key {args.key_id} in use", "See `tinkex key list`.")
     if args.format == "json":
@@ -143,7 +143,6 @@ _SERVER = (
 VERBS = {
     "create": Command(
         create,
-        "create a key and print it; it cannot be shown again",
         Argument("--owner NAME", "the key's tenant (default: a new tenant)"),
         Argument("--name TEXT", "a name for the key", default=""),
         Argument("--note TEXT", "a note about the key", default=""),
@@ -151,13 +150,11 @@ VERBS = {
     ),
     "list": Command(
         list_all,
-        "list keys; the keys themselves are not stored",
         Argument("--owner NAME", "only the keys of this tenant"),
         *_SERVER,
     ),
     "revoke": Command(
         revoke,
-        "revoke a key",
         Argument("key_id ID", "as in `tinkex key list`", type=whole_number(1)),
         *_SERVER,
     ),

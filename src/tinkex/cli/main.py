@@ -76,9 +76,8 @@ def _add_verbs(parser: argparse.ArgumentParser, noun: str, verbs: dict[str, Comm
     parser.set_defaults(parser=parser)
     subparsers = parser.add_subparsers(title="commands", metavar=COMMAND, prog=f"tinkex {noun}")
     for verb, command in verbs.items():
-        _fill(
-            subparsers.add_parser(verb, help=command.summary, **_settings(command.summary)), command
-        )
+        settings = _settings(command.description)
+        _fill(subparsers.add_parser(verb, help=command.summary, **settings), command)
 
 
 def _fill(leaf: argparse.ArgumentParser, command: Command) -> None:
@@ -88,16 +87,17 @@ def _fill(leaf: argparse.ArgumentParser, command: Command) -> None:
         leaf.add_argument(*argument.names, **argument.settings)
 
 
-def _settings(summary: str) -> dict[str, Any]:
+def _settings(description: str) -> dict[str, Any]:
+    text = description.rstrip(".")
     return {
-        "description": f"{summary[0].upper()}{summary[1:]}.",
+        "description": f"{text[:1].upper()}{text[1:]}.",
         "formatter_class": _formatter,
         "allow_abbrev": False,
     }
 
 
 def _new_parser(prog: str, summary: str) -> Parser:
-    parser = Parser(prog, **_settings(summary.rstrip(".")))
+    parser = Parser(prog, **_settings(summary))
     _add_format(parser)
     return parser
 

@@ -40,7 +40,6 @@ def list_all(args: argparse.Namespace) -> None:
 VERBS = {
     "list": Command(
         list_all,
-        "list the server's models",
         Argument("substring SUBSTRING", "only names that contain it", nargs="?"),
     ),
 }

@@ -26,7 +26,7 @@ _WIDEST, _HIGHEST = 100, 20
 
 
 def plot(args: argparse.Namespace) -> None:
-    """Plot the metrics of one run or several."""
+    """Plot metrics in the terminal, or write a figure."""
     folders = [Path(each).expanduser() for each in args.folders]
     series = _series(folders, args.metrics or [])
     if args.output:
@@ -89,7 +89,6 @@ def _plain(points: Points) -> list[tuple[float, float | None]]:
 
 PLOT = Command(
     plot,
-    "plot metrics in the terminal, or write a figure",
     Argument("folders FOLDER", "a run's folder; several overlay", nargs="+"),
     Argument(
         "-m --metric NAME",

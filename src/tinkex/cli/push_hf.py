@@ -26,7 +26,7 @@ _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 
 
 def push(args: argparse.Namespace) -> None:
-    """Download an adapter, write its model card, and upload both."""
+    """Upload an adapter to the Hugging Face hub. A model card is added."""
     from tinkex.cli.checkpoint_files import check_downloadable, fetch_checkpoint
     from tinkex.cli.target import checkpoint_named
     from tinkex.clients.rest import RestClient
@@ -190,7 +190,6 @@ def _checkpoint_in(hub: Any, repo: str, revision: str | None) -> str | None:
 
 PUSH = Command(
     push,
-    "upload an adapter to the Hugging Face hub",
     PATH_OR_RUN,
     Argument("-r --repo ID", "repository (default: from model and run)"),
     Argument("--public", "make the repository public"),

@@ -107,7 +107,6 @@ def _last(run: TrainingRun) -> tuple[str | None, str | None]:
 VERBS = {
     "list": Command(
         list_all,
-        "list training runs",
         LIMIT,
         Argument(
             "-c --columns A,B",
@@ -115,7 +114,7 @@ VERBS = {
             default="id,model,lora,updated,status",
         ),
     ),
-    "info": Command(info, "show one training run", Argument("run_id RUN_ID")),
+    "info": Command(info, Argument("run_id RUN_ID")),
     "watch": WATCH,
     "plot": PLOT,
 }

@@ -22,7 +22,7 @@ _TOTALS = ("trained_tokens", "prompt_tokens", "cached_tokens", "generated_tokens
 
 
 def usage(args: argparse.Namespace) -> None:
-    """Add up a session's usage events."""
+    """Show a session's token totals."""
     since = _since(args.since)
     totals: dict[str, int] = dict.fromkeys(_TOTALS, 0)
     seen = False
@@ -52,7 +52,7 @@ def usage(args: argparse.Namespace) -> None:
 
 
 def export_trace(args: argparse.Namespace) -> None:
-    """Save the session's trace, or print its link."""
+    """Save a trace for Perfetto."""
     from tinkex.cli.fetch import fetch
 
     target = Path(args.output or f"{args.session_id}.pftrace")
@@ -132,13 +132,11 @@ _SESSION = Argument("session_id SESSION_ID")
 VERBS = {
     "usage": Command(
         usage,
-        "show a session's token totals",
         _SESSION,
         Argument("--since DATE", "count from this UTC hour on (default: 14 days ago)"),
     ),
     "export-trace": Command(
         export_trace,
-        "save a trace for Perfetto",
         _SESSION,
         Argument("-o --output FILE", "default: SESSION_ID.pftrace"),
         Argument("--url-only", "print a link and save nothing"),

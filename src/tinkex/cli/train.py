@@ -40,7 +40,7 @@ _FIGURES = ("curve.svg", "curve.png")
 
 
 def sft(args: argparse.Namespace) -> int | None:
-    """Supervised fine-tuning on a file of examples."""
+    """Supervised fine-tuning on examples."""
     from tinkex.loops.run_settings import SftSettings
     from tinkex.loops.sft import SftJob
 
@@ -51,7 +51,7 @@ def sft(args: argparse.Namespace) -> int | None:
 
 
 def dpo(args: argparse.Namespace) -> int | None:
-    """Preference optimization on a file of pairs."""
+    """Direct preference optimization on pairs of answers."""
     from tinkex.loops.dpo import DpoJob
     from tinkex.loops.run_settings import DpoSettings
 
@@ -62,7 +62,7 @@ def dpo(args: argparse.Namespace) -> int | None:
 
 
 def rl(args: argparse.Namespace) -> int | None:
-    """Reinforcement learning on a task."""
+    """Reinforcement learning with a reward function."""
     from tinkex.loops.rl import RlJob
     from tinkex.loops.run_settings import RlSettings
 
@@ -295,7 +295,6 @@ _LONGEST = Argument("--max-tokens N", "the longest allowed example (default: 204
 VERBS = {
     "sft": Command(
         sft,
-        "supervised fine-tuning on examples",
         *_FILES,
         *_steps(3, "examples", "3e-4"),
         Argument(
@@ -308,7 +307,6 @@ VERBS = {
     ),
     "dpo": Command(
         dpo,
-        "direct preference optimization on pairs of answers",
         *_FILES,
         *_steps(1, "pairs", "5e-5"),
         Argument(
@@ -321,7 +319,6 @@ VERBS = {
     ),
     "rl": Command(
         rl,
-        "reinforcement learning with a reward function",
         Argument("task TASK.py", "a file with prompts() and reward(prompt, answer)"),
         *_PLACE,
         *_steps(None, "prompts", "3e-4"),

@@ -52,7 +52,7 @@ _BUSY_EVERY_S = 30.0
 
 
 def watch(args: argparse.Namespace) -> int | None:
-    """Follow a run; fails if the run failed."""
+    """Follow a run while it trains. Fails if the run fails."""
     import asyncio
 
     folder = Path(args.run).expanduser()
@@ -233,7 +233,6 @@ def _clock_time(time: datetime) -> str:
 
 WATCH = Command(
     watch,
-    "follow a run while it trains",
     Argument("run RUN", "a run's folder, or its id on the server"),
     Argument("--once", "show the current state and exit"),
 )

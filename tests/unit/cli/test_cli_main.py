@@ -275,7 +275,7 @@ def test_a_reader_that_goes_away_is_no_accident(tmp_path: Path):
         "from tinkex.cli.commands import Command\n"
         "from tinkex.cli.main import main\n"
         "sys.modules['tinkex.cli.run'] = module = types.ModuleType('run')\n"
-        "module.VERBS = {'list': Command(lambda args: print('x' * 100_000), 'list')}\n"
+        "module.VERBS = {'list': Command(lambda args: print('x' * 100_000))}\n"
         "raise SystemExit(main(['run', 'list']))\n"
     )
     done = subprocess.run(

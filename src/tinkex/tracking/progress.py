@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from typing import TextIO
 
     from tinkex.clock import Clock
-    from tinkex.tracking.views import View
+    from tinkex.tracking.views import LiveView, PlainView
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class Progress:
         self._chart = chart
         self._state = RunState(total, title, done, self._clock.now(), unit=unit)
         # Mutable: None outside the context, and once the view has failed.
-        self._view: View | None = None
+        self._view: LiveView | PlainView | None = None
 
     def __enter__(self) -> Self:
         self._guard(self._open)

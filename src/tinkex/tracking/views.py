@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from tinkex.tracking.layout import cut, live_lines, plain_line
 from tinkex.tracking.series import EVAL, by_panel, series_of
@@ -32,28 +32,8 @@ _UP, _CLEAR_LINE, _CLEAR_BELOW = "\033[{}A", "\033[K", "\033[J"
 _BOLD, _DIM, _NORMAL = "\033[1m", "\033[2m", "\033[0m"
 
 
-class View(Protocol):
-    """Shows a run; raises OSError or ValueError when the stream is gone."""
-
-    def draw(self, state: RunState, now: float) -> None:
-        """Show the state of the run."""
-        ...
-
-    def line(self, text: str) -> None:
-        """Print a line that stays."""
-        ...
-
-    def stage(self, text: str) -> None:
-        """Show the current activity, before the first step."""
-        ...
-
-    def close(self) -> None:
-        """Remove the temporary lines from the stream."""
-        ...
-
-
-def open_view(stream: TextIO, *, chart: bool) -> View:
-    """The view for a stream."""
+def open_view(stream: TextIO, *, chart: bool) -> LiveView | PlainView:
+    """The view for a stream; its methods raise OSError or ValueError when the stream is gone."""
     return LiveView(stream, chart=chart) if can_redraw(stream) else PlainView(stream)
 
 

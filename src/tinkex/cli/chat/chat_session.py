@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinkex.cli import target as targets
-from tinkex.cli.chat.speaker import Speaker, hear_all
+from tinkex.cli.chat.speaker import Speaker, stream_all
 from tinkex.cli.command_errors import CommandError, misuse
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from tinkex.cli.chat.speaker import Begin, Manner
+    from tinkex.cli.chat.speaker import ChatSampling, StartAnswer
     from tinkex.clients.service import ServiceClient
 
 HELP = """\
@@ -70,12 +70,12 @@ class ChatSession:
     """Models with their conversations; there is a second pair while two are compared."""
 
     def __init__(
-        self, service: ServiceClient, first: Speaker, manner: Manner, system: str | None
+        self, service: ServiceClient, first: Speaker, sampling: ChatSampling, system: str | None
     ) -> None:
         self._service = service
-        # Mutable state: the pairs, and how answers are drawn.
+        # Mutable state: the pairs, and the sampling settings.
         self.pairs = [(first, Conversation(system))]
-        self._manner = manner
+        self._sampling = sampling
 
     @property
     def names(self) -> list[str]:
@@ -89,7 +89,7 @@ class ChatSession:
         """
         texts[:] = [""] * len(self.pairs)
         try:
-            for index, piece in hear_all([self._begin(*pair, question) for pair in self.pairs]):
+            for index, piece in stream_all([self._start(*pair, question) for pair in self.pairs]):
                 texts[index] += piece or ""
                 yield index, piece
         finally:
@@ -97,9 +97,9 @@ class ChatSession:
                 if text.strip():
                     conversation.add(question, text.strip())
 
-    def _begin(self, speaker: Speaker, conversation: Conversation, question: str) -> Begin:
+    def _start(self, speaker: Speaker, conversation: Conversation, question: str) -> StartAnswer:
         messages = conversation.asking(question)
-        return lambda hear: speaker.begin(messages, self._manner, hear)
+        return lambda on_piece: speaker.start(messages, self._sampling, on_piece)
 
     # -- commands -----------------------------------------------------------------------------
 
@@ -159,7 +159,7 @@ class ChatSession:
             temperature = -1.0
         if not 0 <= temperature <= 100:
             raise misuse(f"/temperature takes a number from 0 on, not {text!r}", "/temperature 0.7")
-        self._manner = replace(self._manner, temperature=temperature)
+        self._sampling["temperature"] = temperature
         return f"The temperature is {temperature:g}."
 
     def _save(self, name: str) -> str:

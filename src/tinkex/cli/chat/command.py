@@ -49,13 +49,18 @@ def chat(args: argparse.Namespace) -> None:
     """Chat until the user leaves."""
     from tinkex.cli import target as targets
     from tinkex.cli.chat.chat_session import ChatSession, Leave
-    from tinkex.cli.chat.speaker import Manner, Speaker
+    from tinkex.cli.chat.speaker import ChatSampling, Speaker
 
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
-    manner = Manner(args.temperature, args.top_p, args.max_tokens, args.seed)
+    sampling = ChatSampling(
+        temperature=args.temperature,
+        top_p=args.top_p,
+        max_tokens=args.max_tokens,
+        seed=args.seed,
+    )
     chosen = targets.find(args.model) if args.model else None
     with targets.connected(chosen) as (service, target):
-        session = ChatSession(service, Speaker(service, target), manner, args.system)
+        session = ChatSession(service, Speaker(service, target), sampling, args.system)
         if interactive:
             say(f"Chatting with {target.name}. /help lists commands, /quit leaves.")
         for line in _typed() if interactive else _piped():

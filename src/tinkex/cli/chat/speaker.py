@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import queue
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 from tinkex.chat.renderer import Renderer
 from tinkex.chat.text_streams import text_pieces
@@ -20,15 +19,14 @@ if TYPE_CHECKING:
     from tinkex.futures.future import APIFuture
 
     # Takes a piece of an answer.
-    Hear = Callable[[str], None]
+    OnPiece = Callable[[str], None]
     # Starts an answer.
-    Begin = Callable[[Hear], APIFuture[None]]
+    StartAnswer = Callable[[OnPiece], APIFuture[None]]
 
 _NO_SUCH_ROUTE = (404, 405)
 
 
-@dataclass(frozen=True, slots=True)
-class Manner:
+class ChatSampling(TypedDict):
     """The sampling settings."""
 
     temperature: float
@@ -58,62 +56,58 @@ class Speaker:
         """Its base model."""
         return SamplingTarget(base_model=self._sampler.get_base_model())
 
-    def begin(self, messages: Sequence[Message], manner: Manner, hear: Hear) -> APIFuture[None]:
+    def start(
+        self, messages: Sequence[Message], sampling: ChatSampling, on_piece: OnPiece
+    ) -> APIFuture[None]:
         """Start an answer; raises at once if the chat template cannot render the messages."""
         prompt = self._renderer.prompt(messages)
 
         async def answer() -> None:
             if self._streams:
                 try:
-                    await self._stream(prompt, manner, hear)
+                    await self._stream(prompt, sampling, on_piece)
                     return
                 except APIStatusError as error:
                     # Sample instead; if the request is bad, sampling reports the error.
                     self._streams = error.status_code not in _NO_SUCH_ROUTE
-            hear(await self._whole(prompt, manner))
+            on_piece(await self._whole(prompt, sampling))
 
         return self._service.operations.start(lambda _: answer())
 
-    async def _stream(self, prompt: Sequence[int], manner: Manner, hear: Hear) -> None:
+    async def _stream(
+        self, prompt: Sequence[int], sampling: ChatSampling, on_piece: OnPiece
+    ) -> None:
         pieces = text_pieces(
             await self._service.holder.opened(),
             self._model,
             prompt,
-            max_tokens=manner.max_tokens,
-            temperature=manner.temperature,
-            top_p=manner.top_p,
-            seed=manner.seed,
+            **sampling,
             stop=self._stop_texts or None,
         )
         async for piece in pieces:
-            hear(piece)
+            on_piece(piece)
 
-    async def _whole(self, prompt: Sequence[int], manner: Manner) -> str:
-        params = SamplingParams(
-            max_tokens=manner.max_tokens,
-            temperature=manner.temperature,
-            top_p=manner.top_p,
-            seed=manner.seed,
-            stop=self._stop or None,
-        )
+    async def _whole(self, prompt: Sequence[int], sampling: ChatSampling) -> str:
+        params = SamplingParams(**sampling, stop=self._stop or None)
         drawn = await self._sampler.sample_async(ModelInput.from_ints(prompt), 1, params)
         return self._renderer.text(drawn.sequences[0].tokens)
 
 
-def hear_all(beginnings: Sequence[Begin]) -> Iterator[tuple[int, str | None]]:
+def stream_all(starts: Sequence[StartAnswer]) -> Iterator[tuple[int, str | None]]:
     """Start several answers and yield their pieces as they arrive; None ends an answer.
 
     Raises the error of a failed answer. Closing the iterator cancels unfinished answers.
     """
-    heard: queue.SimpleQueue[tuple[int, str | None]] = queue.SimpleQueue()
+    pieces: queue.SimpleQueue[tuple[int, str | None]] = queue.SimpleQueue()
     futures: list[APIFuture[None]] = []
     try:
-        for index, begin in enumerate(beginnings):
-            futures.append(begin(_ear(heard, index)))
-            futures[-1].add_done_callback(lambda _, index=index: heard.put((index, None)))
+        for index, start in enumerate(starts):
+            futures.append(start(_put_into(pieces, index)))
+            # It ends after its last piece: both are put by the client's loop thread.
+            futures[-1].add_done_callback(lambda _, index=index: pieces.put((index, None)))
         left = len(futures)
         while left:
-            index, piece = heard.get()
+            index, piece = pieces.get()
             if piece is None:
                 left -= 1
                 futures[index].result()
@@ -123,5 +117,5 @@ def hear_all(beginnings: Sequence[Begin]) -> Iterator[tuple[int, str | None]]:
             future.cancel()
 
 
-def _ear(heard: queue.SimpleQueue[tuple[int, str | None]], index: int) -> Hear:
-    return lambda piece: heard.put((index, piece))
+def _put_into(pieces: queue.SimpleQueue[tuple[int, str | None]], index: int) -> OnPiece:
+    return lambda piece: pieces.put((index, piece))

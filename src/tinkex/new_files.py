@@ -1,16 +1,17 @@
-"""New files and folders under names that nothing else has, with the mode that the umask gives.
+"""New files and folders under unused names, with the mode that the umask gives; atomic replacement.
 
-`tempfile` makes them readable for their owner only, which is wrong for files that are shared.
+`tempfile` would make them readable by their owner only.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
-from typing import TYPE_CHECKING, Final, TypeVar
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, BinaryIO, Final, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Generator
     from pathlib import Path
 
 T = TypeVar("T")
@@ -30,6 +31,21 @@ def new_file(folder: Path, prefix: str, *, mode: int = 0o666) -> tuple[int, Path
 def new_folder(parent: Path, prefix: str) -> Path:
     """An empty folder."""
     return _made(parent, prefix, os.mkdir)[1]
+
+
+@contextmanager
+def replacing(path: Path) -> Generator[BinaryIO]:
+    """A new file that replaces `path`, flushed to disk, when the body ends without an error."""
+    handle, part = new_file(path.parent, f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    except BaseException:
+        part.unlink()
+        raise
 
 
 def _made(parent: Path, prefix: str, make: Callable[[Path], T]) -> tuple[T, Path]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from tests.docs.blocks import page_named
 from tinkex import errors
-from tinkex.cli.table import COMMANDS, PROGRAMS, Argument, Command
+from tinkex.cli.commands import NOUNS, PROGRAMS, Argument, Command, program, verbs_of
 from tinkex.wire.routes import ROUTES, Route
 
 if TYPE_CHECKING:
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 def commands() -> str:
     """Every command with its arguments, as a list."""
     parts: list[str] = []
-    for noun, (summary, verbs) in COMMANDS.items():
+    for noun, summary in NOUNS.items():
         parts += [f"### `tinkex {noun}`: {summary}", ""]
-        for verb, command in verbs.items():
+        for verb, command in verbs_of(noun).items():
             parts += _command(f"tinkex {noun} {verb}", command)
         parts.append("")
-    for name, command in PROGRAMS.items():
-        parts += [f"### `tinkex {name}`: {command.summary}", ""]
-        parts += [*_command(f"tinkex {name}", command), ""]
+    for name, summary in PROGRAMS.items():
+        parts += [f"### `tinkex {name}`: {summary}", ""]
+        parts += [*_command(f"tinkex {name}", program(name)), ""]
     return "\n".join(parts).rstrip()
 
 

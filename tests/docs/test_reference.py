@@ -165,8 +165,8 @@ def test_the_futures_page_names_every_method_and_status_field():
 
 @pytest.mark.req("S32")
 def test_the_docs_say_that_pictures_need_no_upload():
-    assert "travel inside the request" in _text("pictures.md")
-    assert "no multipart form" in _text("pictures.md")
+    assert "travel inside the request" in _text("images.md")
+    assert "no multipart form" in _text("images.md")
     assert not [route for route in ROUTES if "multipart" in route.request_encoding]
 
 

@@ -137,7 +137,7 @@ def test_a_failure_is_told_and_the_chat_goes_on(chat: Open, server: FakeServer):
     with chat(TINY, "--max-tokens", "3") as terminal:
         terminal.until("> ")
         terminal.type("/nonsense\n")
-        terminal.until("/help lists what there is.")
+        terminal.until("/help lists the commands.")
         terminal.type("hello\n")
         terminal.until("No such luck.")
         terminal.until("> ")

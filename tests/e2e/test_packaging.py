@@ -60,8 +60,8 @@ PROMISED = {
     "tokenizers": "import tokenizers, tinkex.tokenizers; print('ok')",
     "cli": _ALL_OF.format(names=["tinkex.cli"]),
     "plots": "import matplotlib.figure, tinkex.tracking.figure; print('ok')",
-    "tensorboard": "import tensorboardX, tinkex.tracking.tensorboard; print('ok')",
-    "wandb": "import wandb, tinkex.tracking.weights_and_biases; print('ok')",
+    "tensorboard": "import tensorboardX, tinkex.tracking.sinks; print('ok')",
+    "wandb": "import wandb, tinkex.tracking.sinks; print('ok')",
 }
 # Building is not counted: it is done once, for all of them.
 NOT_FOR_USERS = {"dev", "docs"}

@@ -38,7 +38,7 @@ def test_the_doctor_starts_a_server_and_leaves_nothing_behind(tmp_path: Path):
     assert done.returncode == 0, done.stdout + done.stderr
     checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
     assert checks["server"]["status"] == "ok"
-    assert checks["server"]["found"].startswith("one can be started here; tinkex ")
+    assert checks["server"]["found"].startswith("an embedded server starts; tinkex ")
     assert os.listdir(tmp_path) == []
 
 

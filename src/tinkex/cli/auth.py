@@ -1,38 +1,22 @@
-"""`tinkex auth`: the stored key, and whether the server takes it."""
+"""`tinkex auth`: the stored API key, and whether the server accepts it."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from tinkex.auth import raise_if_tinker_not_accessible, tinker_has_credentials
+from tinkex.cli.command_errors import CommandError, report, show_log
+from tinkex.cli.commands import FAILED, Command
 from tinkex.cli.connect import load_config, rest_client
-from tinkex.cli.failures import CommandError, report
-from tinkex.cli.log_output import show_log
-from tinkex.cli.main import FAILED
 from tinkex.cli.output import plain, print_json, say, show_one
-from tinkex.clock import SystemClock
-from tinkex.credentials import (
-    KeyDetails,
-    OrgDetails,
-    StoredKey,
-    UserDetails,
-    credentials_path,
-    read_store,
-    write_store,
-)
 from tinkex.errors import ResultError, TinkerError
-from tinkex.transport.api import connect
-from tinkex.transport.auth import is_well_formed
-from tinkex.transport.http import HttpTransport
-from tinkex.wire import routes
 
 if TYPE_CHECKING:
     import argparse
 
+    from tinkex.credentials import StoredKey
     from tinkex.wire.bodies import ApiKeyResponse
     from tinkex.wire.routes import Route
 
@@ -42,14 +26,18 @@ _CONSOLE = "https://tinker.thinkingmachines.ai"
 
 
 def login(args: argparse.Namespace) -> None:
-    """Ask for a key, check it with the server, and store it as the default."""
+    """Store an API key as the default. The server checks it first."""
+    from tinkex.credentials import credentials_path, read_store, write_store
+    from tinkex.transport.auth import is_well_formed
+    from tinkex.wire import routes
+
     path = credentials_path(Path.home())
     store = read_store(path)
     if store.default_key is not None:
         raise CommandError("Already signed in", "Run `tinkex auth logout` first.")
     key = _ask_for_key()
     if not is_well_formed(key):
-        raise CommandError("That is no API key", "Keys start with `tml-`.")
+        raise CommandError("This is not an API key", "Keys start with `tml-`.")
     found = _ask_server(key, routes.GET_API_KEY)
     write_store(path, store.with_key(str(found.key_id), _stored(key, found)))
     owner = f"{found.details.user_details.email} ({found.details.org_details.name})"
@@ -60,7 +48,10 @@ def login(args: argparse.Namespace) -> None:
 
 
 def logout(args: argparse.Namespace) -> None:
-    """Forget the default key; one that an older tool made is also deleted on the server."""
+    """Remove the stored default key. One that an older tool created is deleted on the server."""
+    from tinkex.credentials import credentials_path, read_store, write_store
+    from tinkex.wire import routes
+
     path = credentials_path(Path.home())
     store = read_store(path)
     key_id = store.default
@@ -86,8 +77,10 @@ def logout(args: argparse.Namespace) -> None:
 
 
 def status(args: argparse.Namespace) -> int | None:
-    """Say whether there is a credential and whether the server takes it; fails if not."""
-    show_log(logging.ERROR)  # what a warning would say is reported in the end
+    """Check the credential and the server. Fails if the server does not accept it."""
+    from tinkex.auth import raise_if_tinker_not_accessible, tinker_has_credentials
+
+    show_log(logging.ERROR)  # the error is reported in the end, so its warning is not needed
     available, problem = tinker_has_credentials(), None
     if available:
         try:
@@ -106,7 +99,7 @@ def status(args: argparse.Namespace) -> int | None:
 
 
 def whoami(args: argparse.Namespace) -> None:
-    """Show whose credential it is; a plain key is looked up, as it does not say so itself."""
+    """Show the account of the credential."""
     with rest_client() as rest:
         try:
             identity = rest.whoami().result()
@@ -125,6 +118,8 @@ def whoami(args: argparse.Namespace) -> None:
 
 
 def _show_key(args: argparse.Namespace) -> None:
+    from tinkex.wire import routes
+
     found = _ask_server(None, routes.GET_API_KEY)
     email, organization = found.details.user_details.email, found.details.org_details.name
     show_one(
@@ -135,7 +130,7 @@ def _show_key(args: argparse.Namespace) -> None:
 
 
 def _ask_for_key() -> str:
-    """A key from the terminal, unseen, or from standard input."""
+    """A key from the terminal, without echo, or from standard input."""
     if not sys.stdin.isatty():
         return sys.stdin.readline().strip()
     import getpass
@@ -149,7 +144,12 @@ def _ask_for_key() -> str:
 
 
 def _ask_server(key: str | None, route: Route[None, T]) -> T:
-    """One request with this key (None: the configured one), without a client's start-up."""
+    """Send one request with this key (None: the configured one), without a client session."""
+    import asyncio
+
+    from tinkex.clock import SystemClock
+    from tinkex.transport.api import connect
+    from tinkex.transport.http import HttpTransport
 
     async def ask() -> T:
         config, clock = load_config(api_key=key), SystemClock()
@@ -164,6 +164,8 @@ def _ask_server(key: str | None, route: Route[None, T]) -> T:
 
 
 def _stored(key: str, found: ApiKeyResponse) -> StoredKey:
+    from tinkex.credentials import KeyDetails, OrgDetails, StoredKey, UserDetails
+
     return StoredKey(
         key=key,
         name=found.name,
@@ -173,3 +175,11 @@ def _stored(key: str, found: ApiKeyResponse) -> StoredKey:
             UserDetails(found.details.user_details.email),
         ),
     )
+
+
+VERBS = {
+    "login": Command(login),
+    "logout": Command(logout),
+    "status": Command(status),
+    "whoami": Command(whoami),
+}

@@ -1,4 +1,4 @@
-"""`tinkex billing`: usage by the hour, and what is stored."""
+"""`tinkex billing`: usage by the hour, and the storage of checkpoints."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from tinkex.cli.commands import Argument, Command
 from tinkex.cli.connect import admin_client
 from tinkex.cli.output import plain, show
 
@@ -23,7 +24,7 @@ _QUANTITIES = (("token_count", "tokens"), ("count", "checkpoints"), ("gigabyte_h
 
 
 def usage(args: argparse.Namespace) -> None:
-    """Show usage by the hour, or write it as CSV."""
+    """Show usage by the hour."""
     with admin_client() as admin:
         used = admin.get_billing_usage(args.starting_on, args.ending_before).result()
     sessions = {name: plain(session) for name, session in used.sessions.items()}
@@ -52,7 +53,7 @@ def usage(args: argparse.Namespace) -> None:
 
 
 def checkpoint_storage(args: argparse.Namespace) -> None:
-    """Show what the stored checkpoints take up, or write it as CSV."""
+    """Show the storage used by checkpoints."""
     with admin_client() as admin:
         used = admin.get_current_checkpoint_storage_usage(args.project_id).result()
     items = [plain(item) for item in used.data]
@@ -118,3 +119,21 @@ def _opened(target: str) -> Generator[TextIO]:
         return
     with open(target, "w", encoding="utf-8", newline="") as file:
         yield file
+
+
+_CSV = Argument("--csv FILE", "write CSV to FILE instead; - is standard output")
+
+VERBS = {
+    "usage": Command(
+        usage,
+        Argument("starting_on STARTING_ON", "a full UTC hour, included"),
+        Argument("ending_before ENDING_BEFORE", "a full UTC hour, excluded; at most 14 days later"),
+        _CSV,
+        Argument("--sessions-csv FILE", "write the metadata of sessions as CSV"),
+    ),
+    "checkpoint-storage": Command(
+        checkpoint_storage,
+        Argument("--project-id ID", "only this project"),
+        _CSV,
+    ),
+}

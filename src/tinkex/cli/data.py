@@ -1,36 +1,35 @@
-"""`tinkex data`: what a model would be trained on, and what is wrong with it."""
+"""`tinkex data`: training examples as tokens, with the trained ones marked; and bad lines."""
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tinkex.chat.renderer import Renderer
+from tinkex.cli.command_errors import report
+from tinkex.cli.commands import Argument, Command, whole_number
 from tinkex.cli.connect import service_client
-from tinkex.cli.failures import report
 from tinkex.cli.output import print_json, show_one
-from tinkex.cli.trained_text import Page, pieces
-from tinkex.config import DEFAULT_MODEL
-from tinkex.data.jsonl import kind_of, read_examples
-from tinkex.data.rendering import render_all, render_pairs
 from tinkex.errors import DataError
-from tinkex.tokenizers import tokenizer_for
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from tinkex.chat.examples import Rendered
+    from tinkex.chat.renderer import Renderer
     from tinkex.clients.service import ServiceClient
     from tinkex.data.example_objects import Example, Kind
     from tinkex.tokenizers import Tokenizer
 
 _NO_LIMIT = 2**62
+_TRAINED, _CONTEXT = "bold green", "dim"
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class RenderedFile:
     """A file as it would be trained on; each example has one rendering, or one per answer."""
 
     tokenizer: Tokenizer
@@ -38,7 +37,7 @@ class Loaded:
     examples: Sequence[dict[str, Rendered]]
 
     def summary(self) -> dict[str, int]:
-        """How much there is, over all examples."""
+        """The totals over all examples."""
         every = [rendered for each in self.examples for rendered in each.values()]
         return {
             "examples": len(self.examples),
@@ -49,7 +48,7 @@ class Loaded:
 
 
 def view(args: argparse.Namespace) -> int | None:
-    """Show the first examples, and how much there is."""
+    """Show examples, with trained tokens in colour or in [[brackets]]."""
     loaded = _load_or_report(args)
     if loaded is None:
         return 1
@@ -62,7 +61,7 @@ def view(args: argparse.Namespace) -> int | None:
 
 
 def check(args: argparse.Namespace) -> int | None:
-    """Say how much there is, or every line that cannot be used."""
+    """Report every line that cannot be trained on. Without any, shows the totals."""
     loaded = _load_or_report(args)
     if loaded is None:
         return 1
@@ -72,20 +71,25 @@ def check(args: argparse.Namespace) -> int | None:
     return None
 
 
-def _load_or_report(args: argparse.Namespace) -> Loaded | None:
+def _load_or_report(args: argparse.Namespace) -> RenderedFile | None:
     try:
         return _load(args)
     except DataError as error:
-        if args.format == "json":  # all of them: the message shows the first
+        if args.format == "json":  # all problems; the message has the first ones only
             found = [{"line": one.line, "reason": one.reason} for one in error.problems]
             print_json({"problems": found})
         report(error)
         return None
 
 
-def _load(args: argparse.Namespace) -> Loaded:
+def _load(args: argparse.Namespace) -> RenderedFile:
+    from tinkex.chat.renderer import Renderer
+    from tinkex.config import DEFAULT_MODEL
+    from tinkex.data.jsonl import kind_of, read_examples
+    from tinkex.tokenizers import tokenizer_for
+
     path = Path(args.file)
-    # Before anything is started: a bad file is known at once.
+    # Before a server is started, so that a bad file is reported at once.
     kind: Kind = args.kind or kind_of(path)
     examples = read_examples(path, kind)
     model: str = args.model or DEFAULT_MODEL
@@ -95,13 +99,14 @@ def _load(args: argparse.Namespace) -> Loaded:
         most = args.max_tokens or _context_length(service, name)
     renderer = Renderer.of(tokenizer, train_on=args.train_on)
     lines = [example.line for example in examples]
-    return Loaded(tokenizer, lines, _render(renderer, examples, most, str(path)))
+    return RenderedFile(tokenizer, lines, _render(renderer, examples, most, str(path)))
 
 
 def _render(
     renderer: Renderer, examples: Sequence[Example], most: int, source: str
 ) -> list[dict[str, Rendered]]:
     from tinkex.chat.examples import PreferenceExample
+    from tinkex.data.rendering import render_all, render_pairs
 
     pairs = [example for example in examples if isinstance(example, PreferenceExample)]
     if pairs:
@@ -118,9 +123,10 @@ def _context_length(service: ServiceClient, model: str) -> int:
     return (lengths[0] if lengths else None) or _NO_LIMIT
 
 
-def _plain(loaded: Loaded, count: int) -> list[dict[str, Any]]:
+def _plain(loaded: RenderedFile, count: int) -> list[dict[str, Any]]:
     def plain(one: Rendered) -> dict[str, Any]:
-        texts = pieces(one, loaded.tokenizer)
+        # The text of each token alone; a part of a character is U+FFFD.
+        texts = [loaded.tokenizer.decode([token]) for token in one.tokens]
         return {"tokens": one.tokens, "weights": one.weights, "pieces": texts}
 
     shown = zip(loaded.lines[:count], loaded.examples[:count], strict=True)
@@ -133,8 +139,8 @@ def _plain(loaded: Loaded, count: int) -> list[dict[str, Any]]:
     ]
 
 
-def _print(loaded: Loaded, count: int) -> None:
-    page = Page()
+def _print(loaded: RenderedFile, count: int) -> None:
+    page = _Page()
     for line, each in zip(loaded.lines[:count], loaded.examples[:count], strict=True):
         for name, one in each.items():
             what = f"line {line}, {name}" if name else f"line {line}"
@@ -147,3 +153,95 @@ def _print(loaded: Loaded, count: int) -> None:
         f"{summary['examples']} {noun}, {summary['tokens']} tokens, "
         f"{summary['trained_tokens']} of them trained, the longest has {summary['longest']}"
     )
+
+
+class _Page:
+    """Standard output; trained tokens are in colour where the terminal has it, else in brackets."""
+
+    def __init__(self) -> None:
+        self._console = _colour_console()
+
+    def heading(self, text: str) -> None:
+        """A line above an example."""
+        if self._console is None:
+            print(f"--- {text}")
+        else:
+            self._console.print(f"--- {text}", style="cyan", soft_wrap=True)
+
+    def example(self, rendered: Rendered, tokenizer: Tokenizer) -> None:
+        """One example; control characters are escaped."""
+        runs = _runs(rendered, tokenizer)
+        if self._console is None:
+            print("".join(f"[[{text}]]" if trained else text for text, trained in runs))
+            return
+        from rich.text import Text
+
+        pieces = [(text, _TRAINED if trained else _CONTEXT) for text, trained in runs]
+        self._console.print(Text.assemble(*pieces), soft_wrap=True)
+
+    def line(self, text: str = "") -> None:
+        """A line that is not part of an example."""
+        print(text)
+
+
+def _runs(rendered: Rendered, tokenizer: Tokenizer) -> Iterator[tuple[str, bool]]:
+    pairs = zip(rendered.tokens, rendered.weights, strict=True)
+    for trained, run in groupby(pairs, lambda pair: bool(pair[1])):
+        yield _safe(tokenizer.decode([token for token, _ in run])), trained
+
+
+def _safe(text: str) -> str:
+    return "".join(
+        character
+        if character.isprintable() or character in "\n\t"
+        else character.encode("unicode_escape").decode()
+        for character in text
+    )
+
+
+def _colour_console() -> Any:
+    """A console that shows colours, or None: no terminal, NO_COLOR, or no rich."""
+    if not sys.stdout.isatty():
+        return None
+    try:
+        from rich.console import Console
+    except ImportError:
+        return None
+    console = Console(emoji=False, markup=False, highlight=False)
+    return None if console.no_color or console.color_system is None else console
+
+
+_FILE = Argument("file DATA.jsonl", "one JSON object per line")
+_SETTINGS = (
+    Argument(
+        "--model NAME",
+        "the model whose template and tokenizer are used "
+        "(default: HuggingFaceTB/SmolLM2-135M-Instruct)",
+    ),
+    Argument(
+        "--kind KIND",
+        "sft or preference (default: detected from the first line)",
+        choices=("sft", "preference"),
+    ),
+    Argument(
+        "--train-on WHICH",
+        "all answers of a conversation, or the last",
+        choices=("all", "last"),
+        default="all",
+    ),
+    Argument(
+        "--max-tokens N",
+        "the longest allowed example (default: the model's context length)",
+        type=whole_number(2),
+    ),
+)
+
+VERBS = {
+    "view": Command(
+        view,
+        _FILE,
+        Argument("--limit N", "show at most N; 0 shows all", type=whole_number(0), default=5),
+        *_SETTINGS,
+    ),
+    "check": Command(check, _FILE, *_SETTINGS),
+}

@@ -1,8 +1,8 @@
-"""`tinkex demo`: a small model learns to talk like a pirate, on this machine.
+"""`tinkex demo`: fine-tunes a small model to talk like a pirate, on this machine.
 
 It is `tinkex train sft` on a data set that comes with the package, with the same questions asked
-before and after. An interrupted demo continues from its last save. A finished one is shown again
-and nothing is computed.
+before and after training. An interrupted demo continues from its last save. A finished demo is
+shown again without computing anything.
 """
 
 from __future__ import annotations
@@ -10,48 +10,60 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
-from tinkex.chat.renderer import Renderer
+from tinkex.cli.chat.text_columns import wrap
+from tinkex.cli.commands import INTERRUPTED, Argument, whole_number
 from tinkex.cli.connect import load_config, service_client
-from tinkex.cli.demo_progress import DemoProgress
 from tinkex.cli.export import export_adapter
-from tinkex.cli.main import INTERRUPTED
 from tinkex.cli.output import print_json, say
-from tinkex.cli.talking.columns import wrap
-from tinkex.cli.target import Target
-from tinkex.config import DEFAULT_MODEL
+from tinkex.cli.train import ADAPTER, write_figures
+from tinkex.clock import SystemClock
 from tinkex.demo import HELD_OUT, PROMPTS, TRAINING
-from tinkex.errors import MissingPackageError
-from tinkex.loops import SftJob, SftSettings, run
-from tinkex.loops.run import ended
-from tinkex.loops.run_folder import RunFolder
-from tinkex.tracking.figure import write_picture
 from tinkex.tracking.history import METRICS, read_metrics
+from tinkex.tracking.layout import bar_line, cut, duration, number, plain_line
 from tinkex.tracking.series import series_of
+from tinkex.tracking.state import RunState
 from tinkex.tracking.terminal_plot import plot
-from tinkex.tracking.views import shows_colour, speaks_unicode, terminal_size
-from tinkex.types import ModelInput, SamplingParams
+from tinkex.tracking.views import (
+    PLAIN_WIDTH,
+    can_redraw,
+    shows_colour,
+    speaks_unicode,
+    terminal_size,
+)
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Mapping
+    from typing import TextIO
 
+    from tinkex.cli.target import SamplingTarget
     from tinkex.clients.service import ServiceClient
+    from tinkex.clock import Clock
+
+ARGUMENTS = (
+    Argument("-o --output DIR", "the folder of the run", default="runs/demo"),
+    Argument("--steps N", "training steps", type=whole_number(1), default=32),
+)
 
 _STORY = "demo.json"
-_ADAPTER = "adapter"
-_PICTURES = ("curve.svg", "curve.png")
 _ANSWER_TOKENS = 48
 _LEARNING_RATE = 1e-3
 _SAVE_EVERY = 4
 _LABEL = 10
 _WIDEST, _PLOT_ROWS = 80, 14
+# The number of steps with a line where lines cannot be redrawn.
+_PLAIN_LINES = 4
+_BAR_WIDTH = 50
+_CLEAR_LINE = "\r\033[K"
 _BOLD, _DIM, _GREEN, _CYAN, _NORMAL = "\033[1m", "\033[2m", "\033[32m", "\033[36m", "\033[0m"
 
 
 def demo(args: argparse.Namespace) -> int | None:
-    """Train and show what came of it, or show it again."""
+    """Train and show the result, or show it again."""
     folder = Path(args.output)
     story = _told(folder, args.steps)
     if story is None:
@@ -64,10 +76,10 @@ def demo(args: argparse.Namespace) -> int | None:
 
 
 def _told(folder: Path, steps: int) -> dict[str, Any] | None:
-    """The story of a demonstration that was carried through, if all of it is still there."""
+    """The story of a finished demo, if all of its files still exist."""
     try:
         story: dict[str, Any] = json.loads((folder / _STORY).read_text())
-        files = [folder / name for name in (*story["pictures"], METRICS, _ADAPTER)]
+        files = [folder / name for name in (*story["pictures"], METRICS, ADAPTER)]
         whole = story["steps"] == steps and all(file.exists() for file in files)
     except (OSError, ValueError, LookupError, TypeError):
         return None
@@ -75,7 +87,14 @@ def _told(folder: Path, steps: int) -> dict[str, Any] | None:
 
 
 def _made(folder: Path, steps: int) -> dict[str, Any] | None:
-    """Do it all; None when training was interrupted."""
+    """Train and compare; None when training was interrupted."""
+    from tinkex.cli.target import SamplingTarget
+    from tinkex.config import DEFAULT_MODEL
+    from tinkex.loops.run_folder import RunFolder
+    from tinkex.loops.run_job import ended, run
+    from tinkex.loops.run_settings import SftSettings
+    from tinkex.loops.sft import SftJob
+
     settings = SftSettings(
         model=DEFAULT_MODEL,
         steps=steps,
@@ -87,19 +106,21 @@ def _made(folder: Path, steps: int) -> dict[str, Any] | None:
     job = SftJob(settings, data, HELD_OUT)
     place = RunFolder(folder)
     # Raises for a run with other settings, before a server is started.
-    ended(job, place, place.read() if place.begun else None)
+    ended(job, place, place.read() if place.started else None)
     say(f"{DEFAULT_MODEL} learns to talk like a pirate, on a server")
     say(f"of its own on this machine, from the questions and answers in {data}.")
     with DemoProgress(steps) as progress, service_client(DEFAULT_MODEL, embedded=True) as service:
-        before = _answers(service, Target(base_model=DEFAULT_MODEL), "before training", progress)
+        untuned = SamplingTarget(base_model=DEFAULT_MODEL)
+        before = _answers(service, untuned, "before training", progress)
         progress.phase("Training …")
-        outcome = run(service, job, folder, resume=place.begun, display=progress)
+        outcome = run(service, job, folder, resume=place.started, display=progress)
         if outcome.ending == "interrupted":
             return None
         best = outcome.best
-        after = _answers(service, Target(model_path=best.sampler_path), "after training", progress)
+        tuned = SamplingTarget(model_path=best.sampler_path)
+        after = _answers(service, tuned, "after training", progress)
         progress.phase("Exporting the adapter …")
-        export_adapter(service, best.state_path, folder / _ADAPTER)
+        export_adapter(service, best.state_path, folder / ADAPTER)
     losses = [row["eval_loss"] for row in read_metrics(folder) if "eval_loss" in row]
     story: dict[str, Any] = {
         "steps": steps,
@@ -111,15 +132,15 @@ def _made(folder: Path, steps: int) -> dict[str, Any] | None:
             {"prompt": prompt, "before": old, "after": new}
             for prompt, old, new in zip(PROMPTS, before, after, strict=True)
         ],
-        "pictures": _draw(folder),
+        "pictures": write_figures(folder, "A model learns to talk like a pirate"),
     }
-    # Last of all: whoever finds it finds everything.
+    # Written last, so that a folder with this file is complete.
     (folder / _STORY).write_text(json.dumps(story, indent=2) + "\n")
     return story
 
 
 def _data(folder: Path) -> Path:
-    """A copy of the data to look at and to train on; nothing is written over."""
+    """A copy of the data to view and train on; an existing file is kept."""
     path = folder / TRAINING.name
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -128,9 +149,12 @@ def _data(folder: Path) -> Path:
 
 
 def _answers(
-    service: ServiceClient, target: Target, when: str, progress: DemoProgress
+    service: ServiceClient, target: SamplingTarget, when: str, progress: DemoProgress
 ) -> list[str]:
-    """What the model answers to each prompt."""
+    """The model's answer to each prompt."""
+    from tinkex.chat.renderer import Renderer
+    from tinkex.types import ModelInput, SamplingParams
+
     sampler = target.open(service)
     renderer = Renderer.of(sampler.get_tokenizer())
     greedy = SamplingParams(max_tokens=_ANSWER_TOKENS, temperature=0.0, stop=renderer.stop)
@@ -151,18 +175,6 @@ def _answers(
     return answers
 
 
-def _draw(folder: Path) -> list[str]:
-    """The curve as pictures; returns their names."""
-    series = series_of(read_metrics(folder))
-    try:
-        for name in _PICTURES:
-            write_picture(series, folder / name, title="A model learns to talk like a pirate")
-    except MissingPackageError as error:
-        say(f"No picture of the curve: {error}")
-        return []
-    return list(_PICTURES)
-
-
 # -- showing it --------------------------------------------------------------------------------
 
 
@@ -178,7 +190,7 @@ def _show(args: argparse.Namespace, folder: Path, story: dict[str, Any]) -> None
     print(f"\nLoss on questions it has never seen: {loss['before']:.2f} -> {loss['after']:.2f}")
     places = [
         ("Picture", ", ".join(str(folder / name) for name in story["pictures"]) or "none"),
-        ("Adapter", f"{folder / _ADAPTER} (a PEFT folder)"),
+        ("Adapter", f"{folder / ADAPTER} (a PEFT folder)"),
         ("Data", story["data"]),
     ]
     for name, place in places:
@@ -213,7 +225,7 @@ def _painted(text: str, style: str) -> str:
 def _next_commands(folder: Path, story: dict[str, Any]) -> list[tuple[str, str]]:
     mine = folder.parent / "mine"
     return [
-        ("talk to it; type /compare base to see both at once", f"{_program()} chat {folder}"),
+        ("chat with it; type /compare base to see both at once", f"{_program()} chat {folder}"),
         (
             "train on a file of your own; this one shows the format",
             f"{_program()} train sft {story['data']} --output {mine} --steps 20",
@@ -227,7 +239,7 @@ def _again(args: argparse.Namespace) -> str:
 
 
 def _program() -> str:
-    """How this program is called from where we are, on the same server."""
+    """The command line that calls this program, with the embedded server."""
     called = Path(sys.argv[0])
     on_path = shutil.which("tinkex")
     if called.name != "tinkex":
@@ -237,3 +249,75 @@ def _program() -> str:
     else:
         program = str(called)
     return program if load_config().embedded else f"TINKER_BASE_URL=embedded {program}"
+
+
+# -- progress ------------------------------------------------------------------------------------
+
+
+class DemoProgress:
+    """Shows the phases of the demo and the steps of its training on standard error.
+
+    Errors of the stream are ignored: they must not end the training.
+    """
+
+    def __init__(
+        self, steps: int, *, stream: TextIO | None = None, clock: Clock | None = None
+    ) -> None:
+        self._steps = steps
+        self._stream = stream or sys.stderr
+        self._clock = clock or SystemClock()
+        self._live = can_redraw(self._stream)
+        # Mutable: when the phase began, and the state of the training after the first step.
+        self._began = self._clock.now()
+        self._state: RunState | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live:
+            self._write(_CLEAR_LINE)
+
+    def phase(self, text: str) -> None:
+        """Show the next part of the demo."""
+        self._began = self._clock.now()
+        self._write(self._live_line(text) if self._live else f"{text}\n")
+
+    def stage(self, text: str) -> None:
+        """Redraw the line on a terminal; plain output does not have stages."""
+        if self._live:
+            self._write(self._live_line(text))
+
+    def step(self, step: int, values: Mapping[str, float]) -> None:
+        """Show the numbers of a training step."""
+        now = self._clock.now()
+        if self._state is None:
+            self._state = RunState(self._steps, "Training", step - 1, self._began)
+        self._state.add(step, values, now)
+        if self._live:
+            self._write(self._live_line(self._bar(self._state)))
+        elif step % -(-self._steps // _PLAIN_LINES) == 0 or self._state.is_last:
+            self._write(plain_line(self._state, PLAIN_WIDTH) + "\n")
+
+    def note(self, text: str) -> None:
+        """Ignore a note of the run, such as a save: the demo shows the result only."""
+
+    def _bar(self, state: RunState) -> str:
+        pieces = [bar_line(state, _BAR_WIDTH, unicode=speaks_unicode(self._stream))]
+        loss = state.value("loss")
+        if loss is not None:
+            pieces.append(f"loss {number(loss)}")
+        if state.left_s is not None and not state.is_last:
+            pieces.append(f"{duration(state.left_s)} left")
+        return "  ".join(pieces)
+
+    def _live_line(self, text: str) -> str:
+        # A line that wraps could not be redrawn.
+        columns, _ = terminal_size(self._stream)
+        return f"{_CLEAR_LINE}{cut(text, columns - 1)}"
+
+    def _write(self, text: str) -> None:
+        encoding = getattr(self._stream, "encoding", None) or "utf-8"
+        with suppress(OSError, ValueError):
+            self._stream.write(text.encode(encoding, "replace").decode(encoding))
+            self._stream.flush()

@@ -1,26 +1,27 @@
-"""Downloading from signed links: plain requests, no credentials, whole files only."""
+"""Downloads from signed links, without credentials, atomically; and full disks."""
 
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
+from contextlib import contextmanager
 from http import HTTPStatus
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 from urllib.parse import urljoin, urlsplit
 
 from tinkex import urls
 from tinkex._version import user_agent
-from tinkex.cli.disk_space import writing_into
-from tinkex.cli.failures import CommandError
+from tinkex.cli.command_errors import CommandError
 from tinkex.cli.output import size
-from tinkex.errors import APIConnectionError, ProxyError
-from tinkex.new_files import new_file
+from tinkex.engine.checkpoints.storage import free_bytes, full_disk
+from tinkex.errors import APIConnectionError, ProxyError, StorageError
+from tinkex.new_files import replacing
 from tinkex.transport.base import HttpRequest, Pool
 from tinkex.transport.http import MAX_REDIRECTS, REDIRECTS, HttpTransport, describe
 from tinkex.transport.proxy_failure import ProxyFailure
 
 if TYPE_CHECKING:
+    from collections.abc import Generator
     from pathlib import Path
     from typing import BinaryIO
 
@@ -30,31 +31,24 @@ if TYPE_CHECKING:
 _SILENCE_S = 60.0
 _CONNECT_S = 20.0
 _AGAIN = "Run the command again."
+WORK_PREFIX: Final = ".tinkex-download-"
+"""The prefix of folders that hold unfinished downloads."""
 
 
 def fetch(url: str, target: Path, label: str, config: Config) -> int:
-    """Download to `target`, which is there completely or not at all; returns its size.
-
-    Of the settings only the proxy counts.
-    """
+    """Download to `target` atomically; returns its size. Of the settings only the proxy is used."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    handle, part = new_file(target.parent, f".{target.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            download = _Download(file, target.parent, label, config)
-            asyncio.run(download.run(url))
-        part.replace(target)
-    except BaseException:
-        part.unlink()
-        raise
+    with replacing(target) as file:
+        download = _Download(file, target.parent, label, config)
+        asyncio.run(download.run(url))
     return download.received
 
 
 class _Download:
-    """One file on its way."""
+    """One file while it is downloaded."""
 
     def __init__(self, file: BinaryIO, folder: Path, label: str, config: Config) -> None:
-        # Mutable state: how much is here, and how much there is.
+        # Mutable state: the bytes received, and the expected size.
         self._file = file
         self._folder = folder
         self._label = label
@@ -63,7 +57,7 @@ class _Download:
         self.received = 0
 
     async def run(self, url: str) -> None:
-        """Follow redirects and save what is at the end of them."""
+        """Follow redirects and save the file."""
         for _ in range(MAX_REDIRECTS):
             location = await self._ask(url)
             if location is None:
@@ -75,7 +69,7 @@ class _Download:
         raise self._failed(f"the server redirects more than {MAX_REDIRECTS} times")
 
     async def _ask(self, url: str) -> str | None:
-        """Save what is at `url`, or return where else it is."""
+        """Save the file at `url`, or return where it redirects to."""
         origin, target = self._parts(url)
         headers = {"Accept-Encoding": "identity", "User-Agent": user_agent()}
         request = HttpRequest("GET", target, Pool.REST, _SILENCE_S, headers=headers)
@@ -146,7 +140,7 @@ def _phrase(status: int) -> str:
 
 
 class _Progress:
-    """One line on a terminal, written over and over; silent elsewhere."""
+    """One line on a terminal, redrawn; nothing elsewhere."""
 
     def __init__(self, label: str) -> None:
         self._label = label
@@ -162,3 +156,39 @@ class _Progress:
     def end(self) -> None:
         if self._on:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def writing_into(folder: Path, needed_bytes: int | None = None) -> Generator[None]:
+    """Write files into a folder; raises a `CommandError` where they do not fit.
+
+    Raises before anything is written if `needed_bytes` does not fit.
+    """
+    free = free_bytes(folder)
+    if needed_bytes is not None and free is not None and needed_bytes > free:
+        raise _no_room(folder, "not enough space", needed_bytes, free)
+    try:
+        yield
+    except CommandError:
+        raise  # its message is specific already
+    except Exception as error:
+        reason = full_disk(error)
+        if reason is None:
+            raise
+        place = error.path if isinstance(error, StorageError) else None
+        raise _no_room(place or folder, reason, needed_bytes, free) from error
+
+
+def _no_room(
+    place: Path | str, reason: str, needed_bytes: int | None, free: int | None
+) -> CommandError:
+    sizes = [
+        *([] if needed_bytes is None else [f"{size(needed_bytes)} needed"]),
+        *([] if free is None else [f"{size(free)} free"]),
+    ]
+    shown = str(place).partition(f"/{WORK_PREFIX}")[0]
+    about = f" ({', '.join(sizes)})" if sizes else ""
+    return CommandError(
+        f"Cannot write to {shown}: {reason}{about}",
+        "Nothing was saved. Free some space there, or choose another place with -o.",
+    )

@@ -1,8 +1,6 @@
-"""Finding the command that was typed, and running it.
+"""The program `tinkex`: parses the command line and runs the command.
 
-Asking for help must cost little more than starting Python, so this module imports nothing but
-argparse and the table, which is plain data: a handler's module is imported when its command runs.
-A handler takes the parsed arguments and returns an exit status; None means 0.
+Like `tinkex.cli.commands`, it imports nothing but argparse.
 """
 
 from __future__ import annotations
@@ -11,17 +9,24 @@ import argparse
 import sys
 
 from tinkex._version import __version__
+from tinkex.cli.commands import (
+    DONE,
+    FAILED,
+    INTERRUPTED,
+    MISUSED,
+    NOUNS,
+    PROGRAMS,
+    program,
+    verbs_of,
+)
 from tinkex.cli.parser import COMMAND, Parser
-from tinkex.cli.table import COMMANDS, PROGRAMS
 
 TYPE_CHECKING = False  # importing `typing` would cost as much as half of argparse
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
     from typing import Any
 
-    from tinkex.cli.table import Command
-
-DONE, FAILED, MISUSED, INTERRUPTED = 0, 1, 2, 130
+    from tinkex.cli.commands import Command
 
 _WIDTH = 80
 _FORMATS = ("table", "json")
@@ -43,24 +48,25 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_parser(words: Sequence[str] | None = None) -> Parser:
-    """The parser for `words`: only the nouns among them get their verbs. None: all of them."""
+    """The parser for `words`: only commands among them are complete. None: all commands are."""
     parser = _new_parser("tinkex", "Train and sample with Tinker-compatible servers.")
     parser.set_defaults(format="table")
     parser.add_argument("--version", action="version", version=f"tinkex {__version__}")
     nouns = parser.add_subparsers(title="commands", metavar=COMMAND, prog="tinkex")
-    for noun, (summary, verbs) in COMMANDS.items():
+    for noun, summary in NOUNS.items():
         if words is None or noun in words:
-            _add_verbs(nouns.add_parser(noun, help=summary, **_settings(summary)), noun, verbs)
+            below = nouns.add_parser(noun, help=summary, **_settings(summary))
+            _add_verbs(below, noun, verbs_of(noun))
         else:
             nouns.add_parser(noun, help=summary, add_help=False)
-    for name, command in PROGRAMS.items():
-        leaf = nouns.add_parser(name, help=command.summary, **_settings(command.summary))
+    for name, summary in PROGRAMS.items():
+        leaf = nouns.add_parser(name, help=summary, **_settings(summary))
         if words is None or name in words:
-            _fill(leaf, command)
+            _fill(leaf, program(name))
     summary = "print the version"
     version = nouns.add_parser("version", help=summary, **_settings(summary))
     _add_format(version)
-    version.set_defaults(handler="version")
+    version.set_defaults(handler=_version)
     parser.set_defaults(handler=None, parser=parser)
     return parser
 
@@ -70,9 +76,8 @@ def _add_verbs(parser: argparse.ArgumentParser, noun: str, verbs: dict[str, Comm
     parser.set_defaults(parser=parser)
     subparsers = parser.add_subparsers(title="commands", metavar=COMMAND, prog=f"tinkex {noun}")
     for verb, command in verbs.items():
-        _fill(
-            subparsers.add_parser(verb, help=command.summary, **_settings(command.summary)), command
-        )
+        settings = _settings(command.description)
+        _fill(subparsers.add_parser(verb, help=command.summary, **settings), command)
 
 
 def _fill(leaf: argparse.ArgumentParser, command: Command) -> None:
@@ -82,29 +87,30 @@ def _fill(leaf: argparse.ArgumentParser, command: Command) -> None:
         leaf.add_argument(*argument.names, **argument.settings)
 
 
-def _settings(summary: str) -> dict[str, Any]:
+def _settings(description: str) -> dict[str, Any]:
+    text = description.rstrip(".")
     return {
-        "description": f"{summary[0].upper()}{summary[1:]}.",
+        "description": f"{text[:1].upper()}{text[1:]}.",
         "formatter_class": _formatter,
         "allow_abbrev": False,
     }
 
 
 def _new_parser(prog: str, summary: str) -> Parser:
-    parser = Parser(prog, **_settings(summary.rstrip(".")))
+    parser = Parser(prog, **_settings(summary))
     _add_format(parser)
     return parser
 
 
 def _add_format(parser: argparse.ArgumentParser) -> None:
-    # Suppressed, so that a word after the command does not undo one before it.
+    # No default: the one of the subcommand would override `--format` before the command.
     parser.add_argument(
-        "-f", "--format", choices=_FORMATS, default=argparse.SUPPRESS, help="how to print results"
+        "-f", "--format", choices=_FORMATS, default=argparse.SUPPRESS, help="the format of results"
     )
 
 
 def _formatter(prog: str) -> argparse.HelpFormatter:
-    # A width of its own: asking for the terminal's would import half of `shutil`.
+    # A fixed width: asking for the terminal's would import `shutil`.
     return argparse.HelpFormatter(prog, width=_WIDTH, max_help_position=28)
 
 
@@ -112,36 +118,25 @@ def _run(args: argparse.Namespace) -> int:
     if args.handler is None:
         args.parser.print_help(sys.stderr)
         return MISUSED
-    if args.handler == "version":
-        print(
-            f'{{"version": "{__version__}"}}' if args.format == "json" else f"tinkex {__version__}"
-        )
-        return DONE
     try:
-        status = _load(args.handler)(args)
+        status = args.handler(args)
         sys.stdout.flush()
         return DONE if status is None else status
     except BrokenPipeError:
         _forget_stdout()
         return FAILED
-    except Exception as error:  # noqa: BLE001 - the program ends here, and says why
-        from tinkex.cli.failures import report
+    except Exception as error:  # noqa: BLE001 - the program ends here with a message
+        from tinkex.cli.command_errors import report
 
         return report(error)
 
 
-def _load(handler: str) -> Callable[[argparse.Namespace], int | None]:
-    import importlib
-
-    module, _, name = handler.partition(":")
-    run: Callable[[argparse.Namespace], int | None] = getattr(
-        importlib.import_module(f"tinkex.cli.{module}"), name
-    )
-    return run
+def _version(args: argparse.Namespace) -> None:
+    print(f'{{"version": "{__version__}"}}' if args.format == "json" else f"tinkex {__version__}")
 
 
 def _forget_stdout() -> None:
-    """Whoever read our output has gone; the interpreter must not complain about it at exit."""
+    """The reader of standard output is gone; the interpreter must not fail to flush it at exit."""
     import os
 
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

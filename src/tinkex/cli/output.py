@@ -1,4 +1,4 @@
-"""Printing results: tables for people, JSON for programs, both to standard output."""
+"""Results on standard output: a table, or JSON with `--format json`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _GAP = 2
 _MISSING = "N/A"
 _UNITS = ("B", "KB", "MB", "GB", "TB", "PB", "EB")
-# Seconds of a unit of time, from which number of seconds on it is used, and its name.
+# The seconds of a unit of time, and its name.
 _SPANS = ((604800, "week"), (86400, "day"), (3600, "hour"), (60, "minute"))
 _DATES_FROM_S = 30 * 86400
 
@@ -29,7 +29,7 @@ def show(
     *,
     empty: str = "",
 ) -> None:
-    """Print `data` as JSON or `rows` as a table; `empty` is said when there are no rows."""
+    """Print `data` as JSON or `rows` as a table; `empty` is the message without rows."""
     if args.format == "json":
         print_json(data)
         return
@@ -41,7 +41,7 @@ def show(
 
 
 def show_one(args: argparse.Namespace, data: object, pairs: Iterable[tuple[str, object]]) -> None:
-    """Print one thing: `data` as JSON, or its properties by name, those that are known."""
+    """Print one object: `data` as JSON, or the properties that are not None."""
     if args.format == "json":
         print_json(data)
         return
@@ -55,7 +55,7 @@ def print_json(data: object) -> None:
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table where it fits the terminal, else one block per row; nothing is ever cut off."""
+    """A table where it fits the terminal, else one block per row; nothing is truncated."""
     width = _terminal_width()
     widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
     if sum(widths) + _GAP * (len(widths) - 1) > width:
@@ -72,7 +72,7 @@ def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def _block(pairs: Sequence[tuple[str, str]], width: int) -> str:
-    """Names and values, one per line; a value too long for its line gets the next one."""
+    """Names and values, one per line; a long value is on the next line."""
     indent = max((len(name) for name, _ in pairs), default=0) + 1 + _GAP
     return "\n".join(
         f"{name + ':':{indent}}{value}".rstrip()
@@ -83,7 +83,7 @@ def _block(pairs: Sequence[tuple[str, str]], width: int) -> str:
 
 
 def _print_rich(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> bool:
-    """Print with colours where there is a terminal to show them and a library to make them."""
+    """Print in colour on a terminal, if rich is installed; returns whether it did."""
     if not sys.stdout.isatty():
         return False
     try:
@@ -110,23 +110,23 @@ def _terminal_width() -> int:
 
 
 def text(value: object) -> str:
-    """A cell: yes and no for booleans, N/A for what is missing, control characters escaped."""
+    """A cell: yes or no for booleans, N/A for None, control characters escaped."""
     if value is None:
         return _MISSING
     if isinstance(value, bool):
         return "Yes" if value else "No"
     shown = str(value)
-    # Names and metadata are other people's: they must not steer the reader's terminal.
+    # Names and metadata come from other users: they must not control the terminal.
     return shown if shown.isprintable() else shown.encode("unicode_escape").decode()
 
 
 def harmless(text: str) -> str:
-    """Text over several lines, without what would steer the reader's terminal."""
+    """Text of several lines, without characters that control the terminal."""
     return "".join(char for char in text if char.isprintable() or char in "\n\t")
 
 
 def size(size_bytes: int | None) -> str | None:
-    """A number of bytes in the largest unit that leaves at least one of it."""
+    """A number of bytes in the largest unit of which there is at least one."""
     if size_bytes is None:
         return None
     amount, power = float(size_bytes), 0
@@ -136,7 +136,7 @@ def size(size_bytes: int | None) -> str | None:
 
 
 def when(time: datetime | None, now: datetime | None = None) -> str | None:
-    """A moment as people say it: how long ago, or in how long; a date if that is far away."""
+    """A time relative to now, such as "2 hours ago"; a date if it is more than a month away."""
     if time is None:
         return None
     if time.tzinfo is None:
@@ -153,15 +153,15 @@ def when(time: datetime | None, now: datetime | None = None) -> str | None:
 
 
 def utc_now() -> datetime:
-    """The time, for showing."""
+    """The current time."""
     return datetime.fromtimestamp(SystemClock().wall(), UTC)
 
 
 def plain(value: Any) -> Any:
-    """A response as JSON's own values."""
+    """A response as JSON values."""
     return value.model_dump(mode="json")
 
 
 def say(message: str) -> None:
-    """Talk to the person, not to the program that reads our output."""
+    """Print a message on standard error, apart from the results."""
     print(message, file=sys.stderr)

@@ -1,14 +1,13 @@
-"""An argument parser that says what may have been meant.
+"""An argument parser that suggests the nearest known word for an unknown one.
 
-Imports nothing but argparse, as `tinkex.cli.main` does: `difflib` is loaded when something was
-misspelt.
+Imports nothing but argparse, as `tinkex.cli.main` does; `difflib` is loaded for a misspelt word.
 """
 
 from __future__ import annotations
 
 import argparse
 
-from tinkex.cli.table import COMMANDS
+from tinkex.cli.commands import NOUNS, verbs_of
 
 TYPE_CHECKING = False  # importing `typing` would cost as much as half of argparse
 if TYPE_CHECKING:
@@ -19,16 +18,16 @@ COMMAND = "COMMAND"
 
 
 class Parser(argparse.ArgumentParser):
-    """Refuses unknown commands, options and choices with the nearest known one."""
+    """Reports unknown commands, options and choices with the nearest known one."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride] - one body for its overloads
-        """As argparse does, but a misspelt option is named before a missing one is."""
+        """Like argparse, but reports a misspelt option before a missing one."""
         if self.get_default("handler"):
             self._refuse_unknown_options(args)
         return super().parse_known_args(args, namespace)
 
     def refuse(self, words: Sequence[str]) -> NoReturn:
-        """End the program because of words that no command takes."""
+        """End the program because of unexpected words."""
         options = [word for word in words if word.startswith("-")]
         if options:
             self.error(self._no_option(options[0]))
@@ -58,8 +57,8 @@ class Parser(argparse.ArgumentParser):
     def _no_command(self, word: str, known: Sequence[str]) -> str:
         """Names the nearest command; a verb without its noun gets the noun."""
         missing = f"there is no command {word!r}"
-        nouns = [noun for noun, (_, verbs) in COMMANDS.items() if word in verbs]
-        if nouns and self.prog == "tinkex":
+        nouns = [noun for noun in NOUNS if self.prog == "tinkex" and word in verbs_of(noun)]
+        if nouns:
             return f"{missing}{_question([f'{noun} {word}' for noun in nouns])}"
         every = f". `{self.prog} --help` lists the commands."
         return f"{missing}{_suggestion(word, known) or every}"
@@ -68,7 +67,7 @@ class Parser(argparse.ArgumentParser):
 def _suggestion(word: str, known: Iterable[str]) -> str:
     import difflib
 
-    # Without their dashes: those would make all options alike.
+    # Without dashes, which would make all options similar.
     names = {name.lstrip("-"): name for name in known}
     typed = word.lstrip("-")
     near = difflib.get_close_matches(typed, names, n=1) or [
@@ -78,7 +77,7 @@ def _suggestion(word: str, known: Iterable[str]) -> str:
 
 
 def _question(meant: Sequence[str]) -> str:
-    """Asks whether one of these was meant; empty where there is none."""
+    """The question whether one of these was meant; empty without any."""
     if not meant:
         return ""
     *first, last = (f"`{one}`" for one in meant)

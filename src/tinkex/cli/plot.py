@@ -1,4 +1,4 @@
-"""`tinkex run plot`: the curves of runs, in the terminal or as a picture."""
+"""`tinkex run plot`: the curves of runs, in the terminal or as a figure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tinkex.cli.failures import CommandError, misuse
+from tinkex.cli.command_errors import CommandError, misuse
+from tinkex.cli.commands import Argument, Command
 from tinkex.cli.output import print_json, say
 from tinkex.tracking.figure import write_picture
 from tinkex.tracking.history import read_metrics
@@ -25,7 +26,7 @@ _WIDEST, _HIGHEST = 100, 20
 
 
 def plot(args: argparse.Namespace) -> None:
-    """Plot the metrics of one run or several."""
+    """Plot metrics in the terminal, or write a figure."""
     folders = [Path(each).expanduser() for each in args.folders]
     series = _series(folders, args.metrics or [])
     if args.output:
@@ -57,7 +58,7 @@ def _series(folders: list[Path], metrics: list[str]) -> dict[str, Points]:
 
 
 def _labels(folders: list[Path]) -> list[str]:
-    """The folders' own names where they differ, else their whole paths."""
+    """The names of the folders where they differ, else their paths."""
     names = [folder.resolve().name for folder in folders]
     return names if len(set(names)) == len(names) else [str(folder) for folder in folders]
 
@@ -84,3 +85,16 @@ def _title(folders: list[Path]) -> str:
 
 def _plain(points: Points) -> list[tuple[float, float | None]]:
     return [(x, y if math.isfinite(y) else None) for x, y in points]
+
+
+PLOT = Command(
+    plot,
+    Argument("folders FOLDER", "a run's folder; several overlay", nargs="+"),
+    Argument(
+        "-m --metric NAME",
+        "such as loss or reward; may be repeated (default: the run's main metric)",
+        dest="metrics",
+        action="append",
+    ),
+    Argument("-o --output FILE", "write a figure: FILE.svg or FILE.png"),
+)

@@ -1,22 +1,41 @@
-"""The prompts of `tinkex sample`: read from a file, all of them before anything is sent.
+"""The prompts of `tinkex sample`: read and checked, then sent, and their answers recorded.
 
-Training data can be asked again: members that we do not know stay unread, and an answer at the end
-of the messages is left out.
+All prompts are read before the first is sent. Training data can serve as prompts: unknown members
+are ignored, and an answer at the end of the messages is removed.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 from tinkex.chat.messages import readable_messages
-from tinkex.errors import DataError, DataProblem, InputError
+from tinkex.cli.answers import ASKED, ERROR
+from tinkex.cli.command_errors import describe
+from tinkex.errors import (
+    BadRequestError,
+    DataError,
+    DataProblem,
+    InputError,
+    RequestFailedError,
+    ResultError,
+    UnprocessableEntityError,
+)
+from tinkex.types import ModelInput, SamplingParams
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
+
+    from tinkex.chat.renderer import Renderer
+    from tinkex.cli.answers import AnswersFile, AnswersShown
+    from tinkex.clients.sampling import SamplingClient
+    from tinkex.futures.future import APIFuture
+    from tinkex.types import SampleResponse
 
 _JSON_LINES = (".jsonl", ".ndjson")
 
@@ -30,13 +49,13 @@ class Prompt:
     id: str | int | None = None
 
     def record(self) -> dict[str, Any]:
-        """What an answer repeats of it."""
+        """The members that an answer repeats."""
         kind = "prompt" if isinstance(self.content, str) else "messages"
         named = {} if self.id is None else {"id": self.id}
         return {"line": self.line, **named, kind: self.content}
 
     def fingerprint(self, settings: Mapping[str, Any]) -> str:
-        """Tells apart what was asked, and how."""
+        """A hash of the prompt and the sampling settings."""
         asked = json.dumps([self.record(), dict(settings)], sort_keys=True)
         return hashlib.sha256(asked.encode()).hexdigest()[:16]
 
@@ -47,9 +66,9 @@ def given_prompts(texts: Sequence[str], *, chat: bool) -> list[Prompt]:
 
 
 def read_prompts(path: Path, *, chat: bool) -> list[Prompt]:
-    """The prompts of a file; raises DataError with every line that is none.
+    """The prompts of a file; raises DataError with every bad line.
 
-    With `chat`, text is what a user says instead of the beginning of a text.
+    With `chat`, text is a user's message instead of text to continue.
     """
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
@@ -65,7 +84,7 @@ def read_prompts(path: Path, *, chat: bool) -> list[Prompt]:
             problems.append(DataProblem(number, str(error)))
     problems += _repeated(prompts)
     if not lines or not (prompts or problems):
-        problems = [DataProblem(0, "there is no prompt in it")]
+        problems = [DataProblem(0, "it has no prompt")]
     if problems:
         raise DataError(str(path), sorted(problems, key=lambda problem: problem.line))
     return prompts
@@ -128,3 +147,109 @@ def _repeated(prompts: list[Prompt]) -> list[DataProblem]:
             problems.append(DataProblem(prompt.line, why))
         seen.setdefault(prompt.id, prompt.line)
     return problems
+
+
+# -- asking --------------------------------------------------------------------------------------
+
+# Errors about a single prompt; any other error concerns all of them and ends the command.
+_OF_ONE = (
+    BadRequestError,
+    UnprocessableEntityError,
+    InputError,
+    RequestFailedError,
+    ResultError,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A prompt without an answer."""
+
+    prompt: Prompt
+    asked: str
+    tokens: list[int]
+    stop: list[int] | None
+
+
+@dataclass(slots=True)
+class Tally:
+    """The counts so far."""
+
+    answered: int = 0
+    kept: int = 0
+    failed: int = 0
+    samples: int = 0
+    empty: int = 0
+    tokens: int = 0
+    first_error: str = ""
+
+    @property
+    def done(self) -> int:
+        """Prompts that this run of the command has finished."""
+        return self.answered + self.kept + self.failed
+
+
+@dataclass(slots=True)
+class PromptQueue:
+    """Sends questions and records their answers; `waiting` has those in flight."""
+
+    sampler: SamplingClient
+    renderer: Renderer
+    args: argparse.Namespace
+    answers: AnswersFile | AnswersShown
+    tally: Tally
+    waiting: dict[APIFuture[SampleResponse], Question] = field(
+        default_factory=dict["APIFuture[SampleResponse]", Question]
+    )
+
+    def ask(self, question: Question) -> None:
+        """Send a question."""
+        args, line = self.args, question.prompt.line
+        params = SamplingParams(
+            max_tokens=args.max_tokens,
+            temperature=args.temperature,
+            top_p=args.top_p,
+            # Different for each prompt, and independent of what else is in flight.
+            seed=None if args.seed is None else args.seed + line,
+            stop=question.stop,
+        )
+        tokens = ModelInput.from_ints(question.tokens)
+        self.waiting[self.sampler.sample(tokens, args.num_samples, params)] = question
+
+    def take(self) -> None:
+        """Wait for at least one answer and record all that have arrived."""
+        done, _ = concurrent.futures.wait(
+            self.waiting, return_when=concurrent.futures.FIRST_COMPLETED
+        )
+        for future in done:
+            question = self.waiting.pop(future)  # pyright: ignore[reportArgumentType] - one of its keys
+            answer = question.prompt.record() | {ASKED: question.asked}
+            try:
+                answer["samples"] = self._samples(future.result())
+                self.tally.answered += 1
+            except _OF_ONE as error:
+                answer[ERROR] = {"code": error.code, "message": describe(error)}
+                self.tally.failed += 1
+                self.tally.first_error = self.tally.first_error or (
+                    f"line {question.prompt.line}: {describe(error)}"
+                )
+            self.answers.add(answer)
+
+    def _samples(self, response: SampleResponse) -> list[dict[str, Any]]:
+        samples: list[dict[str, Any]] = [
+            {
+                "text": self.renderer.text(sequence.tokens),
+                "tokens": len(sequence.tokens),
+                "stop_reason": sequence.stop_reason,
+            }
+            for sequence in response.sequences
+        ]
+        self.tally.tokens += sum(sample["tokens"] for sample in samples)
+        self.tally.samples += len(samples)
+        self.tally.empty += sum(not sample["text"].strip() for sample in samples)
+        return samples
+
+    def cancel(self) -> None:
+        """Cancel the questions in flight."""
+        for future in self.waiting:
+            future.cancel()

@@ -1,7 +1,7 @@
-"""How training runs stand: by their folders here, else by their sessions on the server.
+"""The status of training runs: from their folders here, else from their sessions on the server.
 
-A folder knows best: it belongs to the program that trains. A server knows whether the session that
-made a run is open, and how it ended. Where neither says anything, nothing is claimed.
+A run's folder is the better source: the training program writes it. The server knows whether the
+session of a run is open, and how it ended. Where neither knows, the status is "unknown".
 """
 
 from __future__ import annotations
@@ -25,37 +25,37 @@ if TYPE_CHECKING:
 Status = Literal["running", "finished", "interrupted", "failed", "unknown"]
 
 _RUNS = Path("runs")
-# Newest sessions come first; a run of somebody else's is on no page.
+# Newest sessions come first; the session of another user's run is on no page.
 _PAGE, _PAGES = 200, 5
 _BY_REASON: dict[str, Status] = {
     "success": "finished",
     "errored": "failed",
     "interrupted": "interrupted",
 }
-# The server ends a session whose program is gone, or whose owner cancels it.
+# The server ends a session whose program has gone, or whose owner cancels it.
 _BY_TYPE: dict[str, Status] = {"active": "running", "cancelled": "interrupted", "failed": "failed"}
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
-    """How a run stands; `folder` is where it was trained, if that is known here."""
+class RunStatus:
+    """The status of a run; `folder` is its folder on this machine, if there is one."""
 
     status: Status
     folder: Path | None = None
 
 
-def standings(rest: RestClient, runs: Sequence[TrainingRun]) -> dict[str, Standing]:
-    """How each run stands, by its id."""
+def statuses_of(rest: RestClient, runs: Sequence[TrainingRun]) -> dict[str, RunStatus]:
+    """The state of each run, by its id."""
     known = in_folders(_RUNS)
     sessions: dict[str, SessionStatus] = {}
     asked = {run.training_run_id for run in runs if not run.corrupted} - known.keys()
     if asked:
         sessions = _sessions(rest, {_session_of(run_id) for run_id in asked})
-    return {run.training_run_id: _standing(run, known, sessions) for run in runs}
+    return {run.training_run_id: _state(run, known, sessions) for run in runs}
 
 
 async def status_of(rest: RestClient, run_id: str) -> Status:
-    """How one run stands, by its folder here or by its session."""
+    """The status of one run, from its folder here or from its session."""
     here = in_folders(_RUNS).get(run_id)
     if here is not None:
         return here.status
@@ -70,14 +70,14 @@ async def status_of(rest: RestClient, run_id: str) -> Status:
     return _by_session(found[0] if found else None)
 
 
-def in_folders(place: Path) -> dict[str, Standing]:
-    """Runs whose folders lie in a folder."""
-    found: dict[str, Standing] = {}
+def in_folders(place: Path) -> dict[str, RunStatus]:
+    """The runs that have a folder inside `place`."""
+    found: dict[str, RunStatus] = {}
     for folder in sorted(place.glob("*")):
         *earlier, last = _model_ids(folder) or [""]
-        # A run that was resumed is another one on the server.
-        found |= dict.fromkeys(earlier, Standing("interrupted", folder))
-        found[last] = Standing(_in_folder(folder), folder)
+        # Each time a run is resumed it gets another id on the server.
+        found |= dict.fromkeys(earlier, RunStatus("interrupted", folder))
+        found[last] = RunStatus(_in_folder(folder), folder)
     found.pop("", None)
     return found
 
@@ -100,13 +100,13 @@ def _in_folder(folder: Path) -> Status:
     return ending or "running"
 
 
-def _standing(
-    run: TrainingRun, known: Mapping[str, Standing], sessions: Mapping[str, SessionStatus]
-) -> Standing:
+def _state(
+    run: TrainingRun, known: Mapping[str, RunStatus], sessions: Mapping[str, SessionStatus]
+) -> RunStatus:
     here = known.get(run.training_run_id)
     if run.corrupted:
-        return Standing("failed", here.folder if here else None)
-    return here or Standing(_by_session(sessions.get(_session_of(run.training_run_id))))
+        return RunStatus("failed", here.folder if here else None)
+    return here or RunStatus(_by_session(sessions.get(_session_of(run.training_run_id))))
 
 
 def _by_session(status: SessionStatus | None) -> Status:
@@ -122,7 +122,7 @@ def _session_of(run_id: str) -> str:
 
 
 def _sessions(rest: RestClient, wanted: set[str]) -> dict[str, SessionStatus]:
-    """The sessions among the caller's; a server that knows none of them has none to tell."""
+    """The status of the wanted sessions, as far as the caller's sessions include them."""
     found: dict[str, SessionStatus] = {}
     request: SessionSearchRequest | None = SessionSearchRequest(limit=_PAGE)
     for _ in range(_PAGES):

@@ -1,38 +1,72 @@
-"""`tinkex sample`: prompts in, answers out, to a file or to standard output.
+"""`tinkex sample`: samples answers to prompts, to a file or to standard output.
 
-What was written to a file stays answered: the same command continues where it was interrupted, and
-tries again what failed.
+Answers in the file are kept: the same command continues after an interruption, and retries prompts
+that failed.
 """
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tinkex.chat.renderer import Renderer
-from tinkex.cli import target as targets
-from tinkex.cli.answers_file import ASKED, ERROR, AnswersFile
-from tinkex.cli.answers_shown import AnswersShown
-from tinkex.cli.asking import Question, Tally, Work
-from tinkex.cli.failures import CommandError, misuse
-from tinkex.cli.main import FAILED, INTERRUPTED
+from tinkex.cli.answers import ASKED, ERROR, AnswersFile, AnswersShown
+from tinkex.cli.command_errors import CommandError, misuse
+from tinkex.cli.commands import FAILED, INTERRUPTED, TEMPERATURE, TOP_P, Argument, whole_number
 from tinkex.cli.output import say, show_one
-from tinkex.cli.prompts import given_prompts, read_prompts
 from tinkex.errors import ChatTemplateError, DataError, DataProblem, InputError, TinkerError
-from tinkex.loops.run_folder import RunFolder
 from tinkex.tracking.progress import Progress
 from tinkex.tracking.views import doing
 
 if TYPE_CHECKING:
-    import argparse
     from collections.abc import Iterable, Sequence
 
-    from tinkex.cli.prompts import Prompt
-    from tinkex.cli.target import Target
+    from tinkex.chat.renderer import Renderer
+    from tinkex.cli.prompts import Prompt, PromptQueue, Question, Tally
+    from tinkex.cli.target import SamplingTarget
+
+_COUNT = whole_number(1)
+
+ARGUMENTS = (
+    Argument(
+        "prompts PROMPTS",
+        ".jsonl: each line is a string, or an object with prompt or messages; "
+        "any other file: each line is a prompt",
+        nargs="?",
+    ),
+    Argument(
+        "--prompt TEXT",
+        "a prompt, instead of a file; may be repeated",
+        dest="given",
+        action="append",
+    ),
+    Argument(
+        "-o --output OUT", "write JSON lines, one for each prompt (default: print the answers)"
+    ),
+    Argument("--model NAME", "a base model (default: the server's only one)"),
+    Argument("--path PATH", "a tinker:// path, or the folder of a training run"),
+    Argument(
+        "--chat",
+        "send text as a user's message instead of text to continue (default: as the run of "
+        "--path was trained, else --no-chat)",
+        action=argparse.BooleanOptionalAction,
+    ),
+    Argument("--max-tokens N", "per sample", type=_COUNT, default=256),
+    TEMPERATURE,
+    TOP_P,
+    Argument("--num-samples N", "per prompt", type=_COUNT, default=1),
+    Argument("--seed N", "makes samples reproducible", type=int),
+    Argument("--concurrency N", "prompts in flight at once", type=_COUNT, default=32),
+    Argument("--overwrite", "replace OUT if it exists"),
+)
 
 
 def sample(args: argparse.Namespace) -> int | None:
     """Answer every prompt that has no answer yet."""
+    from tinkex.chat.renderer import Renderer
+    from tinkex.cli import target as targets
+    from tinkex.cli.prompts import PromptQueue, Tally
+
     if args.model and args.path:
         raise misuse("Give either --model or --path", "A path says which model is under it.")
     _check_path(args.path)
@@ -50,14 +84,14 @@ def sample(args: argparse.Namespace) -> int | None:
             with doing(f"Loading {target.name}"):
                 sampler = target.open(service)
                 renderer = Renderer.of(sampler.get_tokenizer())
-            work = Work(sampler, renderer, args, answers, tally)
+            work = PromptQueue(sampler, renderer, args, answers, tally)
             questions = _questions(left, renderer, args.prompts or "--prompt")
             try:
                 interrupted = _run(work, questions, len(prompts))
             finally:
                 if not args.output:
                     answers.end()
-            _warn_of_nothing(tally, renderer, target.name, chat=chat)
+            _warn_of_empty(tally, renderer, target.name, chat=chat)
             if interrupted:
                 say(f"Interrupted. {_go_on(args)}")
                 return INTERRUPTED
@@ -76,9 +110,11 @@ def _check_path(path: str | None) -> None:
 
 
 def _is_chat(args: argparse.Namespace) -> bool:
-    """Whether text is a user's message; if nothing was said, whether the run was trained so."""
+    """Whether text is a user's message; by default, whether the run was trained on messages."""
     if args.chat is not None:
         return args.chat
+    from tinkex.loops.run_folder import RunFolder
+
     record = RunFolder(Path(args.path)).read() if args.path else None
     if record is None or not record.chat:
         return False
@@ -90,6 +126,8 @@ def _is_chat(args: argparse.Namespace) -> bool:
 
 
 def _prompts(args: argparse.Namespace, *, chat: bool) -> list[Prompt]:
+    from tinkex.cli.prompts import given_prompts, read_prompts
+
     if bool(args.prompts) == bool(args.given):
         raise misuse(
             "Give either a file of prompts or --prompt",
@@ -105,8 +143,8 @@ def _prompts(args: argparse.Namespace, *, chat: bool) -> list[Prompt]:
         ) from None
 
 
-def _warn_of_nothing(tally: Tally, renderer: Renderer, name: str, *, chat: bool) -> None:
-    """A model that was tuned for chats often ends at once when it is given plain text."""
+def _warn_of_empty(tally: Tally, renderer: Renderer, name: str, *, chat: bool) -> None:
+    """Warn of empty answers: a chat model often ends plain text at once."""
     if 2 * tally.empty < max(tally.samples, 1):
         return
     say(f"Warning: {tally.empty} of {tally.samples} answers are empty.")
@@ -117,11 +155,11 @@ def _warn_of_nothing(tally: Tally, renderer: Renderer, name: str, *, chat: bool)
 def _left(
     args: argparse.Namespace,
     prompts: Sequence[Prompt],
-    target: Target,
+    target: SamplingTarget,
     answers: AnswersFile | AnswersShown,
     tally: Tally,
 ) -> list[tuple[Prompt, str]]:
-    """What is still to be asked; the file is left with nothing but good answers to the rest."""
+    """The prompts without an answer; the file keeps only the good answers to the others."""
     settings = {
         "model": target.model,
         **{name: getattr(args, name) for name in ("max_tokens", "temperature", "top_p")},
@@ -143,7 +181,9 @@ def _left(
 def _questions(
     left: Iterable[tuple[Prompt, str]], renderer: Renderer, source: str
 ) -> list[Question]:
-    """The prompts as tokens; raises DataError with every one that cannot be."""
+    """The prompts as tokens; raises DataError with every prompt that cannot be rendered."""
+    from tinkex.cli.prompts import Question
+
     questions: list[Question] = []
     problems: list[DataProblem] = []
     for prompt, asked in left:
@@ -159,8 +199,8 @@ def _questions(
     return questions
 
 
-def _run(work: Work, questions: Sequence[Question], total: int) -> bool:
-    """Ask all of them, so many at once; says whether it was interrupted."""
+def _run(work: PromptQueue, questions: Sequence[Question], total: int) -> bool:
+    """Ask all questions, `--concurrency` at once; returns whether it was interrupted."""
     tally = work.tally
     with (
         work.answers,
@@ -182,7 +222,7 @@ def _run(work: Work, questions: Sequence[Question], total: int) -> bool:
             say(_go_on(work.args))
             raise
         finally:
-            work.give_up()
+            work.cancel()
     return False
 
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tinkex.cli.failures import CommandError, misuse
-from tinkex.config import server_environment
+from tinkex.cli.command_errors import CommandError, misuse
+from tinkex.cli.commands import Argument
 from tinkex.errors import InputError, MissingPackageError
 
 if TYPE_CHECKING:
@@ -17,18 +17,31 @@ if TYPE_CHECKING:
 
     from tinkex.serving.host_settings import HostSettings
 
-_FLAGS = (
-    "host",
-    "port",
-    "data_dir",
-    "database",
-    "artifacts",
-    "base_models",
-    "device",
-    "dtype",
-    "threads",
-    "log_level",
-    "log_format",
+# Each of these is a setting; `_settings` reads the others.
+_SETTINGS = (
+    Argument(
+        "--base-model NAME[=FOLDER]",
+        "a model to serve; may be repeated (default: HuggingFaceTB/SmolLM2-135M-Instruct)",
+        dest="base_models",
+        action="append",
+    ),
+    Argument("--host ADDRESS", "the address to listen on (default: 127.0.0.1)"),
+    Argument("--port N", "0 for any free port (default: 8000)"),
+    Argument("--data-dir DIR", "the server's data (default: ./tinkex-data)"),
+    Argument("--database URL", "postgresql://… instead of a file in DIR"),
+    Argument("--artifacts URL", "store adapters in s3://… instead of DIR"),
+    Argument("--device NAME", "such as cpu or cuda (default: cuda if available)"),
+    Argument("--dtype NAME", "float32, bfloat16 or float16"),
+    Argument("--threads N", "threads of one computation on the CPU"),
+    Argument("--log-level LEVEL", "debug, info, warning or error"),
+    Argument("--log-format FORMAT", "text or json"),
+)
+
+ARGUMENTS = (
+    *_SETTINGS,
+    Argument("--no-auth", "accept any key, all as one tenant; for this machine only"),
+    Argument("--config FILE", "settings (default: DIR/tinkex.toml, if it exists)"),
+    Argument("--set NAME=VALUE", "any other setting", action="append"),
 )
 
 
@@ -54,7 +67,7 @@ def serve(args: argparse.Namespace) -> None:
         try:
             run_host(host, settings.data_dir)
         except InputError as error:
-            # The settings were fine by themselves; what they name is not.
+            # The settings are valid, but a model or folder that they name is not.
             raise CommandError(f"the server cannot start: {error}") from error
 
 
@@ -69,10 +82,13 @@ def _say_ready(args: argparse.Namespace, settings: HostSettings, url: str) -> No
 
 
 def _settings(args: argparse.Namespace) -> HostSettings:
+    from tinkex.config import server_environment
     from tinkex.serving.host_settings import load_settings
 
+    names = [argument.settings.get("dest", argument.names[0][2:]) for argument in _SETTINGS]
+    flags = [name.replace("-", "_") for name in names]
     given: dict[str, Any] = {
-        name: value for name in _FLAGS if (value := getattr(args, name)) is not None
+        name: value for name in flags if (value := getattr(args, name)) is not None
     }
     if args.no_auth:
         given["auth"] = "none"

@@ -1,4 +1,4 @@
-"""Whom a command talks to: a base model, a checkpoint, or what a training run has made."""
+"""The model that a command samples: a base model, a checkpoint, or the result of a run."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tinkex.adapters.peft_layout import CONFIG_FILE
+from tinkex.cli.command_errors import CommandError, misuse
 from tinkex.cli.connect import load_config, service_client
-from tinkex.cli.failures import CommandError, misuse
 from tinkex.config import DEFAULT_MODEL
 from tinkex.types import ParsedCheckpointTinkerPath
 
@@ -24,10 +24,10 @@ _SHOWN_MODELS = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
-    """A base model, or weights on top of one.
+class SamplingTarget:
+    """A base model, or a checkpoint of one.
 
-    `source` is what an embedded server must have for it, `label` what the caller calls it.
+    `source` is the base model that an embedded server must load, `label` the user's name for it.
     """
 
     base_model: str | None = None
@@ -37,34 +37,34 @@ class Target:
 
     @property
     def model(self) -> str:
-        """What it is called in a request."""
+        """Its name in a request."""
         return self.model_path or self.base_model or ""
 
     @property
     def name(self) -> str:
-        """What it is called where people read it."""
+        """Its name in messages."""
         return self.label or self.model
 
     def open(self, service: ServiceClient) -> SamplingClient:
-        """A sampler of it."""
+        """A sampling client for it."""
         if self.model_path is not None:
             return service.create_sampling_client(model_path=self.model_path)
         return service.create_sampling_client(base_model=self.base_model)
 
 
 @contextmanager
-def connected(target: Target | None) -> Generator[tuple[ServiceClient, Target]]:
-    """A client of a server that has the target; without one, of its only model."""
+def connected(target: SamplingTarget | None) -> Generator[tuple[ServiceClient, SamplingTarget]]:
+    """A client, and the target; without one, the only model of the server."""
     if target is None and load_config().embedded:
-        target = Target(base_model=DEFAULT_MODEL)
+        target = SamplingTarget(base_model=DEFAULT_MODEL)
     with service_client(None if target is None else target.source) as service:
         yield service, target or only_model(service)
 
 
-def find(text: str) -> Target:
-    """What a word on the command line means: a path, a run's folder, or a model's name."""
+def find(text: str) -> SamplingTarget:
+    """The target of a word on the command line: a path, a run's folder, or a model's name."""
     if text.startswith(_SCHEME):
-        return Target(model_path=text)
+        return SamplingTarget(model_path=text)
     folder = Path(text)
     if (folder / "run.json").is_file():
         return of_run(folder)
@@ -76,13 +76,13 @@ def find(text: str) -> Target:
         )
     if text.startswith((".", "/", "~")):
         raise CommandError(f"There is no folder {text}", "`ls runs` may show what there is.")
-    return Target(base_model=text.partition("=")[0], source=text)
+    return SamplingTarget(base_model=text.partition("=")[0], source=text)
 
 
-def checkpoint(text: str) -> Target:
-    """A checkpoint by its path, or what a training run has made by the run's folder.
+def checkpoint_named(text: str) -> SamplingTarget:
+    """A checkpoint by its path, or a run's checkpoint by the run's folder.
 
-    Of a run it is the training checkpoint, which every server gives away.
+    Of a run it is the training checkpoint, which every server lets users download.
     """
     folder = Path(text)
     if (folder / "run.json").is_file():
@@ -99,18 +99,11 @@ def checkpoint(text: str) -> Target:
             "Give tinker://RUN/weights/NAME, or a folder that `tinkex train` has made.",
         )
     ParsedCheckpointTinkerPath.from_tinker_path(text)
-    return Target(model_path=text)
+    return SamplingTarget(model_path=text)
 
 
-def unknown_checkpoint(path: str) -> CommandError:
-    """The error for a path that the server does not have."""
-    return CommandError(
-        f"There is no checkpoint {path}", "`tinkex checkpoint list` shows those there are."
-    )
-
-
-def of_run(folder: Path, *, training: bool = False) -> Target:
-    """The best weights of a training run that is over, else its newest ones."""
+def of_run(folder: Path, *, training: bool = False) -> SamplingTarget:
+    """The best weights of a finished training run, else the newest weights."""
     from tinkex.loops.run_folder import RunFolder
 
     run = RunFolder(folder)
@@ -120,23 +113,23 @@ def of_run(folder: Path, *, training: bool = False) -> Target:
         path = next((one.state_path for one in saved if one.sampler_path == path), None)
     if record is None or path is None:
         raise CommandError(
-            f"The run in {folder} has saved nothing yet",
-            f"`tinkex run watch {folder}` shows how far it is.",
+            f"The run in {folder} has no checkpoint yet",
+            f"`tinkex run watch {folder}` shows its progress.",
         )
     base_model = record.model.partition("=")[0]
-    return Target(base_model, path, source=record.model, label=str(folder))
+    return SamplingTarget(base_model, path, source=record.model, label=str(folder))
 
 
-def only_model(service: ServiceClient) -> Target:
-    """The model of a server that has one; of others the caller has to name it."""
+def only_model(service: ServiceClient) -> SamplingTarget:
+    """The only model of the server; raises a `CommandError` when there are several."""
     offered = service.get_server_capabilities().supported_models
     names = [model.model_name for model in offered if model.model_name and model.sampleable]
     if len(names) == 1:
-        return Target(base_model=names[0])
+        return SamplingTarget(base_model=names[0])
     if not names:
         raise CommandError("This server has no model to sample from", "Name a tinker:// path.")
     shown = "\n".join(names[:_SHOWN_MODELS])
     raise misuse(
-        "This server has several models: name the one to talk to",
+        "This server has several models: name one",
         f"{shown}\n`tinkex model list` shows all of them.",
     )

@@ -1,4 +1,8 @@
-"""`tinkex train`: ready-made loops, each in a run folder of its own."""
+"""`tinkex train`: ready-made training loops, each run in its own folder.
+
+The arguments have no defaults here: a missing one comes from the settings in `tinkex.loops`, or for
+a resumed run from the run's folder.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +12,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from tinkex.cli.command_errors import misuse
+from tinkex.cli.commands import INTERRUPTED, Argument, Command
 from tinkex.cli.connect import service_client
 from tinkex.cli.export import export_adapter
-from tinkex.cli.failures import misuse
-from tinkex.cli.main import INTERRUPTED
 from tinkex.cli.output import say, show_one
 from tinkex.errors import InputError, MissingPackageError
-from tinkex.loops.dpo import DpoJob
-from tinkex.loops.rl import RlJob
-from tinkex.loops.run import ended, run
-from tinkex.loops.run_folder import RunFolder
-from tinkex.loops.settings import DpoSettings, RlSettings, Settings, SftSettings
-from tinkex.loops.sft import SftJob
 from tinkex.tracking.figure import write_picture
 from tinkex.tracking.history import read_metrics
 from tinkex.tracking.series import series_of
@@ -30,17 +28,22 @@ if TYPE_CHECKING:
     from collections.abc import Generator
 
     from tinkex.clients.service import ServiceClient
-    from tinkex.loops.loop import Outcome
-    from tinkex.loops.run import Job
+    from tinkex.loops.run_folder import RunFolder
+    from tinkex.loops.run_job import Job
+    from tinkex.loops.run_settings import Settings
+    from tinkex.loops.training_loop import Outcome
 
-S = TypeVar("S", bound=Settings)
+    S = TypeVar("S", bound=Settings)
 
 ADAPTER = "adapter"
-_PICTURES = ("curve.svg", "curve.png")
+_FIGURES = ("curve.svg", "curve.png")
 
 
 def sft(args: argparse.Namespace) -> int | None:
-    """Supervised fine-tuning on a file of examples."""
+    """Supervised fine-tuning on examples."""
+    from tinkex.loops.run_settings import SftSettings
+    from tinkex.loops.sft import SftJob
+
     with _named_as_options():
         place = _place(args, Path(args.data), "sft")
         settings = _settings(args, place, SftSettings)
@@ -48,7 +51,10 @@ def sft(args: argparse.Namespace) -> int | None:
 
 
 def dpo(args: argparse.Namespace) -> int | None:
-    """Preference optimization on a file of pairs."""
+    """Direct preference optimization on pairs of answers."""
+    from tinkex.loops.dpo import DpoJob
+    from tinkex.loops.run_settings import DpoSettings
+
     with _named_as_options():
         place = _place(args, Path(args.data), "dpo")
         settings = _settings(args, place, DpoSettings)
@@ -56,34 +62,39 @@ def dpo(args: argparse.Namespace) -> int | None:
 
 
 def rl(args: argparse.Namespace) -> int | None:
-    """Reinforcement learning on a task."""
+    """Reinforcement learning with a reward function."""
+    from tinkex.loops.rl import RlJob
+    from tinkex.loops.run_settings import RlSettings
+
     with _named_as_options():
         place = _place(args, Path(args.task), "rl")
         return _train(args, place, RlJob(_settings(args, place, RlSettings), Path(args.task)))
 
 
-# -- what was asked for ------------------------------------------------------------------------
+# -- arguments ------------------------------------------------------------------------
 
 
 def _place(args: argparse.Namespace, source: Path, kind: str) -> RunFolder:
-    """The run's folder; refused where a run was begun that is not to be resumed, or is not."""
+    """The run's folder; raises a `CommandError` when it does not fit `--resume`."""
+    from tinkex.loops.run_folder import RunFolder
+
     place = RunFolder(Path(args.output or Path("runs") / f"{source.stem}-{kind}"))
     if args.resume and place.read() is None:
         raise misuse(
             f"There is no run to resume in {place.path}",
             "Leave --resume out to begin one, or name its folder with --output.",
         )
-    if not args.resume and place.begun:
+    if not args.resume and place.started:
         raise misuse(
             f"{place.path} already holds a run",
             f"Resume it:  {_resume_command(kind, source, place)}\n"
-            "Or start another run in a folder of its own, with --output DIR.",
+            "Or start another run in a new folder, with --output DIR.",
         )
     return place
 
 
 def _settings(args: argparse.Namespace, place: RunFolder, kind: type[S]) -> S:
-    """What was given; for the rest, what the run was begun with, or the defaults."""
+    """The given settings; the others from the resumed run, or the defaults."""
     names = {field.name for field in dataclasses.fields(kind)}
     given = {name: value for name in names if (value := getattr(args, name, None)) is not None}
     record = place.read() if args.resume else None
@@ -93,7 +104,7 @@ def _settings(args: argparse.Namespace, place: RunFolder, kind: type[S]) -> S:
 
 @contextmanager
 def _named_as_options() -> Generator[None]:
-    """A setting's error comes out under the name that it has on the command line."""
+    """Rename a setting in an error to its option on the command line."""
     try:
         yield
     except InputError as error:
@@ -115,28 +126,30 @@ def _resume_command(kind: str, source: Path, place: RunFolder) -> str:
     return shlex.join(words)
 
 
-# -- doing it ----------------------------------------------------------------------------------
+# -- training ----------------------------------------------------------------------------------
 
 
 def _train(args: argparse.Namespace, place: RunFolder, job: Job) -> int | None:
+    from tinkex.loops.run_job import ended, run
+
     adapter = place.path / ADAPTER
     outcome = ended(job, place, place.read() if args.resume else None)
     if outcome is None or not adapter.exists():
         again = _resume_command(job.settings.kind, next(iter(job.files.values())), place)
         with service_client(job.settings.model) as service:
             _connect(service, job.settings)
-            with _told_how_to_go_on(place, again):
+            with _hint_to_resume(place, again):
                 report = tuple(args.report or ())
                 outcome = run(service, job, place.path, resume=args.resume, report=report)
             if outcome.ending == "interrupted":
                 say(f"Interrupted after step {outcome.step}; everything up to there is saved.")
                 say(f"Resume it with:\n  {again}")
                 _summary(args, place, outcome, None)
-                # Nothing was raised here, so the server has to be told.
+                # No exception tells the server that the session was interrupted.
                 service.close("interrupted", f"stopped after step {outcome.step}").result()
                 return INTERRUPTED
             with doing("Drawing the curves"):
-                _draw(place, job.settings)
+                write_figures(place.path, f"{job.settings.kind} {job.settings.base_model}")
             with doing(f"Writing the adapter to {adapter}"):
                 export_adapter(service, outcome.best.state_path, adapter)
     _summary(args, place, outcome, adapter)
@@ -145,7 +158,7 @@ def _train(args: argparse.Namespace, place: RunFolder, job: Job) -> int | None:
 
 
 def _connect(service: ServiceClient, settings: Settings) -> None:
-    """Reach the server; one of our own has to start and load its models first."""
+    """Reach the server; an embedded server starts and loads its models first."""
     config = service.holder.config
     if config.embedded:
         what = f"Starting the embedded server with {settings.base_model}"
@@ -156,7 +169,7 @@ def _connect(service: ServiceClient, settings: Settings) -> None:
 
 
 def _next_steps(place: RunFolder) -> str:
-    """Commands that do something with what was trained."""
+    """Commands for the trained adapter."""
     folder, name = str(place.path), place.path.resolve().name
     commands = (
         ("chat", folder),
@@ -171,12 +184,12 @@ def _next_steps(place: RunFolder) -> str:
 
 
 @contextmanager
-def _told_how_to_go_on(place: RunFolder, again: str) -> Generator[None]:
-    """Whatever ends a run that was begun, its next step is said."""
+def _hint_to_resume(place: RunFolder, again: str) -> Generator[None]:
+    """Print how to resume when an exception ends a run."""
     try:
         yield
     except BaseException:
-        if place.begun:
+        if place.started:
             saves = place.checkpoints()
             where = (
                 f"after step {saves[-1].step}" if saves else "at its beginning: nothing is saved"
@@ -185,13 +198,16 @@ def _told_how_to_go_on(place: RunFolder, again: str) -> Generator[None]:
         raise
 
 
-def _draw(place: RunFolder, settings: Settings) -> None:
-    series = series_of(read_metrics(place.path))
+def write_figures(folder: Path, title: str) -> list[str]:
+    """Draw the curves of a run into its folder; returns the names of the files."""
+    series = series_of(read_metrics(folder))
     try:
-        for name in _PICTURES:
-            write_picture(series, place.path / name, title=f"{settings.kind} {settings.base_model}")
+        for name in _FIGURES:
+            write_picture(series, folder / name, title=title)
     except (MissingPackageError, InputError) as error:
-        say(f"No picture of the run: {error}")
+        say(f"No figure of the run: {error}")
+        return []
+    return list(_FIGURES)
 
 
 def _summary(
@@ -219,3 +235,96 @@ def _summary(
 
 def _short(value: object) -> object:
     return f"{value:.4g}" if isinstance(value, float) else value
+
+
+# -- commands ----------------------------------------------------------------------------------
+
+_PLACE = (
+    Argument(
+        "--model NAME[=FOLDER]",
+        "the model to start from (default: HuggingFaceTB/SmolLM2-135M-Instruct)",
+    ),
+    Argument("--output DIR", "the run's folder (default: runs/FILE-KIND)"),
+)
+_FILES = (
+    Argument("data DATA.jsonl", "training data: see `tinkex data view`"),
+    *_PLACE,
+    Argument("--eval FILE", "evaluate with these examples"),
+    Argument(
+        "--eval-fraction X", "hold out this fraction of the data to evaluate with", type=float
+    ),
+)
+_COMMON = (
+    Argument("--rank N", "rank of the LoRA adapter (default: 16)", type=int),
+    Argument(
+        "--lr-schedule NAME",
+        "constant, linear (decay to 0) or cosine",
+        choices=("constant", "linear", "cosine"),
+    ),
+    Argument("--warmup N", "warmup steps of the learning rate", type=int),
+    Argument("--seed N", "seed of initialization and data order (default: 0)", type=int),
+    Argument("--save-every N", "save every N steps (default: 10 times in all)", type=int),
+    Argument("--eval-every N", "evaluate every N steps (default: 10 times in all)", type=int),
+    Argument(
+        "--patience N",
+        "stop after N evaluations without improvement; the best step is kept",
+        type=int,
+    ),
+    Argument(
+        "--report WHERE",
+        "also log to tensorboard, wandb or wandb:PROJECT; may be repeated",
+        action="append",
+    ),
+    Argument("--resume", "continue the run in the folder"),
+)
+
+
+def _steps(epochs: int | None, batch: str, rate: str) -> tuple[Argument, ...]:
+    """The length and the batch of a run, with the defaults of its kind."""
+    passes = Argument("--epochs N", f"passes over the data (default: {epochs})", type=int)
+    return (
+        Argument("--steps N", "the number of optimizer steps", type=int),
+        *([passes] if epochs else []),
+        Argument("--batch-size N", f"{batch} per step (default: 8)", type=int),
+        Argument("--learning-rate X", f"the peak learning rate (default: {rate})", type=float),
+    )
+
+
+_LONGEST = Argument("--max-tokens N", "the longest allowed example (default: 2048)", type=int)
+
+VERBS = {
+    "sft": Command(
+        sft,
+        *_FILES,
+        *_steps(3, "examples", "3e-4"),
+        Argument(
+            "--train-on WHICH",
+            "all of an assistant's messages, or the last (default: all)",
+            choices=("all", "last"),
+        ),
+        _LONGEST,
+        *_COMMON,
+    ),
+    "dpo": Command(
+        dpo,
+        *_FILES,
+        *_steps(1, "pairs", "5e-5"),
+        Argument(
+            "--beta X",
+            "strength of the KL penalty towards the base model (default: 0.1)",
+            type=float,
+        ),
+        _LONGEST,
+        *_COMMON,
+    ),
+    "rl": Command(
+        rl,
+        Argument("task TASK.py", "a file with prompts() and reward(prompt, answer)"),
+        *_PLACE,
+        *_steps(None, "prompts", "3e-4"),
+        Argument("--group-size N", "answers per prompt (default: 8)", type=int),
+        Argument("--max-tokens N", "the most tokens per answer (default: 128)", type=int),
+        Argument("--temperature X", "sampling temperature of the answers (default: 1)", type=float),
+        *_COMMON,
+    ),
+}

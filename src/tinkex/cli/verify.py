@@ -1,4 +1,4 @@
-"""Comparing files on this machine with what a server computes, before a command says "done"."""
+"""Compares log-probabilities of an adapter's files, computed here, with the server's."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tinkex.adapters.compare import OTHER_BASE, compare, known, mean_difference
-from tinkex.cli.failures import CommandError
+from tinkex.cli.command_errors import CommandError
 from tinkex.cli.output import say
 from tinkex.errors import (
     APIStatusError,
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def load_base(source: str, name: str) -> BaseModel:
-    """The base model, from a folder, a file or the hub; raises a `CommandError` without it."""
+    """The base model from a folder, a file or the hub; raises a `CommandError` if it is missing."""
     try:
         from tinkex.engine.models.loader import load_model
     except ImportError as error:
@@ -44,13 +44,13 @@ def load_base(source: str, name: str) -> BaseModel:
     except (ModelError, InputError) as error:
         raise CommandError(
             f"The base model cannot be loaded: {error}",
-            "Give its folder, GGUF file or hub id by --base.",
+            "Name its folder, GGUF file or hub id with --base.",
         ) from error
 
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What the server computes for some texts with an adapter, and what both do without."""
+    """Log-probabilities of texts: the server's with and without the adapter, ours without."""
 
     texts: Sequence[Sequence[int]]
     theirs: Scores
@@ -60,7 +60,7 @@ class Expected:
     def check(
         self, model: BaseModel, adapter: Path | None, hint: str, *, rounded: bool = False
     ) -> Comparison:
-        """Compute the texts here and compare; raises a `CommandError` unless they agree."""
+        """Compute them here with the adapter; raises a `CommandError` unless they agree."""
         from tinkex.engine.local.score import score
 
         try:
@@ -79,7 +79,7 @@ class Expected:
 
 
 def ask(service: ServiceClient, path: str, base_model: str, model: BaseModel) -> Expected:
-    """Have the server compute the texts; another base model than ours is refused."""
+    """Compute the texts on the server; raises a `CommandError` if its base model differs."""
     from tinkex.engine.local.score import score, texts_for
 
     texts = texts_for(model)
@@ -91,13 +91,13 @@ def ask(service: ServiceClient, path: str, base_model: str, model: BaseModel) ->
         raise CommandError(
             f"{base_model} is another model here than on the server: log-probabilities differ by "
             f"{apart:.3g} on average, without any adapter",
-            "Give the right one by --base.",
+            "Name the right one with --base.",
         )
     return Expected(texts, _adapted(service, path, texts), their_base, our_base)
 
 
 def _adapted(service: ServiceClient, path: str, texts: Sequence[Sequence[int]]) -> Scores:
-    """What a checkpoint computes; where only sampler weights are sampled from, by way of those."""
+    """The checkpoint's log-probabilities; if it cannot be sampled, those of sampler weights."""
     kind = ParsedCheckpointTinkerPath.from_tinker_path(path).checkpoint_type
     refused: Exception | None = None
     try:
@@ -132,7 +132,7 @@ def shown(found: Comparison) -> dict[str, Any]:
 
 
 def delete_quietly(service: ServiceClient, path: str) -> None:
-    """Delete a checkpoint that must not be used; another error is on its way already."""
+    """Delete a checkpoint that must not be used; the caller raises another error anyway."""
     from tinkex.clients.rest import RestClient
 
     with suppress(APIStatusError):

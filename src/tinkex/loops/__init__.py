@@ -1,27 +1,10 @@
 """Ready-made training loops on the public clients: supervised, preferences, reinforcement.
 
-`run` does a whole `Job` in a run folder: it can be interrupted at any step and goes on from there
-to the same adapter. The recipes (`sft`, `dpo`, `rl`) say what a step is; `loop` says when.
+`run` runs a `Job` in a run folder: it can be interrupted at any step, and the resumed run ends with
+the same adapter. The jobs (`sft`, `dpo`, `rl`) define a step; `training_loop` orders the steps.
+Names are loaded when they are first used, so that a run imports only its own kind.
 """
 
-from __future__ import annotations
+from tinkex.lazy_imports import import_lazily
 
-from tinkex.loops.dpo import DpoJob
-from tinkex.loops.loop import Outcome
-from tinkex.loops.rl import RlJob
-from tinkex.loops.run import Job, run
-from tinkex.loops.settings import DpoSettings, RlSettings, Settings, SftSettings
-from tinkex.loops.sft import SftJob
-
-__all__ = [
-    "DpoJob",
-    "DpoSettings",
-    "Job",
-    "Outcome",
-    "RlJob",
-    "RlSettings",
-    "Settings",
-    "SftJob",
-    "SftSettings",
-    "run",
-]
+__getattr__, __dir__ = import_lazily(__name__)

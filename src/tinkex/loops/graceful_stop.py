@@ -23,15 +23,15 @@ _CLEAR = b"\r\033[J"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-class Interruption:
+class GracefulStop:
     """While entered, SIGINT and SIGTERM set `asked`; the next one of them raises.
 
-    Outside the main thread, where Python allows no handlers, nobody can ask.
+    Outside the main thread Python allows no signal handlers, so `asked` stays False there.
     """
 
     def __init__(self) -> None:
-        # Mutable state: whether a signal came, what the signals did before, and a pair of sockets
-        # through which handlers and callbacks wake up `until`.
+        # Mutable state: whether a signal came, the previous handlers, and a pair of sockets through
+        # which handlers and callbacks wake up `until`.
         self.asked = False
         self._before: dict[signal.Signals, Any] = {}
         self._pair: tuple[socket.socket, socket.socket] | None = None
@@ -55,9 +55,9 @@ class Interruption:
             end.close()
 
     def until(self, future: APIFuture[Any]) -> bool:
-        """Wait until `future` has ended or the first signal has come; says whether it has."""
+        """Wait until `future` is done or the first signal has come; returns `asked`."""
         if self._pair is not None:
-            # Not `future.result()`: that would go on waiting after the handler has run.
+            # Not `future.result()`: that would keep waiting after the handler has run.
             future.add_done_callback(lambda _: self._wake())
             while not (self.asked or future.done()):
                 self._pair[0].recv(64)
@@ -72,6 +72,7 @@ class Interruption:
         self.asked = True
         for each in _SIGNALS:
             signal.signal(each, signal.default_int_handler)
-        # Not through a stream, which may be in the middle of a line of its own.
+        # Not through `sys.stderr`: the signal may have interrupted a write to that stream, and
+        # entering its buffer again would raise.
         os.write(2, (_CLEAR if os.isatty(2) else b"") + _MESSAGE)
         self._wake()

@@ -1,7 +1,7 @@
-"""When and with what: the learning rate of a step, its examples, its random numbers.
+"""The learning rate of a step, its examples and its sampling seeds.
 
-All of it is a function of the settings and the number of the step, so that a run which is taken up
-again in the middle does what the unbroken one does. Steps are counted from 1.
+All of them are functions of the settings and the number of the step, so that a resumed run does
+exactly what an uninterrupted one does. Steps are counted from 1.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tinkex.loops.settings import Schedule
+    from tinkex.loops.run_settings import Schedule
 
 
 def learning_rate(step: int, total: int, peak: float, schedule: Schedule, warmup: int) -> float:
@@ -29,10 +29,10 @@ def learning_rate(step: int, total: int, peak: float, schedule: Schedule, warmup
 
 
 def batch(step: int, size: int, examples: int, seed: int) -> list[int]:
-    """The examples of a step by their numbers.
+    """The indices of the examples of a step.
 
-    Every epoch has each example once, in an order of its own; a batch may end one epoch and
-    begin the next.
+    Every epoch has each example once, in its own order; a batch may end one epoch and begin the
+    next.
     """
     first = (step - 1) * size
     places = (divmod(place, examples) for place in range(first, first + size))
@@ -40,12 +40,12 @@ def batch(step: int, size: int, examples: int, seed: int) -> list[int]:
 
 
 def steps_of(epochs: int, size: int, examples: int) -> int:
-    """How many steps it takes for every example to have been seen `epochs` times."""
+    """The steps that it takes to train on every example `epochs` times."""
     return math.ceil(epochs * examples / size)
 
 
 def held_out(examples: int, fraction: float, seed: int) -> set[int]:
-    """The numbers of the examples that evaluation gets: at least one, and never all."""
+    """The indices of the held-out examples: at least one, and never all."""
     count = min(max(round(examples * fraction), 1), examples - 1)
     return set(_order(seed, -1, examples)[:count])
 

@@ -2,115 +2,112 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tinkex.chat.renderer import Renderer
 from tinkex.data.rendering import render_all
-from tinkex.loops.batches import (
-    fingerprint,
-    loss_of,
-    tokens_of,
-    trained_weight,
-    weighted,
-)
-from tinkex.loops.dataset import Source
-from tinkex.loops.loop import Begun, Pending
+from tinkex.loops.batches import fingerprint, loss_of, tokens_of, trained_weight, weighted
+from tinkex.loops.dataset import FileJob
 from tinkex.loops.schedule import batch
-from tinkex.loops.submitted import Submitted
+from tinkex.loops.training_loop import PreparedStep, Submission
 from tinkex.tokenizers import tokenizer_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
+    from collections.abc import Sequence
 
     from tinkex.chat.examples import Rendered
     from tinkex.clients.service import ServiceClient
     from tinkex.clients.training import TrainingClient
     from tinkex.clock import Clock
-    from tinkex.loops.settings import SftSettings
-    from tinkex.types import AdamParams
+    from tinkex.loops.run_settings import SftSettings
+    from tinkex.loops.training_loop import RunContext
+    from tinkex.types import AdamParams, Datum, LossFnType
 
-_EPOCHS = 3
 
+class SftJob(FileJob["SftSettings", "Rendered"]):
+    """Examples to train on. The constructor reads the files and raises DataError for bad ones."""
 
-class SftJob:
-    """Examples to train on; made, it has read its files. Raises DataError for bad ones."""
+    kind = "sft"
+    epochs = 3
+    render = staticmethod(render_all)
 
-    def __init__(self, settings: SftSettings, data: Path, eval_data: Path | None = None) -> None:
-        self.settings = settings
-        self._source = Source(settings, "sft", render_all, data, eval_data, epochs=_EPOCHS)
-        self.files, self.steps = self._source.files, self._source.steps
-        self.material, self.chat = self._source.material, self._source.chat
-
-    def prepare(self, service: ServiceClient, clock: Clock) -> PreparedSft:
-        """Render everything; raises DataError with every line that cannot be."""
+    def prepare(self, service: ServiceClient, clock: Clock) -> SftRecipe:
+        """Render all examples; raises DataError with every line that cannot be rendered."""
         tokenizer = tokenizer_for(service, self.settings.base_model)
         renderer = Renderer.of(tokenizer, train_on=self.settings.train_on, clock=clock)
-        return PreparedSft(self.settings, *self._source.rendered(renderer))
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedSft:
-    """Examples as tokens."""
-
-    settings: SftSettings
-    train: list[Rendered]
-    held_out: list[Rendered]
-    higher_is_better = False
-
-    @property
-    def judged_by(self) -> str | None:
-        return "eval_loss" if self.held_out else None
-
-    @property
-    def rendered(self) -> str:
-        return fingerprint((self.train, self.held_out))
-
-    def recipe(
-        self,
-        service: ServiceClient,
-        training: TrainingClient,
-        folder: Path,
-        note: Callable[[str], None],
-    ) -> SftRecipe:
-        return SftRecipe(self, training)
+        return SftRecipe(self.settings, *self.rendered(renderer))
 
 
 class SftRecipe:
-    """Cross-entropy over the tokens that are trained."""
+    """Cross-entropy over the trained tokens."""
 
     ahead = True
+    higher_is_better = False
 
-    def __init__(self, prepared: PreparedSft, training: TrainingClient) -> None:
-        self._train = prepared.train
-        self._settings = prepared.settings
-        self._training = training
-        self._held_out = [weighted(one, 1.0) for one in prepared.held_out]
-        self._held_out_weight = trained_weight(prepared.held_out)
+    def __init__(
+        self, settings: SftSettings, train: list[Rendered], held_out: list[Rendered]
+    ) -> None:
+        self._settings = settings
+        self._train = train
+        self._held_out = [weighted(one, 1.0) for one in held_out]
+        self._held_out_weight = trained_weight(held_out)
+        self.judged_by = "eval_loss" if held_out else None
+        self.rendered = fingerprint((train, held_out))
 
-    def begin(self, step: int) -> Begun:
-        """There is nothing to know before a step."""
-        return Begun(lambda adam: self._submit(step, adam))
+    def start(self, run: RunContext) -> None:
+        """Set the model to train."""
+        self._training = run.training
 
-    def _submit(self, step: int, adam: AdamParams) -> Pending:
-        """Submit a batch. Its weights add up to 1, so that gradients do not grow with it."""
+    def begin(self, step: int) -> PreparedStep:
+        """A step needs no preparation."""
+        return PreparedStep(lambda adam: self._submit(step, adam))
+
+    def _submit(self, step: int, adam: AdamParams) -> Submission:
+        """Submit a batch. Its weights sum to 1, so that gradients do not grow with its size."""
         size, seed = self._settings.batch_size, self._settings.seed
         examples = [self._train[i] for i in batch(step, size, len(self._train), seed)]
         factor = 1.0 / trained_weight(examples)
         data = [weighted(one, factor) for one in examples]
-        sent = Submitted(self._training, data, "cross_entropy", adam)
+        sent = SubmittedStep(self._training, data, "cross_entropy", adam)
 
         def wait() -> dict[str, float]:
             loss = loss_of(sent.passed.result())
             sent.stepped.result()
             return {"loss": loss, "tokens": tokens_of(examples)}
 
-        return Pending(wait, sent.stepped, sent.withdraw)
+        return Submission(wait, sent.stepped, sent.withdraw)
 
-    def evaluate(self) -> Pending:
+    def evaluate(self) -> Submission:
         """Submit the held-out examples."""
         passed = self._training.forward(self._held_out, "cross_entropy")
-        return Pending(
+        return Submission(
             lambda: {"eval_loss": loss_of(passed.result()) / self._held_out_weight}, passed
         )
+
+
+class SubmittedStep:
+    """A forward-backward pass and the optimizer step behind it, both submitted."""
+
+    def __init__(
+        self,
+        training: TrainingClient,
+        data: Sequence[Datum],
+        loss_fn: LossFnType,
+        adam: AdamParams,
+    ) -> None:
+        self._training = training
+        self._adam = adam
+        self.passed = training.forward_backward(data, loss_fn)
+        # Mutable: submitted again when only the optimizer step could be withdrawn.
+        self.stepped = training.optim_step(adam)
+
+    def withdraw(self) -> bool:
+        """Withdraw the step; False when the server has begun it, so that it must be finished."""
+        # The optimizer step is withdrawn first: without its pass it would apply no gradients,
+        # while a pass that runs without its optimizer step can still get one.
+        if not self._training.withdraw(self.stepped):
+            return False
+        if self._training.withdraw(self.passed):
+            return True
+        self.stepped = self._training.optim_step(self._adam)
+        return False

@@ -1,10 +1,10 @@
-"""A task for reinforcement learning: a Python file that has prompts and knows what is good.
+"""A task for reinforcement learning: a Python file with prompts and a reward function.
 
     def prompts() -> list[str | list[dict]]: ...        # text, or messages
     def reward(prompt, answer: str) -> float: ...
     def eval_prompts() -> list[str | list[dict]]: ...   # optional: to evaluate with
 
-The file is the caller's own program and runs as such.
+The file is the caller's own program: it is imported and its functions are called.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
-    """What a task's file says."""
+class RlTask:
+    """The contents of a task's file."""
 
     path: Path
     prompts: list[Prompt]
@@ -39,14 +39,14 @@ class Task:
     judge: Callable[[Any, str], Any]
 
     def reward(self, prompt: Prompt, answer: str) -> float:
-        """What an answer is worth; raises InputError when the task cannot say."""
+        """The reward of an answer; raises InputError when the task's function fails."""
         return _number(_call(self.path, "reward", self.judge, prompt, answer), self.path)
 
 
-def load_task(path: Path) -> Task:
-    """Run the file and ask it for its prompts; raises InputError for what cannot be used.
+def load_task(path: Path) -> RlTask:
+    """Import the file and get its prompts; raises InputError for a file that cannot be used.
 
-    Its `reward` is asked about an empty answer, which a model may give, too.
+    `reward` is tried with an empty answer, which a model may also give.
     """
     module = _module(path)
     judge = _function(module, "reward", path)
@@ -54,7 +54,7 @@ def load_task(path: Path) -> Task:
     evaluated: list[Prompt] = []
     if hasattr(module, "eval_prompts"):
         evaluated = _prompts(path, "eval_prompts", _function(module, "eval_prompts", path))
-    task = Task(path, prompts, evaluated, judge)
+    task = RlTask(path, prompts, evaluated, judge)
     task.reward(prompts[0], "")
     return task
 
@@ -66,7 +66,7 @@ def _module(path: Path) -> ModuleType:
     if spec is None or spec.loader is None:
         raise InputError("is not a Python file; its name must end in .py", str(path))
     module = importlib.util.module_from_spec(spec)
-    # Its own imports work as they do when it is run: from the folder it lies in.
+    # Its imports work as when it is run as a program: from the folder that contains it.
     sys.path.insert(0, str(path.resolve().parent))
     _call(path, "the file", spec.loader.exec_module, module)
     return module

@@ -1,4 +1,4 @@
-"""Seeing a run: live progress, plots in the terminal, pictures, and where its numbers go."""
+"""Experiment tracking: live progress, terminal plots, figures, and where metrics are logged."""
 
 from tinkex.tracking.figure import write_picture
 from tinkex.tracking.history import follow, read_metrics

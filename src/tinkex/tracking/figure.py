@@ -1,7 +1,7 @@
-"""Pictures of a run: curves as SVG or PNG, the same bytes for the same numbers.
+"""Figures of a run: curves as SVG or PNG, the same bytes for the same numbers.
 
-Every metric has a panel of its own, with its evaluation in it: a smoothed line over the faint
-measured one, evaluations as points. matplotlib is imported here only, when a picture is made.
+Every metric has its own panel, together with its evaluation: a smoothed line over the faint
+measured one, evaluations as points. Only this module imports matplotlib, when it draws.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from tinkex.errors import InputError, MissingPackageError
-from tinkex.tracking.atomic_write import replacing
+from tinkex.new_files import replacing
 from tinkex.tracking.series import by_panel, finite, is_evaluation, label_of, metric_of, smoothed
 
 if TYPE_CHECKING:
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     Series = Mapping[str, Sequence[tuple[float, float]]]
 
 FORMATS = (".svg", ".png")
-# Distinguishable also for the colour-blind, and in grey.
+# Distinguishable for colour-blind readers and in greyscale.
 _COLOURS = ("#2f6db5", "#d9622b", "#2a9d6f", "#8b5fbf", "#b8860b", "#c2407a", "#4d4d4d", "#17a2b8")
 _WIDTH_IN, _PANEL_IN, _TITLE_IN, _DPI = 7.2, 3.2, 0.5, 150
 _STYLE: dict[str, Any] = {
     "font.family": "DejaVu Sans",  # comes with matplotlib, so it is the same everywhere
     "font.size": 10.0,
     "svg.hashsalt": "tinkex",  # names inside the file; random by default
-    "text.parse_math": False,  # a dollar in a title is a dollar
+    "text.parse_math": False,  # a title may contain a dollar sign
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.edgecolor": "#888888",
@@ -44,10 +44,10 @@ _STYLE: dict[str, Any] = {
 
 
 def write_picture(series: Series, path: Path, *, title: str = "", x_label: str = "step") -> None:
-    """Draw to `path`, .svg or .png by its suffix, replacing it whole or not at all.
+    """Draw to `path`, .svg or .png by its suffix, replacing it atomically.
 
-    Values that are not finite are left out. Raises InputError for another suffix or when nothing
-    is left to draw, MissingPackageError without matplotlib.
+    Values that are not finite are left out. Raises InputError for another suffix or without a
+    finite value, MissingPackageError without matplotlib.
     """
     if path.suffix.lower() not in FORMATS:
         raise InputError(f"must end in .svg or .png, not {path.suffix or 'nothing'!r}", str(path))
@@ -68,7 +68,7 @@ def _figure(series: Mapping[str, list[tuple[float, float]]], title: str, x_label
 
     panels = by_panel(series)
     height = _PANEL_IN * len(panels) + (_TITLE_IN if title else 0.0)
-    # Not pyplot: it keeps figures alive, and asks for a display.
+    # Not pyplot, which keeps figures alive and may need a display.
     figure: Any = Figure(figsize=(_WIDTH_IN, height), layout="constrained")
     if title:
         figure.suptitle(title, fontsize=12, fontweight="bold", color="#222222")
@@ -87,7 +87,7 @@ def _figure(series: Mapping[str, list[tuple[float, float]]], title: str, x_label
 
 
 def _colours(series: Mapping[str, object]) -> dict[str, str]:
-    """A colour for each run where there are several, else for each metric of the one."""
+    """A colour for each run where there are several, else for each metric."""
     owners = {name: label_of(name) for name in series}
     if len(set(owners.values())) < 2:
         owners = {name: metric_of(name) for name in series}
@@ -96,7 +96,7 @@ def _colours(series: Mapping[str, object]) -> dict[str, str]:
 
 
 def _draw(axes: Any, name: str, points: list[tuple[float, float]], colour: str) -> None:
-    """One curve; an evaluation lies on top, with its points marked."""
+    """One curve; an evaluation is on top, with its points marked."""
     label = name.replace("_", " ")
     if is_evaluation(name) or len(points) == 1:
         marks = {"marker": "o", "markersize": 5, "markeredgecolor": "white", "zorder": 3}
@@ -112,10 +112,10 @@ def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[f
 
 def _save(figure: Any, path: Path) -> None:
     suffix = path.suffix.lower()
-    # Without these the file would say when, and by which version, it was made.
+    # Otherwise the file would contain its date and matplotlib's version.
     metadata = {"Date": None} if suffix == ".svg" else {"Software": None}
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as file, warnings.catch_warnings():
-        # A title in letters that the font lacks is drawn with boxes; that is no news to anybody.
+        # Letters that the font lacks are drawn as boxes, which is acceptable.
         warnings.filterwarnings("ignore", "Glyph", UserWarning)
         figure.savefig(file, format=suffix[1:], dpi=_DPI, metadata=metadata)

@@ -1,8 +1,8 @@
-"""The numbers of a run as they stand in its folder: `metrics.jsonl`, one JSON object per step.
+"""The metrics of a run in its folder: `metrics.jsonl`, one JSON object per step.
 
-The file may be growing while it is read, and its writer may have been killed in the middle of a
-line, so an unfinished last line is no error: it is not there yet. JSON knows neither NaN nor
-infinity; both are written as null and read as NaN.
+The file may grow while it is read, and its writer may have been killed in the middle of a line, so
+an unfinished last line is ignored. JSON has neither NaN nor infinity; both are written as null and
+read as NaN.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 from typing import TYPE_CHECKING, cast
 
 from tinkex.errors import InputError
-from tinkex.tracking.atomic_write import replacing
+from tinkex.new_files import replacing
 from tinkex.tracking.run_info import RUN
 
 if TYPE_CHECKING:
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from tinkex.clock import Clock
 
 METRICS = "metrics.jsonl"
-# Often enough to look alive, seldom enough to cost nothing.
+# Short enough to look live, long enough to cost nothing.
 _LOOK_EVERY_S = 0.5
 _TAIL_BYTES = 65536
 
 
 def read_metrics(folder: Path) -> list[dict[str, float]]:
-    """Every finished line, in order; a folder whose run has not begun yet gives none.
+    """Every finished line, in order; none for a run without a step.
 
-    Raises InputError when the folder is no run's, or a line cannot be read.
+    Raises InputError when the folder is not a run's, or a line cannot be read.
     """
     _check_folder(folder)
     path = folder / METRICS
@@ -38,11 +38,10 @@ def read_metrics(folder: Path) -> list[dict[str, float]]:
 
 
 async def follow(folder: Path, clock: Clock) -> AsyncGenerator[dict[str, float] | None]:
-    """The lines there are, then each as it is written; None whenever there is no new one yet.
+    """The existing lines, then each new one; None whenever there is no new line yet.
 
-    Never ends by itself: whoever reads decides at a None whether to go on. When the file was
-    replaced by a shorter one, as resuming does, the lines that differ from those given before
-    come next, so steps may go back.
+    Never ends by itself: the caller may stop at a None. When the file is replaced by a shorter one,
+    as resuming does, the lines that differ from earlier ones follow, so steps may decrease.
     """
     _check_folder(folder)
     path, given, offset, file_id = folder / METRICS, list[bytes](), 0, None
@@ -69,7 +68,7 @@ def write_line(step: int, values: Mapping[str, float]) -> str:
 
 
 def keep_until(folder: Path, step: int) -> None:
-    """Drop the lines of later steps, at once or not at all: a run goes on from `step`."""
+    """Drop the lines of later steps, atomically: the run continues from `step`."""
     path = folder / METRICS
     lines = _lines(path)
     kept = [raw for at, raw in enumerate(lines, 1) if _row(raw, f"{path}:{at}")["step"] <= step]
@@ -79,7 +78,7 @@ def keep_until(folder: Path, step: int) -> None:
 
 
 def drop_torn_line(path: Path) -> None:
-    """Cut off what a killed writer left of its last line, so that the next one starts clean."""
+    """Remove the unfinished last line of a killed writer, so that the next line is separate."""
     size = end = _size(path)
     if size == 0:
         return
@@ -97,11 +96,11 @@ def _check_folder(folder: Path) -> None:
     if not folder.is_dir():
         raise InputError(f"there is no folder {folder}")
     if not (folder / METRICS).exists() and not (folder / RUN).exists():
-        raise InputError(f"{folder} is no run's folder: it has neither {METRICS} nor {RUN}")
+        raise InputError(f"{folder} is not the folder of a run: it has neither {METRICS} nor {RUN}")
 
 
 def _lines(path: Path, offset: int = 0) -> list[bytes]:
-    """The finished lines from a byte on, with their newlines; none of a file not there yet."""
+    """The finished lines from a byte on, with their newlines; none of a missing file."""
     try:
         with path.open("rb") as file:
             file.seek(offset)
@@ -112,7 +111,7 @@ def _lines(path: Path, offset: int = 0) -> list[bytes]:
 
 
 def _identity(path: Path) -> int | None:
-    """Which file it is; another one of the same name has another number."""
+    """The inode; a replaced file has another one."""
     return path.stat().st_ino if path.exists() else None
 
 
@@ -141,7 +140,7 @@ def _row(raw: bytes, where: str) -> dict[str, float]:
 
 
 def _read(value: object) -> float | None:
-    """A number; null is one that could not be written. Anything else is not for plotting."""
+    """The number; NaN for null, None for a value that is not a number."""
     if value is None:
         return math.nan
     if isinstance(value, bool) or not isinstance(value, int | float):

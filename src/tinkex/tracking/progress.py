@@ -1,7 +1,7 @@
-"""A run as it goes: a live view on a terminal, plain lines in a pipe, and never a reason to stop.
+"""The progress of a run: a live view on a terminal, plain lines in a pipe.
 
-Whoever trains calls `step` and `note`. Whatever goes wrong with showing it (a closed pipe, a
-terminal of two columns, a number that is none) costs the view, not the run.
+The training loop calls `step` and `note`. An error in showing them (a closed pipe, a terminal of
+two columns, a value that is not a number) ends the view, never the run.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import sys
 from typing import TYPE_CHECKING, Self
 
 from tinkex.clock import SystemClock
-from tinkex.tracking.layout import summary
-from tinkex.tracking.numbers import cut
+from tinkex.tracking.layout import cut, summary
 from tinkex.tracking.state import RunState
 from tinkex.tracking.views import PLAIN_WIDTH, open_view, speaks_unicode
 
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from typing import TextIO
 
     from tinkex.clock import Clock
-    from tinkex.tracking.views import View
+    from tinkex.tracking.views import LiveView, PlainView
 
 logger = logging.getLogger(__name__)
 
@@ -31,9 +30,9 @@ _LONGEST_NOTE = 1000
 class Progress:
     """Use it as `with Progress(300, "sft SmolLM2") as progress:`; then `progress.step(1, {...})`.
 
-    `total` is the number of steps (0: not known), `done` how many an earlier part of the run has
-    done, `unit` what they are called, `stream` standard error if not given. `chart` adds a plot
-    below where there is room.
+    `total` is the number of steps (0: unknown), `done` the number of steps before a resumed run,
+    `unit` the name of a step, `stream` standard error by default. `chart` adds a plot below where
+    there is space.
     """
 
     def __init__(
@@ -51,8 +50,8 @@ class Progress:
         self._clock = clock or SystemClock()
         self._chart = chart
         self._state = RunState(total, title, done, self._clock.now(), unit=unit)
-        # Mutable: None while there is nothing to show it on, or nobody to look any more.
-        self._view: View | None = None
+        # Mutable: None outside the context, and once the view has failed.
+        self._view: LiveView | PlainView | None = None
 
     def __enter__(self) -> Self:
         self._guard(self._open)
@@ -63,7 +62,7 @@ class Progress:
         self._view = None
 
     def stage(self, text: str) -> None:
-        """Say what is being done while there is no step to show yet."""
+        """Show the current activity until the first step."""
 
         def show() -> None:
             self._state.stage = text
@@ -74,7 +73,7 @@ class Progress:
         self._guard(show)
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
-        """Show the numbers of a step; names as in `metrics.jsonl`."""
+        """Show the metrics of a step; names as in `metrics.jsonl`."""
 
         def show() -> None:
             self._state.add(step, values, self._clock.now())
@@ -83,7 +82,7 @@ class Progress:
         self._guard(show)
 
     def note(self, text: str) -> None:
-        """Say something that stays, such as where a checkpoint was saved."""
+        """Print a line that stays, such as where a checkpoint was saved."""
 
         def show() -> None:
             if self._view is not None:
@@ -112,6 +111,6 @@ class Progress:
     def _guard(self, show: Callable[[], None]) -> None:
         try:
             show()
-        except Exception:  # nothing about looking at a run may end it
+        except Exception:  # no error of the view may end the run
             self._view = None
             logger.debug("The view of the run is gone", exc_info=True)

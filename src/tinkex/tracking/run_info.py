@@ -1,7 +1,7 @@
-"""What `run.json` says about a run to those who look at it: what it is, how long, whether it runs.
+"""What a viewer needs from `run.json`: the run's title, its length and whether it still runs.
 
-The file belongs to the training loop. Every field is optional here, so that any folder with a
-`metrics.jsonl` can be looked at.
+The training loop writes the file. Every field is optional here, so that any folder with a
+`metrics.jsonl` can be viewed.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ RUN = "run.json"
 _RUNNING = "running"
 
 Ending = Literal["finished", "interrupted", "failed", "gone"]
-"""How a run ended; "gone": its process is no more, though it never said goodbye."""
+"""How a run ended; "gone": its process ended without recording a status."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunInfo:
-    """A run as its folder describes it; `status` is None where the folder does not say."""
+    """A run as its folder describes it; a missing field is None."""
 
     title: str
     steps: int | None = None
@@ -33,9 +33,9 @@ class RunInfo:
     host: str | None = None
 
     def ended(self, last_step: int | None) -> Ending | None:
-        """Why no more lines will come, as far as can be told from here; None: they may."""
+        """Why no more lines will come, as far as this machine knows; None: they may come."""
         if self.status == _RUNNING and self.pid is not None:
-            # Nothing is known of the processes of another machine.
+            # The processes of another machine are unknown here.
             elsewhere = self.host is not None and self.host != platform.node()
             return None if elsewhere or _is_alive(self.pid) else "gone"
         if self.status in ("interrupted", "failed"):
@@ -47,7 +47,7 @@ class RunInfo:
 
 
 def read_run(folder: Path) -> RunInfo:
-    """What is known; a file that is missing, or being replaced, tells nothing."""
+    """The known fields; a missing or damaged file has none."""
     try:
         found: object = json.loads((folder / RUN).read_bytes())
     except (OSError, ValueError):
@@ -82,6 +82,6 @@ def _is_alive(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except (OSError, OverflowError):  # somebody else's process, or no number of one
+    except (OSError, OverflowError):  # another user's process, or not a process id
         return True
     return True

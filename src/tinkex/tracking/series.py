@@ -1,7 +1,7 @@
-"""From a run's rows to lines that can be drawn: one series of (step, value) per metric.
+"""A run's rows as series to plot: (step, value) pairs of each metric.
 
-A name may carry whose it is, as in `first run: eval_loss`; what is drawn where follows from the
-part after the colon.
+The name of a series may begin with a label of its run, as in `first run: eval_loss`; the part after
+the colon decides where it is drawn.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tinkex.errors import InputError
-from tinkex.tracking.numbers import drawable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -17,17 +16,19 @@ if TYPE_CHECKING:
 Points = list[tuple[float, float]]
 
 EVAL = "eval_"
-# What a run is looked at for, best first; the evaluation of each comes along.
+# The usual metrics of a run, most important first; each is shown with its evaluation.
 _USUAL = ("loss", "reward", "accuracy", "margin")
 _NOT_PLOTTED = frozenset({"step", "time_s"})
+# Beyond it the difference of two numbers may overflow.
+_LARGEST = 1e300
 
 
 def series_of(
     rows: Sequence[Mapping[str, float]], metrics: Sequence[str] = (), label: str = ""
 ) -> dict[str, Points]:
-    """The metrics asked for, each where it has a value; without any, what one usually wants to see.
+    """The series of the given metrics; by default, the usual metrics of a run.
 
-    `label` is put before each name. Raises InputError naming those there are when one is missing.
+    `label` is put before each name. Raises InputError with the known names for an unknown metric.
     """
     there = list(dict.fromkeys(name for row in rows for name in row if name not in _NOT_PLOTTED))
     for name in metrics:
@@ -42,29 +43,29 @@ def series_of(
 
 
 def _usual(there: Sequence[str]) -> list[str]:
-    """A run's own measure with its evaluation; failing that, the first number there is."""
+    """The usual metrics with their evaluations; without them, the first metric."""
     usual = [name for name in _USUAL if name in there or EVAL + name in there]
     shown = [each for name in usual for each in (name, EVAL + name) if each in there]
     return shown or list(there[:1])
 
 
 def metric_of(name: str) -> str:
-    """The metric behind a series' name, without whose it is."""
+    """The metric of a series, without its label."""
     return name.rpartition(": ")[2]
 
 
 def label_of(name: str) -> str:
-    """Whose the series is; empty where its name does not say."""
+    """The label of a series; empty without one."""
     return name.rpartition(": ")[0]
 
 
 def panel_of(name: str) -> str:
-    """What the value axis shows: an evaluation stands with what it evaluates."""
+    """The panel of a series: an evaluation shares it with the metric that it evaluates."""
     return metric_of(name).removeprefix(EVAL)
 
 
 def by_panel(series: Mapping[str, Points]) -> dict[str, dict[str, Points]]:
-    """The series that share a value axis together: a loss and a reward have no scale in common."""
+    """The series grouped by value axis: a loss and a reward have no common scale."""
     panels: dict[str, dict[str, Points]] = {}
     for name, points in series.items():
         panels.setdefault(panel_of(name), {})[name] = points
@@ -72,19 +73,25 @@ def by_panel(series: Mapping[str, Points]) -> dict[str, dict[str, Points]]:
 
 
 def is_evaluation(name: str) -> bool:
-    """Whether it is measured now and then, so that its points are worth marking."""
+    """Whether it is measured rarely, so that its points are marked."""
     return metric_of(name).startswith(EVAL)
 
 
+def drawable(value: float) -> bool:
+    """Whether the number has a place on an axis."""
+    return abs(value) <= _LARGEST  # false for NaN
+
+
 def finite(points: Sequence[tuple[float, float]]) -> Points:
-    """Those that can be drawn."""
+    """The points that can be drawn."""
     return [(x, y) for x, y in points if drawable(x) and drawable(y)]
 
 
 def smoothed(points: Sequence[tuple[float, float]], share: float = 0.05) -> Points:
-    """A mean over about `share` of the points to either side.
+    """A moving average over about `share` of the points to either side.
 
-    It narrows towards the beginning, where a run falls steeply; at the end it looks back only.
+    The window narrows towards the beginning, where a loss falls steeply; at the end it covers
+    earlier points only.
     """
     reach = round(len(points) * share)
     sums = [0.0]

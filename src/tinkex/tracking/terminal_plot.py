@@ -1,23 +1,35 @@
-"""Curves as text: in Braille dots where the terminal has them, in plain characters elsewhere."""
+"""Curves as text: in Braille dots, or in ASCII where the stream cannot show them.
+
+A Braille character holds two by four dots, so a line is eight times finer than the character cells.
+Evaluations are marks, one per cell. There is no dependency: `plot` works without any extra.
+"""
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import TYPE_CHECKING
 
-from tinkex.tracking.canvas import Canvas, paint
-from tinkex.tracking.numbers import cut, number
+from tinkex.tracking.layout import cut, number
 from tinkex.tracking.series import finite, is_evaluation
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from tinkex.tracking.canvas import Where
     from tinkex.tracking.series import Points
 
 _MARKS = ("●", "◆", "▲", "■", "○", "◇", "△", "□")
 _ASCII_MARKS = ("*", "o", "x", "+", "#", "%", "@", "&")
 _LINE = "⣀⣀"
 _LEAST_WIDTH, _LEAST_HEIGHT = 24, 5
+_DOTS_X, _DOTS_Y = 2, 4
+_BRAILLE = 0x2800
+# The bit of each dot: the left column from the top, then the right one.
+_BITS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
+_NORMAL = "\033[0m"
+_PAINTS = ("\033[36m", "\033[33m", "\033[32m", "\033[35m", "\033[34m", "\033[31m")
+
+Where = tuple[float, float]
+"""A position from (0, 0), bottom left, to (1, 1), top right."""
 
 
 def plot(
@@ -28,10 +40,9 @@ def plot(
     *,
     colour: bool = False,
 ) -> str:
-    """Curves with their axes and a legend, in at most `width` columns and `height` lines.
+    """Curves with axes and a legend, in at most `width` columns and `height` lines.
 
-    A plot that would be too small to read becomes one line of text, and so does one without any
-    finite value.
+    Without a finite value, or without enough space, the result is one line of text.
     """
     drawn = {name: points for name in series if (points := finite(series[name]))}
     if not drawn:
@@ -43,7 +54,7 @@ def plot(
 
 
 class _Plot:
-    """One plot: where its values lie, and the text around the canvas."""
+    """One plot: the range of its values, and the text around the canvas."""
 
     def __init__(
         self, series: Mapping[str, Points], width: int, height: int, unicode: bool, *, colour: bool
@@ -55,7 +66,7 @@ class _Plot:
         rows = height - 3  # the axis, its labels, the legend
         self._labels = _labels(self._low, self._high, rows)
         self._indent = max(len(label) for label in self._labels)
-        self._canvas = Canvas(width - self._indent - 2, rows, unicode=unicode)
+        self._canvas = _Canvas(width - self._indent - 2, rows, unicode=unicode)
 
     def lines(self) -> list[str]:
         """The whole plot."""
@@ -82,7 +93,7 @@ class _Plot:
             self._canvas.points(_thinned(points, self._canvas.width), self._mark(at), at)
 
     def _is_line(self, at: int, name: str) -> bool:
-        """Lines of dots look alike without colours, so only the first series is one then."""
+        """Whether to draw a line. Without colour all lines look alike, so only the first is one."""
         return not is_evaluation(name) and (at == 0 or self._colour or not self._unicode)
 
     def _mark(self, at: int) -> str:
@@ -90,14 +101,14 @@ class _Plot:
         return marks[at % len(marks)]
 
     def _legend(self) -> str:
-        """Which is which, as much of it as fits."""
+        """The names of the series, as many as fit."""
         room = self._width - self._indent - 2
         shown: list[str] = []
         for at, name in enumerate(self._series):
             sign = _LINE if self._unicode and self._is_line(at, name) else self._mark(at)
             text = cut(f"{sign} {name.replace('_', ' ')}", room)
             room -= len(text) + 3
-            shown.append(paint(text, at, colour=self._colour))
+            shown.append(_paint(text, at, colour=self._colour))
             if room < 6:
                 break
         return " " * (self._indent + 2) + "   ".join(shown)
@@ -115,8 +126,82 @@ class _Plot:
         return x, (point[1] - self._low) / up
 
 
+class _Canvas:
+    """A grid of character cells; later drawings are on top."""
+
+    def __init__(self, width: int, height: int, *, unicode: bool) -> None:
+        self.width, self.height = width, height
+        self._fine = (_DOTS_X, _DOTS_Y) if unicode else (1, 1)
+        # Mutable: the contents of each used cell, and the series that drew it last.
+        self._dots: dict[tuple[int, int], int] = {}
+        self._marks: dict[tuple[int, int], str] = {}
+        self._owner: dict[tuple[int, int], int] = {}
+
+    @property
+    def columns(self) -> int:
+        """The horizontal resolution of a line."""
+        return self.width * self._fine[0]
+
+    def line(self, points: list[Where], mark: str, owner: int) -> None:
+        """Connect the points with dots, or with marks in ASCII."""
+        places = [self._place(point, self._fine) for point in points]
+        for start, end in zip(places, places[1:] or places, strict=False):
+            for x, y in _between(start, end):
+                self._dot(x, y, mark, owner)
+
+    def points(self, points: list[Where], mark: str, owner: int) -> None:
+        """A mark at each point."""
+        for point in points:
+            cell = self._place(point, (1, 1))
+            self._marks[cell], self._owner[cell] = mark, owner
+
+    def rows(self, *, colour: bool) -> list[str]:
+        """The cells as text, from the top row down."""
+        return [self._row(y, colour=colour) for y in range(self.height)]
+
+    def _row(self, y: int, *, colour: bool) -> str:
+        cells = [(x, y) for x in range(self.width)]
+        return "".join(
+            _paint("".join(map(self._text, run)), owner, colour=colour and owner is not None)
+            for owner, run in groupby(cells, key=self._owner.get)
+        )
+
+    def _text(self, cell: tuple[int, int]) -> str:
+        dots = self._dots.get(cell)
+        return self._marks.get(cell) or (chr(_BRAILLE + dots) if dots else " ")
+
+    def _dot(self, x: int, y: int, mark: str, owner: int) -> None:
+        fine_x, fine_y = self._fine
+        cell = (x // fine_x, y // fine_y)
+        self._owner[cell] = owner
+        if self._fine == (1, 1):
+            self._marks[cell] = mark
+        else:
+            self._dots[cell] = self._dots.get(cell, 0) | _BITS[x % fine_x][y % fine_y]
+
+    def _place(self, point: Where, fine: tuple[int, int]) -> tuple[int, int]:
+        """The column and row of a position, counted from the top left."""
+        columns, rows = self.width * fine[0], self.height * fine[1]
+        return round(point[0] * (columns - 1)), round((1 - point[1]) * (rows - 1))
+
+
+def _paint(text: str, owner: int | None, *, colour: bool) -> str:
+    """Text in the colour that the series has on the canvas."""
+    return f"{_PAINTS[(owner or 0) % len(_PAINTS)]}{text}{_NORMAL}" if colour else text
+
+
+def _between(start: tuple[int, int], end: tuple[int, int]) -> list[tuple[int, int]]:
+    """Every dot from start to end."""
+    (x0, y0), (x1, y1) = start, end
+    steps = max(abs(x1 - x0), abs(y1 - y0), 1)
+    return [
+        (round(x0 + (x1 - x0) * at / steps), round(y0 + (y1 - y0) * at / steps))
+        for at in range(steps + 1)
+    ]
+
+
 def _thinned(points: list[Where], columns: int) -> list[Where]:
-    """At most one point per column: the mean of those that fall into it."""
+    """At most one point per column: the mean of the points in it."""
     groups: dict[int, list[Where]] = {}
     for point in points:
         groups.setdefault(round(point[0] * (columns - 1)), []).append(point)
@@ -127,7 +212,7 @@ def _thinned(points: list[Where], columns: int) -> list[Where]:
 
 
 def _widened(low: float, high: float) -> tuple[float, float]:
-    """A range that has a height, also for one value, also for very large ones."""
+    """A range with a height, also for a single value."""
     if high - low > abs(high) * 1e-9:
         return low, high
     margin = abs(high) * 0.1 or 1.0

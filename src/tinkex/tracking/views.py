@@ -1,4 +1,4 @@
-"""The two ways of showing a run: a block redrawn on a terminal, plain lines anywhere else."""
+"""The two views of a run: a block that is redrawn on a terminal, plain lines anywhere else."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ import os
 import shutil
 import sys
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from tinkex.tracking.layout import live_lines, plain_line
-from tinkex.tracking.numbers import cut
+from tinkex.tracking.layout import cut, live_lines, plain_line
 from tinkex.tracking.series import EVAL, by_panel, series_of
 from tinkex.tracking.terminal_plot import plot
 
@@ -23,43 +22,23 @@ if TYPE_CHECKING:
     from tinkex.tracking.state import RunState
 
 PLAIN_WIDTH = 80
-# A pipe gets about so many lines of a run, evenly, and one at least so often.
+# A pipe gets about this many lines per run, and at least one line in this time.
 _LINES = 50
 _QUIET_S = 30.0
-# Faster than this nobody sees it.
+# Redrawing more often would not be visible.
 _REDRAW_S = 0.1
 _CHART_ROWS, _LEAST_CHART_ROWS, _CHART_COLUMNS = 14, 7, 100
 _UP, _CLEAR_LINE, _CLEAR_BELOW = "\033[{}A", "\033[K", "\033[J"
 _BOLD, _DIM, _NORMAL = "\033[1m", "\033[2m", "\033[0m"
 
 
-class View(Protocol):
-    """Shows a run; may raise OSError or ValueError when nobody looks any more."""
-
-    def draw(self, state: RunState, now: float) -> None:
-        """Show where the run is."""
-        ...
-
-    def line(self, text: str) -> None:
-        """Say something that stays."""
-        ...
-
-    def stage(self, text: str) -> None:
-        """Say what is being done now, before the first step."""
-        ...
-
-    def close(self) -> None:
-        """Leave the stream as it was found, without what was only for the moment."""
-        ...
-
-
-def open_view(stream: TextIO, *, chart: bool) -> View:
-    """The view that fits the stream."""
+def open_view(stream: TextIO, *, chart: bool) -> LiveView | PlainView:
+    """The view for a stream; its methods raise OSError or ValueError when the stream is gone."""
     return LiveView(stream, chart=chart) if can_redraw(stream) else PlainView(stream)
 
 
 def can_redraw(stream: TextIO) -> bool:
-    """Whether a line can be written over: on a terminal, unless TERM says that it is a dumb one."""
+    """Whether lines can be redrawn: on a terminal, unless TERM is dumb."""
     if not stream.isatty():
         return False
     console = _console(stream)
@@ -67,19 +46,19 @@ def can_redraw(stream: TextIO) -> bool:
 
 
 def speaks_unicode(stream: TextIO) -> bool:
-    """Whether bars and dots can be written to it; a stream in memory takes everything."""
+    """Whether the stream can encode bars and dots; a stream in memory can."""
     encoding: str | None = getattr(stream, "encoding", None)
     return encoding is None or encoding.lower().replace("-", "").startswith("utf")
 
 
 def shows_colour(stream: TextIO) -> bool:
-    """Whether to paint: rich knows terminals, and who set NO_COLOR. Without it nothing is."""
+    """Whether to use colour: rich knows terminals and NO_COLOR. Without rich there is no colour."""
     console = _console(stream) if stream.isatty() else None
     return console is not None and console.color_system is not None and not console.no_color
 
 
 def _console(stream: TextIO) -> Console | None:
-    """What rich knows about the terminal; None where it is not installed."""
+    """A rich console for the stream; None where rich is not installed."""
     try:
         from rich.console import Console
     except ImportError:
@@ -88,16 +67,16 @@ def _console(stream: TextIO) -> Console | None:
 
 
 class PlainView:
-    """A line per step, thinned: the first, the last, every evaluation, and some in between."""
+    """Lines for some steps: the first, the last, every evaluation, and some in between."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        # Mutable: when the last line was written, and the step last drawn, written or not.
+        # Mutable: when the last line was written, and the last step that was drawn.
         self._written: float | None = None
         self._step: int | None = None
 
     def draw(self, state: RunState, now: float) -> None:
-        """Write a line if it is time for one."""
+        """Write a line if one is due."""
         seen, self._step = state.step == self._step, state.step
         if state.latest and not seen and self._is_due(state, now):
             self._written = now
@@ -112,7 +91,7 @@ class PlainView:
         self.line(f"{text[:1].upper()}{text[1:]} ...")
 
     def close(self) -> None:
-        """Nothing to take back."""
+        """Plain lines stay."""
 
     def _is_due(self, state: RunState, now: float) -> bool:
         every = max(-(-state.total // _LINES), 1)
@@ -129,10 +108,11 @@ class PlainView:
 
 
 class LiveView:
-    """A few lines at the bottom of a terminal, written over and over.
+    """A few lines at the bottom of a terminal, redrawn in place.
 
-    Between two drawings the cursor stands at the beginning of the block, so that what others print
-    meanwhile moves the block down instead of tearing it.
+    Between two drawings the cursor is at the beginning of the block, so that other output moves the
+    block down instead of breaking it, and a signal handler can clear it. That is why this is not
+    `rich.live`, which leaves the cursor, hidden, at the end.
     """
 
     def __init__(self, stream: TextIO, *, chart: bool) -> None:
@@ -144,7 +124,7 @@ class LiveView:
         self._drawn: float | None = None
 
     def draw(self, state: RunState, now: float) -> None:
-        """Write the block over the last one."""
+        """Redraw the block."""
         if self._drawn is not None and now - self._drawn < _REDRAW_S and not state.is_last:
             return
         self._drawn = now
@@ -155,16 +135,16 @@ class LiveView:
         _write(self._stream, f"\r{body}{_CLEAR_BELOW}\r{back}")
 
     def line(self, text: str) -> None:
-        """Write the text where the block was; the next drawing comes below."""
+        """Print the text in place of the block; the next drawing is below it."""
         _write(self._stream, f"\r{_CLEAR_BELOW}{text}\n")
         self._drawn = None
 
     def stage(self, text: str) -> None:
-        """The next drawing shows it, however soon."""
+        """Let the next drawing show it without delay."""
         self._drawn = None
 
     def close(self) -> None:
-        """Take the block away."""
+        """Remove the block."""
         _write(self._stream, f"\r{_CLEAR_BELOW}")
 
     def _lines(self, state: RunState, width: int, rows: int) -> list[str]:
@@ -176,7 +156,7 @@ class LiveView:
         return painted
 
     def _curves(self, state: RunState, width: int, rows: int) -> list[str]:
-        """What the run is judged by, over its steps."""
+        """The main metric of the run over its steps."""
         judged = [*by_panel(series_of(state.measured)).values()][:1]
         plots = [plot(one, width, rows, self._unicode, colour=self._colour) for one in judged]
         return "".join(plots).splitlines()
@@ -186,7 +166,7 @@ class LiveView:
 
 
 def terminal_size(stream: TextIO) -> tuple[int, int]:
-    """Columns and rows of the terminal behind a stream, now; 80 by 24 where it does not say."""
+    """The current columns and rows of a stream's terminal; 80 by 24 where they are unknown."""
     try:
         columns, rows = os.get_terminal_size(stream.fileno())
     except (OSError, ValueError, AttributeError):
@@ -208,16 +188,16 @@ def _write(stream: TextIO, text: str) -> None:
 
 
 def _point_at_nothing(stream: TextIO) -> None:
-    """Let what is still buffered go nowhere: at exit it would turn a success into status 120."""
+    """Discard what is still buffered: flushing it at exit would fail with status 120."""
     with suppress(OSError, ValueError), open(os.devnull, "wb") as nothing:
         os.dup2(nothing.fileno(), stream.fileno())
 
 
 @contextmanager
 def doing(text: str) -> Generator[None]:
-    """Say on standard error what is being done: a line that a terminal shows until it is over."""
+    """Show an activity on standard error; on a terminal the line is removed in the end."""
     stream, clear = sys.stderr, ""
-    with suppress(OSError, ValueError):  # nobody looks
+    with suppress(OSError, ValueError):  # standard error is closed
         if isinstance(open_view(stream, chart=False), LiveView):
             room = terminal_size(stream)[0] - len(" ...") - 1
             _write(stream, f"{cut(text, room)} ...\r")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tinkex.cli.main import DONE, FAILED
+from tinkex.cli.commands import DONE, FAILED
 from tinkex.credentials import (
     CredentialStore,
     StoredKey,
@@ -92,7 +92,7 @@ def test_what_is_no_key_is_not_stored(
     type_in(monkeypatch, typed)
     ran = run("auth", "login")
     assert ran.status == FAILED
-    assert "no API key" in ran.err
+    assert "not an API key" in ran.err
     assert not credentials_path(home).exists()
 
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tinkex.cli.main import DONE, FAILED, MISUSED
-from tinkex.cli.talking.columns import heading
+from tinkex.cli.chat.text_columns import heading
+from tinkex.cli.commands import DONE, FAILED, MISUSED
 from tinkex.errors import RequestFailedError
 from tinkex.testing import faults
 
@@ -168,7 +168,7 @@ def test_a_system_message_can_be_given_at_the_start(chat: Chat, server: FakeServ
 
 def test_reset_forgets_what_was_said(chat: Chat, server: FakeServer):
     ran = chat("first", "/reset", "second")
-    assert "Forgot" in ran.err
+    assert "The conversation is forgotten." in ran.err
     assert "first" not in prompt_text(streamed(server)[1])
 
 

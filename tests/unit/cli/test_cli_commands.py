@@ -13,7 +13,7 @@ from urllib.parse import parse_qsl
 
 import pytest
 
-from tinkex.cli.main import DONE, FAILED, MISUSED
+from tinkex.cli.commands import DONE, FAILED, MISUSED
 from tinkex.clients.service import ServiceClient
 from tinkex.testing import faults
 from tinkex.types import Datum, ModelInput, SamplingParams

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tinkex.chat import ChatExample
-from tinkex.cli.main import DONE, MISUSED, main
+from tinkex.cli.commands import DONE, MISUSED
+from tinkex.cli.main import main
 from tinkex.config import DEFAULT_MODEL
 from tinkex.data import read_examples
 from tinkex.demo import HELD_OUT, PROMPTS, TRAINING

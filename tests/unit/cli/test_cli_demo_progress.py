@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from typing import TYPE_CHECKING
 
-from tinkex.cli.demo_progress import DemoProgress
+from tinkex.cli.demo import DemoProgress
 
 if TYPE_CHECKING:
     import pytest

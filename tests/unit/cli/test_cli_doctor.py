@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.forward_proxy import ForwardProxy
-from tinkex.cli.doctor import _lines
-from tinkex.cli.examination import extras, machine
-from tinkex.cli.examination.finding import Finding
-from tinkex.cli.examination.server import owner_of
-from tinkex.cli.main import DONE, FAILED
+from tinkex.cli.commands import DONE, FAILED
+from tinkex.cli.doctor import machine_checks as machine
+from tinkex.cli.doctor.command import _lines
+from tinkex.cli.doctor.machine_checks import Finding
+from tinkex.cli.doctor.server_checks import owner_of
 from tinkex.testing import API_KEY, faults
 
 if TYPE_CHECKING:
@@ -193,14 +193,16 @@ def test_extras_are_read_from_what_the_package_says_of_itself():
         'tinkex[cli]; extra == "all"',
         'pytest>=8; extra == "dev"',
     ]
-    found = extras.needed(needs)
+    found = machine.needed(needs)
     assert found.keys() == {"cli", "plots"}
     assert found["cli"].keys() == {"rich"}
     assert found["plots"] == {"no-such-thing": None}
 
 
 def test_a_missing_extra_comes_with_the_command_that_installs_it():
-    lines = list(extras.judge({"cli": {"rich": "15"}, "plots": {"matplotlib": None}, "s3": {}}))
+    lines = list(
+        machine.judge_extras({"cli": {"rich": "15"}, "plots": {"matplotlib": None}, "s3": {}})
+    )
     assert [(line.name, line.status) for line in lines] == [
         ("[cli]", "ok"),
         ("[plots]", "warn"),

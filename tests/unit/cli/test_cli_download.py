@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.forward_proxy import ForwardProxy
-from tinkex.cli.main import DONE, FAILED
+from tinkex.cli.commands import DONE, FAILED
 from tinkex.testing import FakeServer, faults
 
 if TYPE_CHECKING:

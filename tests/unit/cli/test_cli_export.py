@@ -17,13 +17,12 @@ import pytest
 from tests.unit.adapters import kit
 from tinkex.adapters.folder import read_adapter
 from tinkex.adapters.peft_layout import LoraKey
-from tinkex.cli.disk_space import WORK_PREFIX, writing_into
+from tinkex.cli.command_errors import CommandError
+from tinkex.cli.commands import DONE, FAILED, MISUSED
 from tinkex.cli.export import export_adapter
-from tinkex.cli.failures import CommandError
-from tinkex.cli.main import DONE, FAILED, MISUSED
+from tinkex.cli.fetch import WORK_PREFIX, writing_into
 from tinkex.clients.service import ServiceClient
-from tinkex.loops.run_folder import Checkpoint as RunCheckpoint
-from tinkex.loops.run_folder import Record, RunFolder
+from tinkex.loops.run_folder import Record, RunCheckpoint, RunFolder
 from tinkex.testing import FakeServer, faults
 
 if TYPE_CHECKING:
@@ -77,7 +76,7 @@ def test_a_server_without_archives_exports_training_checkpoints_for_this_only(
     with ServiceClient() as service:
         export_adapter(service, saved.training, "adapter")
         assert read_adapter(Path("adapter")).tensors.keys() == HEAD
-        with pytest.raises(CommandError, match="no sampler weights away") as refused:
+        with pytest.raises(CommandError, match="Sampler weights cannot be downloaded") as refused:
             export_adapter(service, saved.sampler, "other")
     assert "tinker://RUN/weights/NAME" in refused.value.hint
     assert not Path("other").exists()
@@ -281,7 +280,7 @@ def test_a_server_that_takes_no_adapters_is_said_to_be_one(run: Run, server: Fak
     hosted(server)
     ran = run("checkpoint", "import", kit.write(Path("adapter")))
     assert (ran.status, ran.out) == (FAILED, "")
-    assert "no part of the official protocol" in ran.err
+    assert "not part of the official protocol" in ran.err
     assert "tinkex serve" in ran.err
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tinkex.cli.main import DONE, FAILED
+from tinkex.cli.commands import DONE, FAILED
 from tinkex.testing import FakeServer, faults
 
 if TYPE_CHECKING:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 import resource
 import signal
@@ -17,8 +16,8 @@ import pytest
 
 from tests.patience import PATIENCE_S
 from tinkex._version import __version__
-from tinkex.cli.main import DONE, INTERRUPTED, MISUSED, build_parser
-from tinkex.cli.table import COMMANDS, PROGRAMS
+from tinkex.cli.commands import DONE, INTERRUPTED, MISUSED, NOUNS, PROGRAMS, program, verbs_of
+from tinkex.cli.main import build_parser
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -56,10 +55,9 @@ def test_commands_and_flags_are_those_we_froze():
 
 
 def test_every_command_has_a_handler_and_a_summary():
-    commands = [command for _, verbs in COMMANDS.values() for command in verbs.values()]
-    for command in (*commands, *PROGRAMS.values()):
-        module, _, name = command.handler.partition(":")
-        assert callable(getattr(importlib.import_module(f"tinkex.cli.{module}"), name))
+    commands = [command for noun in NOUNS for command in verbs_of(noun).values()]
+    for command in (*commands, *map(program, PROGRAMS)):
+        assert callable(command.handler)
         assert command.summary
 
 
@@ -176,6 +174,7 @@ def environment() -> dict[str, str]:
     return {**kept, "PYTHONPATH": SOURCE}
 
 
+FOREIGN = {"anyio", "msgspec", "numpy", "rich", "torch", "transformers", "google.protobuf"}
 HELP = "from tinkex.cli.main import main; raise SystemExit(main(['--help']))"
 
 
@@ -187,11 +186,9 @@ def test_help_imports_nothing_but_argparse():
     )
     loaded = set(done.stderr.split())
     ours = {name for name in loaded if name.split(".")[0] == "tinkex"}
-    outside_the_table = {name for name in ours if not name.startswith("tinkex.cli.table")}
-    assert outside_the_table == {
-        *("tinkex", "tinkex._version", "tinkex.lazy_imports"),
-        *("tinkex.cli", "tinkex.cli.main", "tinkex.cli.parser"),
-    }
+    modules = {f"tinkex.cli.{name}" for name in ("commands", "main", "parser")}
+    outside = {"tinkex", "tinkex._version", "tinkex.lazy_imports", "tinkex.cli"}
+    assert ours == outside | modules
     heavy = {
         "asyncio",
         "dataclasses",
@@ -203,8 +200,20 @@ def test_help_imports_nothing_but_argparse():
         "socket",
         "ssl",
     }
-    foreign = {"anyio", "msgspec", "numpy", "rich", "torch", "transformers", "google.protobuf"}
-    assert not loaded & (heavy | foreign)
+    assert not loaded & (heavy | FOREIGN)
+
+
+@pytest.mark.req("S36")
+@pytest.mark.parametrize("name", [*NOUNS, *PROGRAMS])
+def test_help_of_a_command_imports_no_client(name: str):
+    code = (
+        "import sys\nfrom tinkex.cli.main import main\n"
+        f"main([{name!r}, '--help'])\nprint(*sys.modules, file=sys.stderr)"
+    )
+    done = subprocess.run(
+        python("-c", code), env=environment(), capture_output=True, text=True, check=True
+    )
+    assert not set(done.stderr.split()) & (FOREIGN | {"asyncio", "ssl", "tinkex.clients"})
 
 
 @pytest.mark.req("B20")
@@ -263,9 +272,10 @@ def test_a_reader_that_goes_away_is_no_accident(tmp_path: Path):
     os.close(reading)
     code = (
         "import sys, types\n"
-        "sys.modules['tinkex.cli.runs'] = module = types.ModuleType('runs')\n"
-        "module.list_all = lambda args: print('x' * 100_000)\n"
+        "from tinkex.cli.commands import Command\n"
         "from tinkex.cli.main import main\n"
+        "sys.modules['tinkex.cli.run'] = module = types.ModuleType('run')\n"
+        "module.VERBS = {'list': Command(lambda args: print('x' * 100_000))}\n"
         "raise SystemExit(main(['run', 'list']))\n"
     )
     done = subprocess.run(

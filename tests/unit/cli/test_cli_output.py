@@ -10,11 +10,10 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from tinkex.cli.failures import CommandError, report
-from tinkex.cli.log_output import show_log
-from tinkex.cli.main import FAILED
+from tinkex.cli.command_errors import CommandError, report, show_log
+from tinkex.cli.commands import FAILED
+from tinkex.cli.connect import every_page
 from tinkex.cli.output import print_table, show_one, size, text, when
-from tinkex.cli.paging import every_page
 from tinkex.errors import APIConnectionError, APIError, RequestInfo, ServerSilentError
 from tinkex.types import Cursor
 

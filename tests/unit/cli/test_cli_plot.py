@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tinkex.cli.main import DONE, FAILED, MISUSED
+from tinkex.cli.commands import DONE, FAILED, MISUSED
 from tinkex.tracking.history import METRICS, write_line
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def test_bad_questions_are_answered_with_what_to_do(run: Callable[..., Ran]):
     Path("empty").mkdir()
     for words, status, said in (
         (("nowhere",), MISUSED, "There is no folder nowhere\n  Give the folder of a run"),
-        (("empty",), MISUSED, "empty is no run's folder"),
+        (("empty",), MISUSED, "empty is not the folder of a run"),
         (("a", "-m", "reward"), MISUSED, "there are loss, tokens, eval_loss"),
         (("a", "-o", "curve.pdf"), MISUSED, "must end in .svg or .png"),
         (("a", "-o", "a/metrics.jsonl/x.svg"), FAILED, "Error: "),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tinkex.cli.main import DONE, FAILED, MISUSED
+from tinkex.cli.commands import DONE, FAILED, MISUSED
 from tinkex.cli.output import harmless
 from tinkex.errors import RequestFailedError
 from tinkex.testing import faults
@@ -161,7 +161,7 @@ def test_a_file_that_is_no_file_of_answers_is_left_alone(run: Run):
     Path("out.jsonl").write_text("my diary\n")
     ran = run("sample", prompts("one"), "-o", "out.jsonl", *MODEL)
     assert ran.status == FAILED
-    assert "line 1 is no answer" in ran.err
+    assert "line 1 is not an answer" in ran.err
     assert Path("out.jsonl").read_text() == "my diary\n"
 
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tinkex.cli.main import DONE, FAILED, INTERRUPTED, MISUSED, build_parser
+from tinkex.cli.commands import DONE, FAILED, INTERRUPTED, MISUSED
+from tinkex.cli.main import build_parser
 
 if TYPE_CHECKING:
     from collections.abc import Callable

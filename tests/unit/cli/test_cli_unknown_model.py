@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tinkex.cli.main import FAILED
+from tinkex.cli.commands import FAILED
 
 if TYPE_CHECKING:
     from collections.abc import Callable

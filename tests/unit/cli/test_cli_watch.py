@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 from msgspec.structs import replace
 
-from tinkex.cli.main import DONE, FAILED, MISUSED
-from tinkex.cli.watch_server import changes
+from tinkex.cli.commands import DONE, FAILED, MISUSED
+from tinkex.cli.watch import changes
 from tinkex.clients.service import ServiceClient
 from tinkex.testing import FakeClock
 from tinkex.tracking.history import METRICS, write_line
@@ -105,7 +105,7 @@ def test_a_folder_that_is_no_runs_is_refused(run: Callable[..., Ran]):
     Path("other").mkdir()
     ran = run("run", "watch", "other")
     assert ran.status == MISUSED
-    assert "other is no run's folder" in ran.err
+    assert "other is not the folder of a run" in ran.err
 
 
 def test_a_run_with_nan_is_followed_to_its_end(run: Callable[..., Ran]):

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from tinkex.chat.examples import Rendered
 from tinkex.loops.batches import fingerprint, weighted
-from tinkex.loops.dpo import judged, slopes
+from tinkex.loops.dpo import judged, margin_gradients
 
 BETA = 0.3
 
@@ -23,14 +23,14 @@ def test_loss_and_slopes_are_those_of_the_formula():
     known = margins.detach().numpy()
     assert judged(known)["loss"] == pytest.approx(loss.item(), rel=1e-12)
     # A cross-entropy with weight w has the slope -w by the log-probability.
-    found = slopes(known, BETA)
+    found = margin_gradients(known, BETA)
     np.testing.assert_allclose(found, -gradient[:, 0].numpy(), rtol=1e-9)
     np.testing.assert_allclose(-found, -gradient[:, 1].numpy(), rtol=1e-9)
 
 
 def test_extreme_margins_stay_finite():
     margins = np.array([-1e6, 0.0, 1e6])
-    assert np.isfinite(slopes(margins, 1.0)).all()
+    assert np.isfinite(margin_gradients(margins, 1.0)).all()
     assert np.isfinite(judged(margins)["loss"])
 
 

@@ -8,12 +8,12 @@ import threading
 import pytest
 
 from tinkex.futures.future import APIFuture
-from tinkex.loops.graceful_stop import Interruption
+from tinkex.loops.graceful_stop import GracefulStop
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_first_signal_only_asks(number: signal.Signals, capfd: pytest.CaptureFixture[str]):
-    with Interruption() as interruption:
+    with GracefulStop() as interruption:
         signal.raise_signal(number)
         assert interruption.asked
     said = capfd.readouterr().err
@@ -23,7 +23,7 @@ def test_the_first_signal_only_asks(number: signal.Signals, capfd: pytest.Captur
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_second_signal_ends_it(number: signal.Signals):
-    with Interruption():
+    with GracefulStop():
         signal.raise_signal(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(number)
@@ -31,14 +31,14 @@ def test_the_second_signal_ends_it(number: signal.Signals):
 
 def test_signals_are_given_back():
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    with Interruption():
+    with GracefulStop():
         signal.raise_signal(signal.SIGINT)
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 
 def test_waiting_for_a_future_ends_with_the_future():
     future: APIFuture[int] = APIFuture()
-    with Interruption() as interruption:
+    with GracefulStop() as interruption:
         threading.Timer(0.0, future.set_result, (1,)).start()
         assert not interruption.until(future)
     assert future.done()
@@ -46,7 +46,7 @@ def test_waiting_for_a_future_ends_with_the_future():
 
 def test_waiting_for_a_future_ends_with_the_first_signal():
     future: APIFuture[int] = APIFuture()
-    with Interruption() as interruption:
+    with GracefulStop() as interruption:
         main = threading.main_thread().ident
         assert main is not None
         threading.Timer(0.0, signal.pthread_kill, (main, signal.SIGINT)).start()
@@ -56,7 +56,7 @@ def test_waiting_for_a_future_ends_with_the_first_signal():
 
 
 def test_waiting_for_a_future_ends_with_an_error_at_the_second_signal():
-    with Interruption() as interruption:
+    with GracefulStop() as interruption:
         signal.raise_signal(signal.SIGINT)
         assert interruption.until(APIFuture[int]())
         with pytest.raises(KeyboardInterrupt):
@@ -65,7 +65,7 @@ def test_waiting_for_a_future_ends_with_an_error_at_the_second_signal():
 
 def test_a_future_that_ends_after_the_interruption_is_over_does_no_harm():
     future: APIFuture[int] = APIFuture()
-    with Interruption() as interruption:
+    with GracefulStop() as interruption:
         signal.raise_signal(signal.SIGINT)
         interruption.until(future)
     future.set_result(1)
@@ -76,7 +76,7 @@ def test_in_another_thread_nobody_can_ask():
     asked: list[bool] = []
 
     def work() -> None:
-        with Interruption() as interruption:
+        with GracefulStop() as interruption:
             asked.append(interruption.asked)
 
     thread = threading.Thread(target=work)

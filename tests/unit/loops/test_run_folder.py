@@ -9,9 +9,16 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tinkex.errors import InputError, StorageError
-from tinkex.loops.resume import record_of, refuse_other_run, refuse_other_tokens
-from tinkex.loops.run_folder import CHECKPOINTS, Checkpoint, Record, RunFolder
-from tinkex.loops.settings import DpoSettings, SftSettings
+from tinkex.loops.run_folder import (
+    CHECKPOINTS,
+    Record,
+    RunCheckpoint,
+    RunFolder,
+    record_of,
+    refuse_other_run,
+    refuse_other_tokens,
+)
+from tinkex.loops.run_settings import DpoSettings, SftSettings
 from tinkex.tracking.history import METRICS
 
 if TYPE_CHECKING:
@@ -28,7 +35,7 @@ RECORD = Record(
     version="0",
     began=1.5,
 )
-FIRST, SECOND = (Checkpoint(step, f"tinker://r/weights/{step}", f"s{step}") for step in (3, 6))
+FIRST, SECOND = (RunCheckpoint(step, f"tinker://r/weights/{step}", f"s{step}") for step in (3, 6))
 
 
 @pytest.fixture
@@ -51,9 +58,9 @@ def test_nothing_is_left_of_the_way_it_was_written(folder: RunFolder):
 
 
 def test_a_run_that_took_no_step_has_not_begun(folder: RunFolder):
-    assert not folder.begun
+    assert not folder.started
     (folder.path / METRICS).write_text('{"step": 1}\n')
-    assert folder.begun
+    assert folder.started
 
 
 def test_saves_come_back_in_their_order(folder: RunFolder):
@@ -109,7 +116,7 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path):
 
 def test_a_run_that_was_begun_is_not_begun_again(folder: RunFolder):
     folder.add(FIRST)
-    with pytest.raises(InputError, match="a run was begun here"):
+    with pytest.raises(InputError, match="this folder has a run already"):
         record_of(folder, resume=False)
     assert record_of(folder, resume=True) == RECORD
 
@@ -149,8 +156,8 @@ def test_files_that_changed_came_or_went_are_named(tmp_path: Path):
     with pytest.raises(InputError) as caught:
         refuse_other_run(record, SftSettings(), {"data": data})
     assert f"the contents of {data} have changed" in str(caught.value)
-    assert "it was begun with a file: eval" in str(caught.value)
-    with pytest.raises(InputError, match="it was begun without a file: data"):
+    assert "it was started with a file: eval" in str(caught.value)
+    with pytest.raises(InputError, match="it was started without a file: data"):
         refuse_other_run(RECORD, SftSettings(), {"data": data})
 
 

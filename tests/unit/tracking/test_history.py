@@ -100,7 +100,7 @@ def test_bytes_that_are_no_text_are_a_bad_line(tmp_path: Path):
 
 
 def test_a_folder_that_is_no_runs_is_refused_by_name(tmp_path: Path):
-    with pytest.raises(InputError, match=f"{tmp_path} is no run's folder"):
+    with pytest.raises(InputError, match=f"{tmp_path} is not the folder of a run"):
         read_metrics(tmp_path)
     with pytest.raises(InputError, match="there is no folder"):
         read_metrics(tmp_path / "nowhere")

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from tinkex.tracking.numbers import columns_of
+from tinkex.tracking.layout import columns_of
 from tinkex.tracking.terminal_plot import plot
 
 FALLING = [(float(step), 4.0 - 3.0 * step / 99) for step in range(100)]

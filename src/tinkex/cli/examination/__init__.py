@@ -1,1 +1,0 @@
-"""What the doctor looks at. Nothing here changes anything."""

@@ -1,1 +1,0 @@
-"""What `tinkex chat` is made of."""

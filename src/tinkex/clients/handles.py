@@ -1,4 +1,4 @@
-"""Sampler handles: how a sampling client travels to another process.
+"""Sampler handles: text that makes a copy of a sampling client in another process.
 
 A handle is URL-safe base64 of a small JSON object. It names the session, the sampler, the server
 and the caller's extra headers; it never holds a credential. In the process that made the session
@@ -29,7 +29,7 @@ _SECRET = re.compile("auth|key|token|secret|cookie|cf-access", re.IGNORECASE)
 
 
 class _Handle(msgspec.Struct, frozen=True):
-    """What a handle says."""
+    """The content of a handle."""
 
     session_id: str
     sampling_session_id: str
@@ -98,7 +98,7 @@ def _find(handle: _Handle) -> Lease[Session] | None:
     return lease if lease is not None and lease.connection.usable() else None
 
 
-# Sessions of this process by what a handle says of them; held weakly, guarded by the lock.
+# Leases of this process by server and session; held weakly, guarded by the lock.
 _lock = threading.Lock()
 _leases: weakref.WeakValueDictionary[tuple[str, str], Lease[Session]] = (
     weakref.WeakValueDictionary()

@@ -1,4 +1,4 @@
-"""`SamplingClient`: draws from one frozen set of weights."""
+"""`SamplingClient`: samples from one fixed set of weights."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class SamplingClient(BaseClient[Session]):
         clone_id: int | None = 0,
     ) -> None:
         # Mutable state, touched on the loop only: the next request number (once the clone id is
-        # known), the completion feed, and the places for samples under way.
+        # known), the completion feed, and the slots for samples under way.
         super().__init__(lease.connection, lease.operations())
         self.lease = lease  # keeps the session alive
         self._sampling_session_id = sampling_session_id
@@ -298,7 +298,7 @@ class SamplingClient(BaseClient[Session]):
 
     @on_loop
     async def get_base_model_async(self) -> str:
-        """The name of the model under the weights."""
+        """The name of the base model."""
         api = await self.holder.opened()
         sampler = await api.call(routes.GET_SAMPLER, params={"sampler": self._sampling_session_id})
         return sampler.base_model

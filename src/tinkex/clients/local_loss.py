@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
-from tinkex.clients.training_requests import given
 from tinkex.errors import InputError, InputTypeError, ResultError
+from tinkex.futures.results import given
 from tinkex.spans import span
 from tinkex.types.training import datum_list
 

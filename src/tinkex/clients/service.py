@@ -11,10 +11,10 @@ from tinkex.clients.connection import Lease
 from tinkex.clients.sampling import SamplingClient, open_sampler
 from tinkex.clients.session import Session, session_url
 from tinkex.clients.training import TrainingClient
-from tinkex.clients.training_requests import given
 from tinkex.clients.twins import awaited, blocking, on_loop
 from tinkex.config import Config
 from tinkex.errors import APIStatusError, InputError, NotFoundError, NothingToTrain
+from tinkex.futures.results import given
 from tinkex.types import (
     AdamOptimizerConfig,
     CreateModelRequest,

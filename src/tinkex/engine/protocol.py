@@ -112,6 +112,19 @@ class TrainOp:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EncodedTrainOp:
+    """A `TrainOp` whose data is still in the body of its request.
+
+    Only engines whose `takes_bodies` is true take one: their process has a decoder.
+    """
+
+    op_id: str
+    model_id: str
+    body: bytes
+    backward: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainResult:
     """Loss outputs in the order of the data; `device_s` is this operation's share."""
 

@@ -84,7 +84,7 @@ class Host:
         self._stopping = asyncio.Event()
         self._failure: Exception | None = None
         self._engine = RestartingEngine(  # pyright: ignore[reportAbstractUsage] - derived methods
-            self._start_engine, self._clock, self._on_change
+            self._start_engine, self._clock, self._on_change, takes_bodies=True
         )
 
     async def run(self) -> None:
@@ -177,7 +177,10 @@ class Host:
 
     async def _start_engine(self, on_phase: Callable[[str], None]) -> ProcessEngine:
         return await ProcessEngine.start(
-            _engine_spec(self._settings), clock=self._clock, on_phase=on_phase
+            _engine_spec(self._settings),
+            clock=self._clock,
+            on_phase=on_phase,
+            module="tinkex.serving.engine_child",
         )
 
 

@@ -15,7 +15,7 @@ import msgspec
 from tinkex.errors import APIStatusError, InputError
 from tinkex.server.api.call import reply
 from tinkex.server.api.errors import refuse
-from tinkex.server.store.records import LoadOrder, Model, Operation
+from tinkex.server.store.records import EncodedBatch, LoadOrder, Model, Operation
 from tinkex.types import (
     AdamOptimizerConfig,
     CreateModelRequest,
@@ -29,6 +29,8 @@ from tinkex.types import (
 )
 from tinkex.wire import routes
 from tinkex.wire.json_requests import decode_request, decode_training_request
+from tinkex.wire.messages import parse
+from tinkex.wire.proto_codec import decode_forward_backward
 from tinkex.wire.proto_training import decode_forward_backward
 from tinkex.wire.routes import MEDIA_JSON
 
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
     from tinkex.server.api.call import Call
     from tinkex.server.store.records import OpKind
     from tinkex.types import LoraConfig
+    from tinkex.wire import tinkex_pb2 as pb
+    from tinkex.wire.proto_codec import DecodedForwardBackward
     from tinkex.wire.proto_training import DecodedForwardBackward
 
 
@@ -187,8 +191,9 @@ JSON_REQUESTS: dict[OpKind, type[Any]] = {
 def decode_operation(op: Operation) -> object:
     """An operation's request; raises InputError where it never could be understood."""
     if op.kind in ("forward", "forward_backward"):
-        forward_only = op.kind == "forward"
-        return training_input(decode_batch(op.body, op.media, forward_only=forward_only))
+        if op.media == routes.MEDIA_PROTOBUF:
+            return protobuf_input(op.body)[1]
+        return training_input(decode_training_request(op.body, forward_only=op.kind == "forward"))
     if op.kind == "load_weights":
         return decode_order(op.body)
     kind = JSON_REQUESTS.get(op.kind)
@@ -197,11 +202,24 @@ def decode_operation(op: Operation) -> object:
     return decode_request(kind, op.body)
 
 
-def decode_batch(body: bytes, media: str, *, forward_only: bool) -> DecodedForwardBackward:
-    """A training batch; protobuf says itself whether it is a forward pass alone."""
-    if media == routes.MEDIA_PROTOBUF:
-        return decode_forward_backward(body)
-    return decode_training_request(body, forward_only=forward_only)
+def protobuf_input(
+    body: bytes,
+) -> tuple[pb.ForwardBackwardRequest, EncodedBatch | ForwardBackwardInput | InputError]:
+    """The ids of a protobuf batch, and its request; raises InputError for other bytes.
+
+    Parsing is fast; making datums of the parsed message is not, so that is left until it runs. An
+    uploaded loss is looked up before that, so its batch is decoded here.
+    """
+    from tinkex.wire import tinkex_pb2
+
+    message = parse(tinkex_pb2.ForwardBackwardRequest, body)
+    batch = EncodedBatch(decode=lambda: training_input(decode_forward_backward(body)))
+    if message.loss_fn != "custom":
+        return message, batch
+    try:
+        return message, batch.decode()
+    except InputError as error:
+        return message, error
 
 
 def training_input(batch: DecodedForwardBackward) -> ForwardBackwardInput:

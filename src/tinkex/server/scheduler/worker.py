@@ -80,7 +80,7 @@ class Worker:
         self.checkpoints = Checkpoints(
             store, self.changes, access, samplers, clock, settings.max_stored_bytes
         )
-        jobs = Jobs(store, decode)
+        jobs = Jobs(store, decode, bool(getattr(engine, "takes_bodies", False)))
         self._outcomes = outcomes = Outcomes(
             store, clock, waiters, meters, self.load, self.lost, encode
         )

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Literal
 from tinkex.types import SessionActive, Usage
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from tinkex.errors import ErrorCategory
     from tinkex.types import (
         CustomLossGraph,
         CustomLossInput,
+        ForwardBackwardInput,
         LoraConfig,
         OptimizerConfig,
         SessionStatus,
@@ -184,6 +185,16 @@ class Operation:
     started_at: float | None = None
     finished_at: float | None = None
     outcome: OperationOutcome | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodedBatch:
+    """The request of a training operation that is decoded only when it runs.
+
+    In the engine's process where that has a decoder, otherwise by `decode`.
+    """
+
+    decode: Callable[[], ForwardBackwardInput]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,14 +24,16 @@ from tinkex.engine.process.messages import (
     Tokens,
     open_channel,
 )
-from tinkex.engine.protocol import Engine
+from tinkex.engine.protocol import EncodedTrainOp, Engine
 from tinkex.errors import ClosedError, InputError, RequestFailedError
 from tinkex.testing import Delays, FakeClock, FakeEngine
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from tinkex.engine.process.calls import Decode
     from tinkex.engine.process.messages import Channel, Message
+    from tinkex.engine.protocol import TrainOp
 
 pytestmark = pytest.mark.anyio
 
@@ -44,11 +46,11 @@ def anyio_backend() -> str:
 class Pair:
     """A caller and an engine that hand each other messages directly."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, decode: Decode | None = None) -> None:
         self.sent: list[Message] = []
         self.fatal: list[BaseException] = []
         self.calls = Calls(self._there)
-        self._answering = CallRunner(engine, self._back, self.fatal.append)
+        self._answering = CallRunner(engine, self._back, self.fatal.append, decode)
 
     def _there(self, message: Message) -> None:
         self.sent.append(message)
@@ -212,6 +214,29 @@ async def test_a_users_text_is_no_fault_of_the_device() -> None:
     (answer,) = await pair.calls.call("train", batch=[train_op("m", loss_fn="CUDA error")])
     assert "CUDA error" in answer.message
     assert pair.fatal == []
+
+
+async def test_bodies_are_decoded_at_the_engine_and_a_bad_one_fails_alone() -> None:
+    def decode(op: EncodedTrainOp) -> TrainOp:
+        if op.body == b"bad":
+            raise InputError("is no datum", "data[0]")
+        if op.body == b"surprise":
+            raise KeyError("surprise")
+        return train_op(op.model_id, op_id=op.op_id, backward=op.backward)
+
+    engine = FakeEngine()
+    await engine.create_adapter(spec("m"))
+    pair = Pair(engine, decode)
+    batch = [
+        EncodedTrainOp(op_id=body.decode(), model_id="m", body=body, backward=False)
+        for body in (b"bad", b"good", b"surprise")
+    ]
+    bad, good, surprise = await pair.calls.call("train", batch=batch)
+    assert (bad.message, bad.category) == (str(InputError("is no datum", "data[0]")), "user")
+    assert good.tokens > 0
+    assert (surprise.message, surprise.category) == ("KeyError: 'surprise'", "server")
+    (alone,) = await pair.calls.call("train", batch=batch[:1])
+    assert alone.category == "user"
 
 
 async def test_a_method_that_is_not_the_protocols_is_refused() -> None:

@@ -125,10 +125,6 @@ class Store(Protocol):
         """
         ...
 
-    async def sampler_bytes(self, owner: str) -> int:
-        """What the saved files of an owner's samplers take up."""
-        ...
-
     async def join_sampler(self, sampler_id: str) -> int:
         """Count one more copy of a known sampling client; the first copy is 1."""
         ...

@@ -217,7 +217,7 @@ def _endpoint(parts: Parts, route: Any) -> Endpoint:
                     return await handler(call)
             return await handler(call)
         except ClientDisconnect:
-            return Response(status_code=499)  # nobody reads it
+            return Response(status_code=499)  # for the log; the client has disconnected
         except Exception as error:  # noqa: BLE001  # a request ends here, answered
             return error_reply(request, error)
 
@@ -275,7 +275,7 @@ class Direct:
         self._endpoints = endpoints
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # Below a prefix, the path is not only ours.
+        # Below a prefix, the path has more parts.
         if scope["type"] == "http" and not scope.get("root_path"):
             endpoint = self._endpoints.get((scope["method"], scope["path"]))
             if endpoint is not None:

@@ -112,7 +112,7 @@ def send(
     sent only to a client that says which one it has (If-Range).
     """
     size = source.size_bytes
-    told = {"accept-ranges": "bytes", "etag": f'"{etag}"'}
+    reply_headers = {"accept-ranges": "bytes", "etag": f'"{etag}"'}
     wanted = headers.get("range")
     known = headers.get("if-range", f'"{etag}"' if stable else None)
     if wanted is None or known != f'"{etag}"':
@@ -121,14 +121,14 @@ def send(
         part = _part(wanted, size)
     if part is None:
         source.close()
-        told["content-range"] = f"bytes */{size}"
-        return Response(status_code=416, headers=told)
-    told["content-length"] = str(len(part))
+        reply_headers["content-range"] = f"bytes */{size}"
+        return Response(status_code=416, headers=reply_headers)
+    reply_headers["content-length"] = str(len(part))
     partial = len(part) < size
     if partial:
-        told["content-range"] = f"bytes {part.start}-{part.stop - 1}/{size}"
+        reply_headers["content-range"] = f"bytes {part.start}-{part.stop - 1}/{size}"
     return StreamingResponse(
-        _pieces(source, part), 206 if partial else 200, told, media_type=media_type
+        _pieces(source, part), 206 if partial else 200, reply_headers, media_type=media_type
     )
 
 

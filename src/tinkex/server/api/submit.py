@@ -1,8 +1,8 @@
 """Accepting work: a request becomes an operation, the operation's id the future.
 
-A training request that can be told apart but not understood is accepted too and fails
-when its turn comes: refusing it would leave a hole in its model's order, and official
-clients stop for ever when one chunk of a call is refused.
+A training request whose ids can be read but whose data cannot is accepted, too, and fails when its
+turn comes: a refusal would leave a gap in its model's order, and official clients stop for ever
+when one chunk of a call is refused.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ async def submit_training(
     try:
         await _check(call, operation)
     except APIStatusError:
-        # Looked for only now: almost every request is new and welcome.
+        # Looked up only now: almost every request is new and accepted.
         known = await call.store.get_operation(operation.op_id)
         if known is None:
             raise
@@ -115,7 +115,7 @@ async def submit_training(
 
 
 async def _check(call: Call, operation: Operation) -> None:
-    """Refuse what is not to be accepted, unless it was before."""
+    """Refuse what the limits do not allow; the caller checks whether it was accepted before."""
     await call.live_session(operation.session_id)
     model_id, size_bytes = operation.model_id or "", len(operation.body)
     call.parts.limits.training(call.owner, model_id, operation.seq_id, size_bytes)
@@ -189,7 +189,7 @@ JSON_REQUESTS: dict[OpKind, type[Any]] = {
 
 
 def decode_operation(op: Operation) -> object:
-    """An operation's request; raises InputError where it never could be understood."""
+    """An operation's request; raises InputError for a body that cannot be decoded."""
     if op.kind in ("forward", "forward_backward"):
         if op.media == routes.MEDIA_PROTOBUF:
             return protobuf_input(op.body)[1]
@@ -237,7 +237,7 @@ def encode_order(order: LoadOrder) -> bytes:
 
 
 def decode_order(body: bytes) -> LoadOrder:
-    """The same, read."""
+    """The inverse of `encode_order`."""
     try:
         return msgspec.json.decode(body, type=LoadOrder)
     except msgspec.MsgspecError as error:

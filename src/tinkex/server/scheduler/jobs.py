@@ -23,7 +23,7 @@ from tinkex.server.store.records import EncodedBatch
 from tinkex.types import OptimStepResponse, Usage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from tinkex.engine.protocol import OptimResult, SampleResult, TrainResult, Weights
     from tinkex.server.store.protocol import Store
@@ -161,3 +161,30 @@ def died_under(op: Operation) -> RequestFailedError:
         op.op_id,
         "server",
     )
+
+
+def check_created(model: Model, done: Sequence[Operation]) -> None:
+    """Raise if a model cannot be restored because its creation failed, or never ran."""
+    first = done[0] if done and done[0].seq_id == 0 else None
+    if first is not None and first.outcome is not None and first.outcome.error is not None:
+        raise RequestFailedError(
+            f"the model was not created: {first.outcome.error}", None, first.outcome.category
+        )
+    if first is None and model.snapshot_location is None:
+        raise RequestFailedError(f"model {model.model_id!r} has not been created", None, "user")
+
+
+def check_same(
+    operations: Sequence[Operation],
+    answers: Sequence[TrainResult | RequestFailedError]
+    | Sequence[OptimResult | RequestFailedError],
+) -> None:
+    """Raise if an operation that succeeded once fails when it is replayed."""
+    for op, answer in zip(operations, cast("Sequence[object]", answers), strict=True):
+        if isinstance(answer, RequestFailedError):
+            raise RequestFailedError(
+                f"model {op.model_id!r} cannot be restored: request {op.seq_id} succeeded once and "
+                f"now fails with: {answer.message}",
+                None,
+                "server",
+            )

@@ -42,7 +42,7 @@ CheckpointKind = Literal["weights", "sampler_weights", "external_weights"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredSession:
-    """One client's visit. Only sessions with `heartbeats` end by silence."""
+    """A client's session. Only sessions with `heartbeats` end by a time-out."""
 
     session_id: str
     owner: str
@@ -233,7 +233,7 @@ class UsageEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiKey:
-    """A key that lets somebody in. The key itself is shown once and never kept."""
+    """An API key. The key itself is shown once and never stored."""
 
     key_id: int
     key_hash: str

@@ -392,7 +392,7 @@ class OperationQueries(StoreState):
             await self._database.write(_read_unfinished, self._opened)
 
     def _opened(self, found: Sequence[Operation]) -> None:
-        # Whoever asks twice at the start is answered twice; what is known by then is newer.
+        # Two calls at the start may both read; what memory has by then is newer.
         self._open_read = True
         for operation in found:
             self._open.setdefault(operation.op_id, operation)
@@ -410,7 +410,7 @@ _AMOUNTS = tuple(Usage.__struct_fields__)
 
 
 def add_usage(connection: Connection, entry: UsageEntry) -> None:
-    """Write one entry down."""
+    """Store one entry."""
     connection.execute(usage_table.insert().values(_values(entry)))
 
 

@@ -34,8 +34,8 @@ from tinkex.server.api import (
     usage,
 )
 from tinkex.server.api.call import Call, Parts, Uploads, check_scope
+from tinkex.server.api.downloads import Exports
 from tinkex.server.api.errors import error_reply, refuse
-from tinkex.server.api.exports import Exports
 from tinkex.server.api.identity import Identity
 from tinkex.server.api.limits import TenantLimits
 from tinkex.server.api.submit import decode_operation

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tinkex.clock import Clock
     from tinkex.engine.protocol import Engine, ModelSpec
     from tinkex.errors import APIStatusError
-    from tinkex.server.api.exports import Exports
+    from tinkex.server.api.downloads import Exports
     from tinkex.server.api.identity import Identity
     from tinkex.server.api.imports import Imports
     from tinkex.server.api.limits import TenantLimits

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from tinkex.engine.process.messages import CallMessage, CallResult, Cancel, Tokens
+from tinkex.engine.process.messages import CallMessage, CallReply, Cancel, Tokens
 from tinkex.engine.protocol import EncodedTrainOp, Engine
 from tinkex.errors import ClosedError, InputError, RequestFailedError, TinkerError
 
@@ -102,7 +102,7 @@ class Calls:
         finally:
             self._waiting.pop(number, None)
 
-    def take(self, message: CallResult | Tokens) -> None:
+    def take(self, message: CallReply | Tokens) -> None:
         """Deliver what the engine sent; results without a caller are dropped."""
         if isinstance(message, Tokens):
             for number, sample, token, logprob, best in message.drawn:
@@ -173,9 +173,9 @@ class CallRunner:
 
     async def _run(self, call: CallMessage) -> None:
         try:
-            result = CallResult(call.number, await self._value(call))
+            result = CallReply(call.number, await self._value(call))
         except Exception as error:  # noqa: BLE001 - sent to the caller
-            result = CallResult(call.number, error=sendable(error))
+            result = CallReply(call.number, error=sendable(error))
             self._after(error)
         finally:
             del self._running[call.number]
@@ -218,11 +218,11 @@ class CallRunner:
                 self._after(part)
         return cast("Any", value)
 
-    def _deliver(self, result: CallResult) -> None:
+    def _deliver(self, result: CallReply) -> None:
         try:
             self._send(result)
         except Exception as error:  # noqa: BLE001 - a result that cannot be sent is a failure
-            self._send(CallResult(result.number, error=sendable(error)))
+            self._send(CallReply(result.number, error=sendable(error)))
 
     def _after(self, error: BaseException) -> None:
         if fatal(error):

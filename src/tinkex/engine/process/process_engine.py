@@ -18,7 +18,7 @@ from tinkex.clock import SystemClock, time_limit
 from tinkex.engine.process.calls import Calls, ForwardingEngine
 from tinkex.engine.process.messages import (
     Broken,
-    CallResult,
+    CallReply,
     EngineReady,
     Logged,
     Phase,
@@ -172,7 +172,7 @@ class ProcessEngine(ForwardingEngine):
         await self._ready
 
     def _take(self, message: Message) -> None:
-        if isinstance(message, CallResult | Tokens):
+        if isinstance(message, CallReply | Tokens):
             self._calls.take(message)
         elif isinstance(message, Logged):
             logging.getLogger(message.logger).log(message.level, "%s", message.text)

@@ -19,7 +19,7 @@ from tinkex.engine.process.messages import (
     HEADER,
     Beat,
     CallMessage,
-    CallResult,
+    CallReply,
     Cancel,
     Tokens,
     open_channel,
@@ -59,7 +59,7 @@ class Pair:
 
     def _back(self, message: Message) -> None:
         self.sent.append(message)
-        assert isinstance(message, CallResult | Tokens)
+        assert isinstance(message, CallReply | Tokens)
         self.calls.take(message)
 
 
@@ -101,7 +101,7 @@ async def test_tokens_of_one_turn_of_the_loop_travel_together_and_before_the_ans
     )
     assert len(heard) == result.generated_tokens == 18
     kinds = [type(message) for message in pair.sent]
-    assert kinds == [CallMessage, Tokens, CallResult]
+    assert kinds == [CallMessage, Tokens, CallReply]
 
 
 async def test_a_caller_that_fails_on_a_token_still_gets_its_sample(
@@ -275,7 +275,7 @@ async def ends() -> AsyncIterator[tuple[End, End]]:
 
 
 async def test_large_messages_cross_both_ways_at_once_and_count_as_signs_of_life() -> None:
-    large = CallResult(1, {"file": bytes(range(256)) * 100_000})
+    large = CallReply(1, {"file": bytes(range(256)) * 100_000})
     async with ends() as (one, two):
         one.channel.heard()
         assert not one.channel.heard()

@@ -44,9 +44,21 @@ if TYPE_CHECKING:
     from tinkex.config import Config
     from tinkex.errors import TinkerError
 
-
 DEFAULT_MODELS = ("tinkex/tiny", DEFAULT_MODEL)
 _NEEDED = ("starlette", "uvicorn", "torch")
+
+_log = logging.getLogger(__name__)
+_BOOT: Final = (
+    "import sys; sys.path[:] = sys.argv[1:]; from tinkex.serving.owned import main; main()"
+)
+_LOG: Final = "server.log"
+_SHOWN_LINES: Final = 10
+_TICK_S: Final = 1.0
+_GRACE_S: Final = 15.0
+# Children that live shorter than this may die of their own start; after so many, none follows.
+_WELL_S: Final = 30.0
+_MOST_DEATHS: Final = 5
+_KINDS: Final = {kind.__name__: kind for kind in (InputError, ModelError, StorageError)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,21 +194,6 @@ def _settle(found: asyncio.Future[Reached], outcome: Reached | BaseException) ->
 
 
 _servers = _Servers()
-
-
-_log = logging.getLogger(__name__)
-
-_BOOT: Final = (
-    "import sys; sys.path[:] = sys.argv[1:]; from tinkex.serving.owned import main; main()"
-)
-_LOG: Final = "server.log"
-_SHOWN_LINES: Final = 10
-_TICK_S: Final = 1.0
-_GRACE_S: Final = 15.0
-# Children that live shorter than this may die of their own start; after so many, none follows.
-_WELL_S: Final = 30.0
-_MOST_DEATHS: Final = 5
-_KINDS: Final = {kind.__name__: kind for kind in (InputError, ModelError, StorageError)}
 
 
 # -- one server: one child process after another on one port -----------------------------------

@@ -25,7 +25,6 @@ from tinkex.server.server_settings import ServerSettings
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-
 Auth = Literal["keys", "none"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]

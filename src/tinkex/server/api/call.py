@@ -48,6 +48,15 @@ T = TypeVar("T")
 # How similar a name must be to be suggested: an equal owner's part alone is not enough.
 _NEAR = 0.75
 
+_LARGE_ROUTES = frozenset(route.name for route in (FORWARD_BACKWARD, FORWARD, ASAMPLE, TELEMETRY))
+# Above this size, decompressing on the loop would delay other requests noticeably.
+_LARGE_BYTES = 1 << 20
+# Decoded, `[[],[],…]` takes twenty times its bytes and empty protobuf messages thirty times. A
+# datum has about four parts in protobuf and fifteen in JSON, so these are 16,000 datums: many
+# times what clients send at once, and about a second of decoding.
+MAX_PROTOBUF_PARTS = 1 << 16
+MAX_JSON_PARTS = 1 << 18
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
@@ -202,16 +211,6 @@ def check_scope(request: Request) -> None:
     scope = request.query_params.get("access_scope", "owned")
     if scope not in ("owned", "accessible"):
         raise refuse(400, f"access_scope must be owned or accessible, not {scope!r}.")
-
-
-_LARGE_ROUTES = frozenset(route.name for route in (FORWARD_BACKWARD, FORWARD, ASAMPLE, TELEMETRY))
-# Above this size, decompressing on the loop would delay other requests noticeably.
-_LARGE_BYTES = 1 << 20
-# Decoded, `[[],[],…]` takes twenty times its bytes and empty protobuf messages thirty times. A
-# datum has about four parts in protobuf and fifteen in JSON, so these are 16,000 datums: many
-# times what clients send at once, and about a second of decoding.
-MAX_PROTOBUF_PARTS = 1 << 16
-MAX_JSON_PARTS = 1 << 18
 
 
 async def read_body(request: Request, settings: ServerSettings, uploads: Uploads) -> bytes:

@@ -49,8 +49,17 @@ if TYPE_CHECKING:
     Recipients = tuple[str, ...] | None
     Key = tuple[str, "ExportKind", Recipients]
 
-
 _HEAD_BYTES = 1 << 12
+
+_PIECE_BYTES = 1 << 20
+_RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
+ExportKind = Literal["file", "archive"]
+FILES: Final = ("adapter_config.json", "adapter_model.safetensors")
+ARCHIVE: Final = "archive.tar"
+# Archives are of older clients, which know the vendor's own names of tensors.
+_LAYOUTS: dict[ExportKind, Layout] = {"file": "peft", "archive": "tinker"}
+_IN_MEMORY_BYTES = 1 << 20
+_ON_DISK_BYTES = 8 << 30
 
 
 async def get_external_weights_urls(call: Call) -> Response:
@@ -103,10 +112,6 @@ async def send_export(
     etag = hashlib.sha256(identity).hexdigest()[:32]
     media = "application/x-tar" if kind == "archive" else "application/octet-stream"
     return send(request.headers, source, media, etag, stable=recipients is None)
-
-
-_PIECE_BYTES = 1 << 20
-_RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
 
 
 class ByteSource(Protocol):
@@ -181,17 +186,6 @@ async def _trace(parts: Parts, session_id: str) -> Response:
     operations = await parts.store.operations(session_id)
     body = trace(operations, parts.polls.of(session_id))
     return Response(body, media_type="application/json")
-
-
-ExportKind = Literal["file", "archive"]
-
-FILES: Final = ("adapter_config.json", "adapter_model.safetensors")
-ARCHIVE: Final = "archive.tar"
-# Archives are of older clients, which know the vendor's own names of tensors.
-_LAYOUTS: dict[ExportKind, Layout] = {"file": "peft", "archive": "tinker"}
-
-_IN_MEMORY_BYTES = 1 << 20
-_ON_DISK_BYTES = 8 << 30
 
 
 @dataclass(frozen=True, slots=True)

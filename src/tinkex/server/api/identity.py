@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from tinkex.server.server_settings import ServerSettings
     from tinkex.server.store.protocol import Store
 
-
 LOCAL: Final = "local"
 """The one tenant of a server that has only one."""
 
@@ -42,6 +41,11 @@ _BAD_BURST_S = 10.0
 _ASK = "ask whoever runs this server for one (`tinkex key create`)"
 _MISSING = f"Send an API key in the X-API-Key header; {_ASK}."
 _BAD = f"This API key is not valid here, or no longer: {_ASK}."
+
+PREFIX: Final = "tml-"
+_OWNER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+\-]{0,63}")
+_LONGEST_TEXT = 200
+_JWT_HEADER = {"alg": "HS256", "typ": "JWT"}
 
 
 def owner_of_key(key: str) -> str:
@@ -206,12 +210,6 @@ class Identity:
         return key
 
 
-PREFIX: Final = "tml-"
-
-_OWNER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+\-]{0,63}")
-_LONGEST_TEXT = 200
-
-
 def fingerprint(key: str) -> str:
     """What is stored and looked up instead of a key."""
     return hashlib.sha256(key.encode()).hexdigest()
@@ -267,9 +265,6 @@ async def audit_key(store: Store, at: float, event: str, key: ApiKey) -> None:
 async def any_key(store: Store) -> bool:
     """Whether there is a key that is not revoked."""
     return any(key.revoked_at is None for key in await store.keys())
-
-
-_JWT_HEADER = {"alg": "HS256", "typ": "JWT"}
 
 
 def _make_jwt(secret: bytes, claims: dict[str, object]) -> str:

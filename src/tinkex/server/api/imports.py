@@ -45,11 +45,17 @@ if TYPE_CHECKING:
 
     AdapterCheck = Callable[[Adapter], Awaitable[None]]
 
-
 _AT_ONCE: Final = 2
 # What the engine keeps is float32, whatever came.
 _KEPT_ITEM_BYTES: Final = 4
 _DEFAULT_NAME: Final = "imported"
+
+BLOCK_BYTES: Final = 8 << 20
+"""How much must arrive within each `upload_timeout_s`."""
+_TAR: Final = tarfile.BLOCKSIZE
+_MOST_PADDING: Final = 64 * _TAR
+EXTRA_BYTES: Final = MAX_CONFIG_BYTES + _MOST_PADDING
+"""What an archive may have besides the weights."""
 
 
 class Imports:
@@ -178,14 +184,6 @@ async def _record(
     await call.store.put_checkpoint(checkpoint)
     await audit(call, "checkpoint_created", checkpoint)
     return checkpoint
-
-
-BLOCK_BYTES: Final = 8 << 20
-"""How much must arrive within each `upload_timeout_s`."""
-_TAR: Final = tarfile.BLOCKSIZE
-_MOST_PADDING: Final = 64 * _TAR
-EXTRA_BYTES: Final = MAX_CONFIG_BYTES + _MOST_PADDING
-"""What an archive may have besides the weights."""
 
 
 class Incoming:

@@ -22,12 +22,13 @@ if TYPE_CHECKING:
     from tinkex.server.store.protocol import Store
     from tinkex.server.store.records import Model, Operation
 
-
 QueueState = Literal["active", "paused_capacity", "paused_rate_limit"]
 
 _RATE_BURST_S = 2.0
 # Models of clients that send no heartbeats count for this long after their last request.
 _SILENT_MODEL_S = 3600.0
+
+_MOST_NAMES = 4096
 
 
 class TenantLimits:
@@ -133,9 +134,6 @@ def _over(
         f"fit. To go on, {next_step}.",
         headers={"retry-after": str(wait_s)},
     )
-
-
-_MOST_NAMES = 4096
 
 
 class Throttle:

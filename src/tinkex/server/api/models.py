@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from tinkex.server.store.records import Model, Operation, StoredSession
     from tinkex.types import Checkpoint
 
-
 MAX_RANK = 1024
 
 

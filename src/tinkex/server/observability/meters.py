@@ -20,10 +20,12 @@ if TYPE_CHECKING:
 
     from tinkex.server.store.records import Operation, OperationOutcome
 
-
 # A long poll is held for half a minute; a step of a large model may take some.
 _LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _STEP_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+
+# Far more operations than a server has open; beyond this number the oldest lose their spans.
+_MOST = 50_000
 
 
 class Meters:
@@ -135,10 +137,6 @@ class Meters:
         return Histogram(
             f"tinkex_{name}", text, labels.split(), registry=self.registry, buckets=buckets
         )
-
-
-# Far more operations than a server has open; beyond this number the oldest lose their spans.
-_MOST = 50_000
 
 
 class OperationSpans:

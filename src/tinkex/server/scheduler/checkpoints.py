@@ -34,7 +34,6 @@ if TYPE_CHECKING:
         SaveWeightsRequest,
     )
 
-
 MIN_TTL_S = 3600
 MAX_TTL_S = 10 * 365 * 24 * 3600
 

@@ -26,14 +26,12 @@ if TYPE_CHECKING:
 
     from sqlalchemy import ColumnElement, Connection, RowMapping, Select, TextClause
 
-
 _OUTCOME = ("size_bytes", "error", "category", "usage")
 # Of an Operation, what is not a column: the decoded request is never stored.
 _ELSEWHERE = frozenset({"request", "body", "outcome"})
 _PLAIN = tuple(f.name for f in fields(Operation) if f.name not in _ELSEWHERE)
 _COLUMNS = [operations.c[name] for name in (*_PLAIN, *_OUTCOME)]
 _NO_BODY = b""
-
 
 # The statements of every training step are built once: building costs more than running them.
 _SUBMIT = {
@@ -66,6 +64,10 @@ _FINISH = (
     .returning(operations.c.number, operations.c.model_id)
 )
 _KEEP_RESULT = results.insert()
+
+HOUR_S = 3600.0
+_WHO = ("owner", "session_id", "base_model", "project_id", "kind")
+_AMOUNTS = tuple(Usage.__struct_fields__)
 
 
 def submit(connection: Connection, operation: Operation) -> Operation:
@@ -401,12 +403,6 @@ class OperationQueries(StoreState):
 def _read_unfinished(connection: Connection) -> Sequence[Operation]:
     clear(connection)
     return unfinished(connection)
-
-
-HOUR_S = 3600.0
-
-_WHO = ("owner", "session_id", "base_model", "project_id", "kind")
-_AMOUNTS = tuple(Usage.__struct_fields__)
 
 
 def add_usage(connection: Connection, entry: UsageEntry) -> None:

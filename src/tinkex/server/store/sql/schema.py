@@ -42,7 +42,6 @@ from tinkex.types.value import Value
 if TYPE_CHECKING:
     from sqlalchemy import Dialect, TextClause
 
-
 TIME: Double[float] = Double()
 WHOLE = BigInteger()
 # SQLite numbers rows only in a column whose type is exactly INTEGER.

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from tinkex.engine.protocol import ImportedAdapter
     from tinkex.server.api.call import Call, Uploads
 
-    AdapterCheck = Callable[[Adapter], Awaitable[None]]
+    AdapterCheck = Callable[[AdapterInfo], Awaitable[None]]
 
 _AT_ONCE: Final = 2
 # What the engine keeps is float32, whatever came.
@@ -131,7 +131,7 @@ async def _folder() -> AsyncGenerator[Path]:
 
 
 async def _receive(call: Call, folder: Path) -> None:
-    async def check(adapter: Adapter) -> None:
+    async def check(adapter: AdapterInfo) -> None:
         await call.worker.checkpoints.make_room(call.owner, adapter.parameters * _KEPT_ITEM_BYTES)
 
     body = Incoming(call.request.stream(), call.parts.uploads)
@@ -219,7 +219,9 @@ class Incoming:
         return b""
 
 
-async def receive_adapter(body: Incoming, folder: Path, most: int, check: AdapterCheck) -> Adapter:
+async def receive_adapter(
+    body: Incoming, folder: Path, most: int, check: AdapterCheck
+) -> AdapterInfo:
     """Write the adapter in a body to a folder.
 
     `check` gets its description before its weights are read, and raises to refuse it.

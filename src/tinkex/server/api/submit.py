@@ -29,10 +29,9 @@ from tinkex.types import (
 )
 from tinkex.wire import routes
 from tinkex.wire.json_requests import decode_request, decode_training_request
-from tinkex.wire.messages import parse
-from tinkex.wire.proto_codec import decode_forward_backward
 from tinkex.wire.proto_training import decode_forward_backward
 from tinkex.wire.routes import MEDIA_JSON
+from tinkex.wire.values import parse
 
 if TYPE_CHECKING:
     from starlette.responses import Response
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
     from tinkex.server.store.records import OpKind
     from tinkex.types import LoraConfig
     from tinkex.wire import tinkex_pb2 as pb
-    from tinkex.wire.proto_codec import DecodedForwardBackward
     from tinkex.wire.proto_training import DecodedForwardBackward
 
 

@@ -11,7 +11,7 @@ from tinkex.engine.protocol import EncodedTrainOp
 from tinkex.errors import InputError, RequestFailedError
 from tinkex.serving.engine_child import decode_train_op
 from tinkex.testing import FakeClock, FakeEngine, FakeServer
-from tinkex.wire.proto_codec import encode_forward_backward
+from tinkex.wire.proto_training import encode_forward_backward
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
     from tinkex.clients.portal import Operations
     from tinkex.clients.session import Session
+    from tinkex.futures.call_results import CallResult, Ticket
     from tinkex.futures.future import APIFuture, Promise
     from tinkex.futures.lifecycle import Post
     from tinkex.futures.queue_notices import QueueNotices
-    from tinkex.futures.results import CallResult, Ticket
 
 _log = logging.getLogger(__name__)
 # Above this a body is compressed off the loop, where heartbeats must not wait for it.

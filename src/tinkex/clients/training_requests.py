@@ -12,9 +12,9 @@ from msgspec.structs import replace
 from tinkex.clients.training_queue import Outgoing, TrainingQueue, inside
 from tinkex.errors import TinkerError
 from tinkex.futures.admission import input_bytes, text_tokens
+from tinkex.futures.call_results import CallResult, combine
 from tinkex.futures.lifecycle import charge
 from tinkex.futures.queue_notices import QueueNotices
-from tinkex.futures.results import CallResult, combine
 from tinkex.types.datum import copy_datum
 from tinkex.types.training import batch_to_send, loss_config
 from tinkex.wire import json_codec, routes

@@ -43,7 +43,7 @@ from tinkex.errors import (
     ServerSilentError,
     TinkerError,
 )
-from tinkex.futures.results import CallResult, Ticket
+from tinkex.futures.call_results import CallResult, Ticket
 from tinkex.metrics import meter
 from tinkex.spans import span
 from tinkex.transport.notices import wait_reason

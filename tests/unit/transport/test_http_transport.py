@@ -16,8 +16,8 @@ from transport_fakes import read_request, reply_bytes, serve
 
 from tinkex.errors import APIConnectionError, APITimeoutError, InputError, RequestInfo
 from tinkex.transport.base import HttpRequest, Pool
-from tinkex.transport.connection import MAX_HEAD_BYTES, HttpConnection
 from tinkex.transport.http import HttpTransport, describe
+from tinkex.transport.http_connection import MAX_HEAD_BYTES, HttpConnection
 
 if sys.version_info >= (3, 14):
     from compression import zstd

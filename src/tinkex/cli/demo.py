@@ -225,7 +225,7 @@ def _painted(text: str, style: str) -> str:
 def _next_commands(folder: Path, story: dict[str, Any]) -> list[tuple[str, str]]:
     mine = folder.parent / "mine"
     return [
-        ("chat with it; type /compare base to see both at once", f"{_program()} chat {folder}"),
+        ("talk to it; type /compare base to see both at once", f"{_program()} chat {folder}"),
         (
             "train on a file of your own; this one shows the format",
             f"{_program()} train sft {story['data']} --output {mine} --steps 20",

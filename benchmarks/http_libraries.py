@@ -118,14 +118,14 @@ async def httpx_client(url: str, library: str = "httpx") -> AsyncIterator[Post]:
 
 @contextlib.asynccontextmanager
 async def httptools_client(url: str) -> AsyncIterator[Post]:
-    from tinkex.transport.base import Pool, Request
+    from tinkex.transport.base import HttpRequest, Pool
     from tinkex.transport.http import HttpTransport
 
     base_url, path = url.removesuffix("/api/v1/asample"), "/api/v1/asample"
     transport = HttpTransport(base_url)
 
     async def post() -> int:
-        request = Request("POST", path, Pool.SAMPLE, 60.0, headers=HEADERS, body=BODY)
+        request = HttpRequest("POST", path, Pool.SAMPLE, 60.0, headers=HEADERS, body=BODY)
         return len((await transport.send(request)).body)
 
     yield post

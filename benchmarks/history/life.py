@@ -14,7 +14,7 @@ from tinkex.clock import SystemClock
 from tinkex.server import Settings
 from tinkex.server.store.sql import SqlStore
 from tinkex.testing import FakeServer
-from tinkex.transport.base import Pool, Request
+from tinkex.transport.base import HttpRequest, Pool
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -35,7 +35,9 @@ class Client:
         """One request that must succeed, and its answer."""
         data = None if body is None else json.dumps(body).encode()
         headers = {"x-api-key": KEY, "accept": "application/json"}
-        reply = await self._transport.send(Request(method, path, Pool.REST, 60, "", headers, data))
+        reply = await self._transport.send(
+            HttpRequest(method, path, Pool.REST, 60, "", headers, data)
+        )
         if reply.status != 200:
             raise RuntimeError(f"{method} {path}: {reply.status} {reply.body[:200]!r}")
         return None if path == "/metrics" else json.loads(reply.body)

@@ -30,7 +30,7 @@ from starlette.routing import Route
 from benchmarks.server_overhead.work import cpu_s
 from benchmarks.serving import ROOT, START_S, Server
 from tinkex.clock import SystemClock
-from tinkex.transport.base import Pool, Request
+from tinkex.transport.base import HttpRequest, Pool
 from tinkex.transport.http import HttpTransport
 
 if TYPE_CHECKING:
@@ -127,9 +127,9 @@ class Bare:
             await transport.aclose()
 
 
-def _request(body: bytes) -> Request:
+def _request(body: bytes) -> HttpRequest:
     headers = {"Content-Type": "application/json"}
-    return Request("POST", PATH, Pool.SAMPLE, timeout_s=30.0, headers=headers, body=body)
+    return HttpRequest("POST", PATH, Pool.SAMPLE, timeout_s=30.0, headers=headers, body=body)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import msgspec
 import tinkex
 from benchmarks.server_overhead.work import LORA_RANK, MODEL, Size, batch, cpu_s, prompt
 from tinkex.clock import SystemClock
-from tinkex.transport.base import Request
+from tinkex.transport.base import HttpRequest
 from tinkex.transport.http import HttpTransport
 from tinkex.types import AdamParams, SamplingParams
 from tinkex.wire import routes
@@ -145,6 +145,6 @@ async def _beats(transport: HttpTransport, session: str, index: int, size: Size)
     return delays
 
 
-def _request(route: Route[Any, Any], body: bytes) -> Request:
+def _request(route: Route[Any, Any], body: bytes) -> HttpRequest:
     headers = {"X-API-Key": KEY, "Content-Type": "application/json"}
-    return Request("POST", route.path, route.pool, timeout_s=10.0, headers=headers, body=body)
+    return HttpRequest("POST", route.path, route.pool, timeout_s=10.0, headers=headers, body=body)

@@ -21,8 +21,8 @@ def get_tinker_token() -> str | None:
     A configured credential command is not run.
     """
     from tinkex.config import Config
+    from tinkex.credentials import credentials_path, read_store
     from tinkex.transport.auth import is_well_formed
-    from tinkex.transport.credentials import credentials_path, read_store
 
     try:
         key = Config.load().api_key or read_store(credentials_path(Path.home())).default_key
@@ -48,17 +48,16 @@ def raise_if_tinker_not_accessible(timeout: float = 10.0) -> None:
 
     Asks the server once what it offers, and takes `timeout` seconds at most.
     """
-    from tinkex.clients.base_client import Owned
     from tinkex.clients.connection import Connection
     from tinkex.transport.auth import choose
 
     config = _impatient(timeout)
     choose(config)
-    owned = Owned(Connection(config))
+    connection = Connection(config)
     try:
-        owned.connection.operations.block(lambda: _ask(owned.connection, timeout))
+        connection.operations.block(lambda: _ask(connection, timeout))
     finally:
-        owned.close()
+        connection.close()
 
 
 def _impatient(timeout: float) -> Config:

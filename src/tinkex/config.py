@@ -15,17 +15,17 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from tinkex import proxy as proxies
+from tinkex import urls
 from tinkex.announcement import announced
+from tinkex.credentials import credentials_path, read_store
 from tinkex.errors import InputError, InputTypeError
-from tinkex.transport import proxy as proxies
-from tinkex.transport import urls
-from tinkex.transport.credentials import credentials_path, read_store
-from tinkex.transport.proxy import ProxyRules
+from tinkex.proxy import ProxyRules
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from tinkex.transport.proxy import Proxy
+    from tinkex.proxy import Proxy
 
 DEFAULT_BASE_URL = "https://tinker.thinkingmachines.dev/services/tinker-prod"
 EMBEDDED = "embedded"

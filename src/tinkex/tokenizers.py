@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+from tinkex import urls
 from tinkex.errors import APIStatusError, BadRequestError, InputError, TokenizerError
-from tinkex.transport import urls
 from tinkex.wire import routes
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import Any
 import compare
 import pytest
 
-from tinkex.wire import json_codec, proto_codec, routes, tinkex_pb2
+from tinkex.wire import json_codec, proto_training, routes, tinkex_pb2
 
 RECORDED = Path(__file__).parent / "recorded"
 FILES = sorted(RECORDED.glob("*.json"))
@@ -69,8 +69,8 @@ def test_recorded_training_bodies_come_out_as_they_went_in(path: Path) -> None:
         if "body_hex" not in request:
             continue
         body = bytes.fromhex(request["body_hex"])
-        read = proto_codec.decode_forward_backward(body)
-        written = proto_codec.encode_forward_backward(
+        read = proto_training.decode_forward_backward(body)
+        written = proto_training.encode_forward_backward(
             model_id=read.model_id,
             seq_id=read.seq_id,
             data=read.data,

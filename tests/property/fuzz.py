@@ -29,14 +29,15 @@ LIMIT_S = 2.0
 
 def protobuf(data: bytes) -> None:
     """A training batch, and the results that a client reads."""
-    from tinkex.wire.proto_codec import decode_forward_backward
+    from tinkex.wire.proto_training import decode_forward_backward
 
     decode_forward_backward(data)
 
 
 def protobuf_results(data: bytes) -> None:
     """What a client reads."""
-    from tinkex.wire.proto_codec import decode_forward_backward_output, decode_sample_response
+    from tinkex.wire.proto_sampling import decode_sample_response
+    from tinkex.wire.proto_training import decode_forward_backward_output
 
     for read in (decode_forward_backward_output, lambda d: decode_sample_response(d, ["a", "b"])):
         try:
@@ -188,7 +189,7 @@ def guided(name: str, options: list[str]) -> None:
     with atheris.instrument_imports(include=["tinkex"]):
         import tinkex.server.app
         import tinkex.wire.json_requests
-        import tinkex.wire.proto_codec  # noqa: F401
+        import tinkex.wire.proto_training  # noqa: F401
 
     def one(data: bytes) -> None:
         problem = check(TARGETS[name], data)

@@ -24,11 +24,8 @@ from tinkex.types import (
     TensorData,
 )
 from tinkex.wire.compression import compress
-from tinkex.wire.proto_codec import (
-    encode_forward_backward,
-    encode_forward_backward_output,
-    encode_sample_response,
-)
+from tinkex.wire.proto_sampling import encode_sample_response
+from tinkex.wire.proto_training import encode_forward_backward, encode_forward_backward_output
 
 _RECORDED = Path(__file__).parents[1] / "conformance" / "recorded"
 

@@ -379,7 +379,7 @@ class Trial:
         flags = session.api.client_config
         assert session.sampling_bytes.left == flags.sample_dispatch_bytes_semaphore_size
         assert session.training_bytes.left == flags.fwdbwd_dispatch_bytes_semaphore_size
-        assert session.wire.response_bytes.left == flags.inflight_response_bytes_semaphore_size
+        assert session.context.response_bytes.left == flags.inflight_response_bytes_semaphore_size
         if sampler._feed is not None:  # pyright: ignore[reportPrivateUsage] - what may be left
             assert not sampler._feed._waiters  # pyright: ignore[reportPrivateUsage]
             assert orphaned or not sampler._feed._unclaimed  # pyright: ignore[reportPrivateUsage]

@@ -21,15 +21,14 @@ from tinkex.wire import bodies, json_codec
 from tinkex.wire import tinkex_pb2 as pb
 from tinkex.wire.compression import compress, decompress
 from tinkex.wire.json_requests import decode_request
-from tinkex.wire.proto_codec import (
+from tinkex.wire.proto_sampling import decode_sample_response, encode_sample_response
+from tinkex.wire.proto_training import (
     decode_forward_backward,
     decode_forward_backward_output,
-    decode_sample_response,
     encode_forward_backward,
     encode_forward_backward_output,
-    encode_sample_response,
 )
-from tinkex.wire.results import Ready, decode_result, encode_result
+from tinkex.wire.results import ReadyResult, decode_result, encode_result
 from tinkex.wire.routes import MEDIA_JSON
 
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
@@ -416,8 +415,8 @@ def test_training_results_survive_protobuf(output: types.ForwardBackwardOutput):
 @settings(max_examples=40, deadline=None)
 @given(output=outputs(finite32))
 def test_training_results_survive_json(output: types.ForwardBackwardOutput):
-    media, body = encode_result("Forward", Ready(output), accept=MEDIA_JSON)
-    assert decode_result("Forward", media, body) == Ready(output)
+    media, body = encode_result("Forward", ReadyResult(output), accept=MEDIA_JSON)
+    assert decode_result("Forward", media, body) == ReadyResult(output)
 
 
 @st.composite
@@ -478,8 +477,8 @@ def test_samples_survive_protobuf(response: types.SampleResponse):
 @settings(max_examples=40, deadline=None)
 @given(response=samples(old=True))
 def test_samples_survive_json(response: types.SampleResponse):
-    media, body = encode_result("Sample", Ready(response), accept=MEDIA_JSON)
-    assert decode_result("Sample", media, body, ids_of(response)) == Ready(response)
+    media, body = encode_result("Sample", ReadyResult(response), accept=MEDIA_JSON)
+    assert decode_result("Sample", media, body, ids_of(response)) == ReadyResult(response)
 
 
 @settings(max_examples=100, deadline=None)

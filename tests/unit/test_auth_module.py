@@ -12,6 +12,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tinkex import auth
+from tinkex.credentials import (
+    CredentialStore,
+    StoredKey,
+    credentials_path,
+    write_store,
+)
 from tinkex.errors import (
     APIConnectionError,
     APITimeoutError,
@@ -19,12 +25,6 @@ from tinkex.errors import (
     BillingError,
     CredentialError,
     InputError,
-)
-from tinkex.transport.credentials import (
-    CredentialStore,
-    StoredKey,
-    credentials_path,
-    write_store,
 )
 
 if TYPE_CHECKING:

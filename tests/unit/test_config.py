@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 
 import tinkex
+from tinkex import urls
 from tinkex.config import DEFAULT_BASE_URL, Config
-from tinkex.errors import CredentialError, InputError
-from tinkex.transport import urls
-from tinkex.transport.credentials import (
+from tinkex.credentials import (
     CredentialStore,
     StoredKey,
     credentials_path,
     write_store,
 )
+from tinkex.errors import CredentialError, InputError
 
 
 def load(tmp_path: Path, env: dict[str, str] | None = None, **arguments) -> Config:

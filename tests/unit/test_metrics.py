@@ -15,6 +15,7 @@ from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from tests.unit.clients.world import MODEL, World, datum
 from tinkex import AdamParams, ModelInput, SamplingParams
 from tinkex.errors import InputError, RequestFailedError, TinkerError
+from tinkex.futures.admission import Pause
 from tinkex.metrics import (
     FAILURES,
     METRICS,
@@ -32,7 +33,6 @@ from tinkex.metrics import (
 )
 from tinkex.spans import current_span, span
 from tinkex.testing import Delays, faults
-from tinkex.transport.sampling_pause import Pause
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator

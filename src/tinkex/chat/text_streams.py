@@ -12,7 +12,7 @@ import msgspec
 
 from tinkex.errors import RequestFailedError, ResultError
 from tinkex.transport.base import Reply
-from tinkex.transport.sse import EventStream
+from tinkex.transport.sse import SseStream
 from tinkex.wire.routes import Pool, Route
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ async def text_pieces(
             async for chunk in reply.chunks:
                 text = (text + chunk)[:_MOST_ERROR_BYTES]
             api.raise_for(Reply(reply.status, reply.headers, text), COMPLETIONS)
-        async for event in EventStream(reply.chunks):
+        async for event in SseStream(reply.chunks):
             if event.data == _DONE:
                 return
             yield _text(event.data)

@@ -16,7 +16,7 @@ from tinkex.errors import ResultError, TinkerError
 if TYPE_CHECKING:
     import argparse
 
-    from tinkex.transport.credentials import StoredKey
+    from tinkex.credentials import StoredKey
     from tinkex.wire.bodies import ApiKeyResponse
     from tinkex.wire.routes import Route
 
@@ -27,8 +27,8 @@ _CONSOLE = "https://tinker.thinkingmachines.ai"
 
 def login(args: argparse.Namespace) -> None:
     """Store an API key as the default. The server checks it first."""
+    from tinkex.credentials import credentials_path, read_store, write_store
     from tinkex.transport.auth import is_well_formed
-    from tinkex.transport.credentials import credentials_path, read_store, write_store
     from tinkex.wire import routes
 
     path = credentials_path(Path.home())
@@ -49,7 +49,7 @@ def login(args: argparse.Namespace) -> None:
 
 def logout(args: argparse.Namespace) -> None:
     """Remove the stored default key. One that an older tool created is deleted on the server."""
-    from tinkex.transport.credentials import credentials_path, read_store, write_store
+    from tinkex.credentials import credentials_path, read_store, write_store
     from tinkex.wire import routes
 
     path = credentials_path(Path.home())
@@ -164,7 +164,7 @@ def _ask_server(key: str | None, route: Route[None, T]) -> T:
 
 
 def _stored(key: str, found: ApiKeyResponse) -> StoredKey:
-    from tinkex.transport.credentials import KeyDetails, OrgDetails, StoredKey, UserDetails
+    from tinkex.credentials import KeyDetails, OrgDetails, StoredKey, UserDetails
 
     return StoredKey(
         key=key,

@@ -9,14 +9,14 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Final
 from urllib.parse import urljoin, urlsplit
 
+from tinkex import urls
+from tinkex._version import user_agent
 from tinkex.cli.command_errors import CommandError
 from tinkex.cli.output import size
 from tinkex.engine.checkpoints.storage import free_bytes, full_disk
 from tinkex.errors import APIConnectionError, ProxyError, StorageError
 from tinkex.new_files import replacing
-from tinkex.transport import urls
-from tinkex.transport.base import Pool, Request
-from tinkex.transport.headers import user_agent
+from tinkex.transport.base import HttpRequest, Pool
 from tinkex.transport.http import MAX_REDIRECTS, REDIRECTS, HttpTransport, describe
 from tinkex.transport.proxy_failure import ProxyFailure
 
@@ -72,7 +72,7 @@ class _Download:
         """Save the file at `url`, or return where it redirects to."""
         origin, target = self._parts(url)
         headers = {"Accept-Encoding": "identity", "User-Agent": user_agent()}
-        request = Request("GET", target, Pool.REST, _SILENCE_S, headers=headers)
+        request = HttpRequest("GET", target, Pool.REST, _SILENCE_S, headers=headers)
         transport = HttpTransport(origin, connect_timeout_s=_CONNECT_S, proxy=self._config.proxy)
         try:
             async with transport.stream(request) as reply:

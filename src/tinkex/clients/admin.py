@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from tinkex.clients.arguments import given_text, one_of
 from tinkex.clients.base_client import ResourceClient
-from tinkex.clients.operations import submitting
+from tinkex.clients.twins import submitting
 from tinkex.errors import InputError, InputTypeError
 from tinkex.wire import routes
 

@@ -1,17 +1,20 @@
-"""What `RestClient` and `AdminClient` share: a connection set, one way to send, and an end.
+"""What clients share: a connection set, `with` blocks, and one way to send without a session.
 
-Neither needs a session. Standing alone, a client owns its connections and connects when first
-used; made by a `ServiceClient` it borrows that one's, and closing it leaves them open.
+`RestClient` and `AdminClient` need no session. Made by itself, such a client owns its connections
+and connects when first used; made by a `ServiceClient` it borrows the connections of that client,
+and closing it leaves them open.
 """
 
 from __future__ import annotations
 
-import weakref
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar
 
 from tinkex.clients.arguments import given_text, one_of, whole_number
-from tinkex.clients.connection import Connection
-from tinkex.clients.operations import Operations, awaited
+from tinkex.clients.connection import Connection, Lease
+from tinkex.clients.portal import Operations
+from tinkex.clients.twins import awaited
+from tinkex.config import Config
 from tinkex.errors import ClosedError, InputError
 from tinkex.types import ParsedCheckpointTinkerPath
 
@@ -19,7 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from types import TracebackType
 
-    from tinkex.clients.session import Lease
     from tinkex.futures.future import APIFuture, Promise
     from tinkex.telemetry.events import Telemetry
     from tinkex.transport.api import Api
@@ -29,28 +31,15 @@ AccessScope = Literal["owned", "accessible"]
 
 ReqT = TypeVar("ReqT")
 RepT = TypeVar("RepT")
+ConnT = TypeVar("ConnT", bound=Connection)
 
 
-class ResourceClient:
-    """Asks a server about what it keeps; constructing one does no I/O."""
+class BaseClient(Generic[ConnT]):
+    """What every client has: its connection set, and where its work runs."""
 
-    def __init__(
-        self,
-        _holder: Connection | Lease | Owned | None = None,
-        *,
-        base_url: str | None = None,
-        api_key: str | None = None,
-    ) -> None:
-        if _holder is not None and not (base_url is None and api_key is None):
-            raise InputError("give either a holder or base_url and api_key, not both", "_holder")
-        self._owned = Owned.load(base_url, api_key) if _holder is None else None
-        # Held by this client and by its pending futures: keeps the connections open.
-        self._lent = _holder or self._owned
-        self._connection = _connection_of(self._lent)
-        self._closing: APIFuture[None] | None = None
-        self._operations = Operations(
-            self._connection.portal, self._connection.clock, keep_alive=self._lent
-        )
+    def __init__(self, connection: ConnT, operations: Operations) -> None:
+        self._connection = connection
+        self._operations = operations
 
     @property
     def operations(self) -> Operations:
@@ -58,13 +47,73 @@ class ResourceClient:
         return self._operations
 
     @property
-    def holder(self) -> Connection:
-        """The connection set behind this client."""
+    def holder(self) -> ConnT:
+        """The connection set, or the session, behind this client."""
         return self._connection
 
     def get_telemetry(self) -> Telemetry | None:
-        """The connection's telemetry, or None when it is off."""
+        """The telemetry of the connection set, or None when it is off."""
         return self._connection.telemetry
+
+
+class ClosableClient(BaseClient[ConnT]):
+    """A client that ends with `close()`, or with its `with` or `async with` block."""
+
+    _closing: APIFuture[None] | None = None
+
+    @abstractmethod
+    def _leave(self, error: BaseException | None) -> APIFuture[None]:
+        """Close at the end of a block, which `error` has ended unless it is None."""
+
+    def _closed(self) -> ClosedError:
+        return ClosedError(f"{type(self).__name__} is closed")
+
+    def __enter__(self) -> Self:
+        if self._closing is not None:
+            raise self._closed()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        self._leave(error).result()
+
+    async def __aenter__(self) -> Self:
+        return self.__enter__()
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        await self._leave(error)
+
+
+class ResourceClient(ClosableClient[Connection]):
+    """Asks a server about what it keeps; constructing one does no I/O."""
+
+    def __init__(
+        self,
+        _holder: Connection | Lease[Connection] | None = None,
+        *,
+        base_url: str | None = None,
+        api_key: str | None = None,
+    ) -> None:
+        if _holder is not None and not (base_url is None and api_key is None):
+            raise InputError("give either a holder or base_url and api_key, not both", "_holder")
+        self._owns = _holder is None
+        # Held by this client and by its pending futures: keeps the connections open.
+        self._lent = held = _holder or Lease(
+            Connection(Config.load(base_url=base_url, api_key=api_key))
+        )
+        connection = held if isinstance(held, Connection) else held.connection
+        super().__init__(
+            connection, Operations(connection.portal, connection.clock, keep_alive=held)
+        )
 
     async def _call(
         self,
@@ -77,7 +126,7 @@ class ResourceClient:
         headers: Mapping[str, str] | None = None,
         body: bytes | None = None,
     ) -> RepT:
-        """Send one request in the name of a public method."""
+        """Send one request for the public method that is named in a header."""
         route.url(**(params or {}))  # refuses a bad id before anything is sent
 
         async def send() -> RepT:
@@ -98,104 +147,27 @@ class ResourceClient:
             raise self._closed()
         return await self._connection.connected()
 
-    def _closed(self) -> ClosedError:
-        return ClosedError(f"{type(self).__name__} is closed")
-
     # -- the end ------------------------------------------------------------------------------
 
     def close(self) -> APIFuture[None]:
-        """Let go of the client's own connections; calls under way end with `ClosedError`."""
+        """Close the client's own connections; calls under way end with `ClosedError`."""
         if self._closing is None:
-            self._closing = self._owned.close() if self._owned else self._done()
+            if self._owns:
+                self._closing = self._connection.close()
+            else:
+                promise: Promise[None] = self._operations.promise()
+                promise.finish(None)
+                self._closing = promise.future
         return self._closing
-
-    def _done(self) -> APIFuture[None]:
-        promise: Promise[None] = self._operations.promise()
-        promise.finish(None)
-        return promise.future
 
     close_async = awaited(close)
 
-    def __enter__(self) -> Self:
-        if self._closing is not None:
-            raise self._closed()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
-        self.close().result()
-
-    async def __aenter__(self) -> Self:
-        return self.__enter__()
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
-        await self.close_async()
+    def _leave(self, error: BaseException | None) -> APIFuture[None]:
+        return self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
         name = type(self).__name__
         raise TypeError(f"a {name} belongs to its process and cannot be pickled; make a new one")
-
-
-class Owned:
-    """Keeps a connection set open; when nobody holds it any more, its sockets close."""
-
-    def __init__(self, connection: Connection) -> None:
-        self.connection = connection
-        # Not at interpreter exit: the loop thread is gone by then, and so are its sockets.
-        weakref.finalize(self, _abandon, connection).atexit = False
-
-    @classmethod
-    def load(cls, base_url: str | None, api_key: str | None) -> Owned:
-        """A connection set for these settings; does no I/O but reading them."""
-        from tinkex.config import Config
-
-        return cls(Connection(Config.load(base_url=base_url, api_key=api_key)))
-
-    def close(self) -> APIFuture[None]:
-        """End the connection set."""
-        connection = self.connection
-        promise: Promise[None] = connection.operations.promise()
-        if connection.portal.started():
-            connection.operations.post(promise, lambda: _begin_to_shut(connection, promise))
-        else:
-            connection.closed = True
-            promise.finish(None)
-        return promise.future
-
-
-async def _shut(connection: Connection, promise: Promise[None]) -> None:
-    """On the loop: pending calls first, then the sockets, then the loop."""
-    connection.closed = True
-    await connection.portal.end_work(ClosedError("the client is closed"), keep=promise)
-    await connection.disconnect()
-    promise.finish(None)
-    connection.portal.stop()
-
-
-def _begin_to_shut(connection: Connection, promise: Promise[None]) -> None:
-    connection.portal.spawn(_shut(connection, promise))
-
-
-def _abandon(connection: Connection) -> None:
-    if not connection.closed and connection.portal.started():
-        promise: Promise[None] = connection.operations.promise()
-        connection.operations.post(promise, lambda: _begin_to_shut(connection, promise))
-
-
-def _connection_of(holder: Connection | Lease | Owned | None) -> Connection:
-    assert holder is not None
-    if isinstance(holder, Connection):
-        return holder
-    return holder.connection if isinstance(holder, Owned) else holder.session
 
 
 # -- arguments --------------------------------------------------------------------------------

@@ -1,19 +1,21 @@
 """A connection set: transport, credentials and server flags, without a session.
 
 `RestClient` and `AdminClient` need no more than this; `Session` adds the rest. Constructing one
-does no I/O. Everything below runs on its portal's loop.
+does no I/O. User-facing clients hold a `Lease` on it; when the last one is dropped without
+`close()`, the connection set closes by itself.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import logging
+import weakref
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from tinkex._version import PROTOCOL_VERSION
-from tinkex.clients.operations import Operations
-from tinkex.clients.portal import LoopThread
+from tinkex.clients.portal import LoopThread, Operations
 from tinkex.clock import SystemClock
 from tinkex.errors import APIError, ClosedError, NotFoundError
 from tinkex.metrics import meter
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from tinkex.clients.portal import Portal
     from tinkex.clock import Clock
     from tinkex.config import Config
+    from tinkex.futures.future import APIFuture, Promise
     from tinkex.transport.api import Api
     from tinkex.transport.base import Transport
 
@@ -36,7 +39,7 @@ _MIN_REFRESH_S = 10.0
 
 
 class Once(Generic[T]):
-    """Runs an async factory once for everybody who asks; a failure is told and forgotten."""
+    """Runs an async factory once for all callers; after a failure the next caller runs it again."""
 
     def __init__(self, portal: Portal, factory: Callable[[], Coroutine[Any, Any, T]]) -> None:
         self._portal = portal
@@ -53,16 +56,18 @@ class Once(Generic[T]):
     async def _make(self, outcome: asyncio.Future[T]) -> None:
         try:
             outcome.set_result(await self._factory())
-        except BaseException as error:  # noqa: BLE001 - handed to whoever asked
+        except BaseException as error:  # noqa: BLE001 - raised in every caller
             self._outcome = None
             if isinstance(error, asyncio.CancelledError):
                 error = ClosedError("the client was closed while it was connecting")
             outcome.set_exception(error)
-            outcome.exception()  # marks it as seen, should every caller have gone away
+            outcome.exception()  # marks it as retrieved, should every caller have been cancelled
 
 
 class Connection:
     """One server, one credential, one loop."""
+
+    _closed_message = "the client is closed"
 
     def __init__(
         self,
@@ -135,7 +140,7 @@ class Connection:
     async def _ask_for_flags(self, api: Api) -> None:
         request = ClientConfigRequest(sdk_version=PROTOCOL_VERSION)
         bootstrap_s = self.config.bootstrap_deadline_s
-        api.client_config = await api.call(routes.CLIENT_CONFIG, request, deadline_s=bootstrap_s)
+        api.follow(await api.call(routes.CLIENT_CONFIG, request, deadline_s=bootstrap_s))
         try:
             api.dynamic_config = await api.call(
                 routes.CLIENT_DYNAMIC_CONFIG, request, deadline_s=bootstrap_s
@@ -172,12 +177,61 @@ class Connection:
             except APIError as error:
                 _log.debug("client flags were not refreshed: %s", error)
 
-    async def disconnect(self) -> None:
-        """Send what telemetry is left, briefly, and close the sockets."""
+    # -- the end ------------------------------------------------------------------------------
+
+    def close(self, reason: str = "success", detail: str | None = None) -> APIFuture[None]:
+        """End everything, from any thread; calls under way end with `ClosedError`."""
+        promise: Promise[None] = self.operations.promise()
+        if self.portal.started():
+            self.portal.post(
+                lambda: self.portal.spawn(self._close(promise, reason, detail)), promise
+            )
+        else:
+            self.closed = True
+            promise.finish(None)
+        return promise.future
+
+    def abandon(self) -> None:
+        """Close without a goodbye, from any thread: the last client was dropped."""
+        if not self.closed and self.portal.started():
+            with contextlib.suppress(ClosedError):
+                self.portal.post(self._let_go)
+
+    def _let_go(self) -> None:
+        if not self.closed:
+            self.portal.spawn(self._close(self.operations.promise(), None, None))
+
+    async def _close(self, promise: Promise[None], reason: str | None, detail: str | None) -> None:
+        """On the loop: pending calls first, then the session, the sockets, and the loop."""
+        self.closed = True
+        await self.portal.end_work(ClosedError(self._closed_message), keep=promise)
         if self._api is not None:
+            await self._say_goodbye(reason, detail)
             if self.telemetry is not None:
                 await self.telemetry.flush()
             await self._api.aclose()
+        promise.finish(None)
+        self.portal.stop()
+
+    async def _say_goodbye(self, reason: str | None, detail: str | None) -> None:
+        """Finish what the server keeps for this connection; None means that it was dropped."""
+
+
+ConnT = TypeVar("ConnT", bound=Connection, covariant=True)
+
+
+class Lease(Generic[ConnT]):
+    """Keeps a connection set open; held by clients and by their pending futures."""
+
+    def __init__(self, connection: ConnT) -> None:
+        self.connection = connection
+        # Not at interpreter exit: the loop thread is gone by then, and so are its sockets.
+        weakref.finalize(self, connection.abandon).atexit = False
+
+    def operations(self) -> Operations:
+        """For one client: its promises keep the connection open."""
+        held = self.connection
+        return Operations(held.portal, held.clock, keep_alive=self, on_error=held.report)
 
 
 def _http_transport(config: Config, clock: Clock) -> Transport:

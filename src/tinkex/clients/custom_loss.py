@@ -1,4 +1,4 @@
-"""Losses of your own over log-probabilities.
+"""Custom losses over log-probabilities.
 
 A callable, or a handle that the server does not run, is evaluated in the caller's own thread
 between a forward and a backward pass (`local_loss`). A handle the server runs is one ordinary
@@ -11,11 +11,12 @@ import hashlib
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Concatenate, TypeVar
+from typing import TYPE_CHECKING, Concatenate
 
 from tinkex.clients.arguments import one_of
 from tinkex.clients.local_loss import LocalLoss, datums_of, numbers
 from tinkex.clients.loss_graph import load_torch, trace
+from tinkex.clients.portal import wait_for
 from tinkex.clients.training_requests import given
 from tinkex.errors import InputError, InputTypeError, TinkerError
 from tinkex.spans import span
@@ -28,14 +29,12 @@ if TYPE_CHECKING:
     import torch
     import torch.fx
 
-    from tinkex.clients.operations import Operations
+    from tinkex.clients.portal import Operations
     from tinkex.clients.session import Session
     from tinkex.clients.training import TrainingClient
     from tinkex.clients.training_requests import TrainingRequests
     from tinkex.futures.future import APIFuture
     from tinkex.types import CustomLossInputRank, ForwardBackwardOutput
-
-T = TypeVar("T")
 
 CustomLossFnV1 = Callable[
     [list[Datum], "list[torch.Tensor]"], "tuple[torch.Tensor, dict[str, float]]"
@@ -104,7 +103,7 @@ def create_custom_loss(
             return handle
         request = CreateCustomLossRequest(
             session_id=session_id,
-            custom_loss_seq_id=session.next_custom_loss_seq_id(),
+            custom_loss_seq_id=next(session.custom_loss_seq_ids),
             name=handle.name,
             inputs=list(handle.inputs),
             graph=traced.graph,
@@ -137,18 +136,18 @@ def run_custom(
 ) -> APIFuture[ForwardBackwardOutput]:
     """Wait for the forward pass, run the loss on this thread, and start the backward pass.
 
-    Our errors come out of the future; what `loss_fn` itself raises is raised here.
+    Errors of the client come out of the future; what `loss_fn` itself raises is raised here.
     """
     _check_loss_type(loss_type_input)
     try:
-        if isinstance(loss_fn, LossHandle) and loss_fn.loss_id is not None:
-            return _run_on_server(client, data, loss_fn, loss_fn.loss_id)
-        local = _local(client, data, loss_fn)
-        with requests.forward_then_backward(local.forward_data()) as (forward, backward):
-            weighted = local.evaluate(_wait(forward))
+        begun = _begin(client, data, loss_fn)
+        if not isinstance(begun, LocalLoss):
+            return begun
+        with requests.forward_then_backward(begun.forward_data()) as (forward, backward):
+            weighted = begun.evaluate(wait_for(forward))
             return backward(weighted.data).then(weighted.fold)
     except TinkerError as error:
-        return _refuse(client, error)
+        return client.operations.refuse(error)
 
 
 async def run_custom_async(
@@ -161,50 +160,35 @@ async def run_custom_async(
     """As `run_custom`, awaiting the forward pass; the loss runs on the caller's loop."""
     _check_loss_type(loss_type_input)
     try:
-        if isinstance(loss_fn, LossHandle) and loss_fn.loss_id is not None:
-            return _run_on_server(client, data, loss_fn, loss_fn.loss_id)
-        local = _local(client, data, loss_fn)
-        with requests.forward_then_backward(local.forward_data()) as (forward, backward):
-            weighted = local.evaluate(await forward)
+        begun = _begin(client, data, loss_fn)
+        if not isinstance(begun, LocalLoss):
+            return begun
+        with requests.forward_then_backward(begun.forward_data()) as (forward, backward):
+            weighted = begun.evaluate(await forward)
             return backward(weighted.data).then(weighted.fold)
     except TinkerError as error:
-        return _refuse(client, error)
+        return client.operations.refuse(error)
 
 
-def _wait(future: APIFuture[T]) -> T:
-    try:
-        return future.result()
-    except BaseException:
-        future.cancel()  # an interrupted caller takes its operation along
-        raise
-
-
-def _refuse(client: TrainingClient, error: TinkerError) -> APIFuture[Any]:
-    promise = client.operations.promise()
-    promise.fail(error)
-    return promise.future
-
-
-def _run_on_server(
-    client: TrainingClient, data: Sequence[Datum], handle: LossHandle, loss_id: str
-) -> APIFuture[ForwardBackwardOutput]:
-    _check_handle(client, handle, datums_of(data))
-    return client.forward_backward(data, "custom", {"loss_id": loss_id})
-
-
-def _local(
+def _begin(
     client: TrainingClient, data: Sequence[Datum], loss_fn: CustomLossFnV1 | LossHandle
-) -> LocalLoss:
+) -> LocalLoss | APIFuture[ForwardBackwardOutput]:
+    """The call itself where the server runs the loss, else the loss to evaluate here."""
+    if not isinstance(loss_fn, LossHandle):
+        load_torch()
+        datums = datums_of(data)
+        if not callable(loss_fn):
+            raise InputTypeError(
+                f"must be a function or a LossHandle, not {type(loss_fn).__name__}", "loss_fn"
+            )
+        return LocalLoss(datums, loss_fn)
+    if loss_fn.loss_id is not None:
+        _check_handle(client, loss_fn, datums_of(data))
+        return client.forward_backward(data, "custom", {"loss_id": loss_fn.loss_id})
     load_torch()
     datums = datums_of(data)
-    if isinstance(loss_fn, LossHandle):
-        _check_handle(client, loss_fn, datums)
-        return LocalLoss(datums, _loss_of(loss_fn))
-    if not callable(loss_fn):
-        raise InputTypeError(
-            f"must be a function or a LossHandle, not {type(loss_fn).__name__}", "loss_fn"
-        )
-    return LocalLoss(datums, loss_fn)
+    _check_handle(client, loss_fn, datums)
+    return LocalLoss(datums, _loss_of(loss_fn))
 
 
 # -- checks ---------------------------------------------------------------------------------------

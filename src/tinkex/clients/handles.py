@@ -19,8 +19,9 @@ import msgspec
 from tinkex.errors import InputError
 
 if TYPE_CHECKING:
+    from tinkex.clients.connection import Lease
     from tinkex.clients.sampling import SamplingClient
-    from tinkex.clients.session import Lease
+    from tinkex.clients.session import Session
 
 
 # Extra headers travel with a handle, but none that could be a credential.
@@ -50,7 +51,7 @@ def handle_of(client: SamplingClient) -> str:
         headers={k: v for k, v in session.config.headers.items() if not _SECRET.search(k)},
         record_stability_info=client.record_stability_info,
     )
-    _leases.keep(handle, client.lease)
+    _keep(handle, client.lease)
     return base64.urlsafe_b64encode(msgspec.json.encode(handle)).decode()
 
 
@@ -64,7 +65,7 @@ def from_handle(text: str, *, api_key: str | None = None) -> SamplingClient:
         raise InputError(
             "is not a sampler handle; pass what get_sampler_handle() returned", "handle"
         ) from error
-    lease = _leases.find(handle) if api_key is None else None
+    lease = _find(handle) if api_key is None else None
     return SamplingClient(
         lease or _join(handle, api_key),
         handle.sampling_session_id,
@@ -73,35 +74,32 @@ def from_handle(text: str, *, api_key: str | None = None) -> SamplingClient:
     )
 
 
-def _join(handle: _Handle, api_key: str | None) -> Lease:
+def _join(handle: _Handle, api_key: str | None) -> Lease[Session]:
+    from tinkex.clients.connection import Lease
     from tinkex.clients.session import Session
     from tinkex.config import Config
 
     config = Config.load(base_url=handle.base_url, api_key=api_key, headers=handle.headers)
-    lease = Session(config, session_id=handle.session_id).lease()
+    lease = Lease(Session(config, session_id=handle.session_id))
     if api_key is None:
         # A key given for this copy alone must not serve the next one.
-        _leases.keep(handle, lease)
+        _keep(handle, lease)
     return lease
 
 
-class _Leases:
-    """Sessions of this process by what a handle says of them; held weakly."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._by_key: weakref.WeakValueDictionary[tuple[str, str], Lease] = (
-            weakref.WeakValueDictionary()
-        )
-
-    def keep(self, handle: _Handle, lease: Lease) -> None:
-        with self._lock:
-            self._by_key[handle.base_url, handle.session_id] = lease
-
-    def find(self, handle: _Handle) -> Lease | None:
-        with self._lock:
-            lease = self._by_key.get((handle.base_url, handle.session_id))
-        return lease if lease is not None and lease.session.usable() else None
+def _keep(handle: _Handle, lease: Lease[Session]) -> None:
+    with _lock:
+        _leases[handle.base_url, handle.session_id] = lease
 
 
-_leases = _Leases()
+def _find(handle: _Handle) -> Lease[Session] | None:
+    with _lock:
+        lease = _leases.get((handle.base_url, handle.session_id))
+    return lease if lease is not None and lease.connection.usable() else None
+
+
+# Sessions of this process by what a handle says of them; held weakly, guarded by the lock.
+_lock = threading.Lock()
+_leases: weakref.WeakValueDictionary[tuple[str, str], Lease[Session]] = (
+    weakref.WeakValueDictionary()
+)

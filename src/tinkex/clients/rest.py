@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from tinkex.clients.admin import AdminClient, AuditEventType
 from tinkex.clients.arguments import given_text
 from tinkex.clients.base_client import AccessScope, checkpoint_of, page, scope
-from tinkex.clients.operations import submitting
 from tinkex.clients.rest_checkpoints import CheckpointCalls
+from tinkex.clients.twins import on_loop, submitting
 from tinkex.errors import (
     ExperimentalWarning,
     InputTypeError,
@@ -142,14 +142,10 @@ class RestClient(CheckpointCalls):
 
     assign_session_project = submitting(assign_session_project_async)
 
+    @on_loop
     async def export_session_trace_async(self, session_id: str) -> str:
         """A link to the session's trace, once the server has written it; an hour at most."""
         params = {"session": given_text(session_id, "session_id")}
-        return await self._operations.run(lambda: self._export(params))
-
-    export_session_trace = submitting(export_session_trace_async)
-
-    async def _export(self, params: dict[str, str]) -> str:
         clock = self._connection.clock
         deadline = clock.now() + _EXPORT_DEADLINE_S
         while True:
@@ -164,9 +160,11 @@ class RestClient(CheckpointCalls):
             if clock.now() + _EXPORT_POLL_S > deadline:
                 raise ServerSilentError(
                     f"the trace is still not written after {_EXPORT_DEADLINE_S:.0f} s; ask again "
-                    "later, the server goes on with it"
+                    "later, the server continues to write it"
                 )
             await clock.sleep(_EXPORT_POLL_S)
+
+    export_session_trace = submitting(export_session_trace_async)
 
     def search_sessions(self, request: SessionSearchRequest) -> APIFuture[SessionSearchResponse]:
         """Experimental: a page of the sessions that match, newest first."""
@@ -186,13 +184,9 @@ class RestClient(CheckpointCalls):
 
     # -- identity -----------------------------------------------------------------------------
 
+    @on_loop
     async def whoami_async(self) -> WhoamiResponse:
         """Whose credential this is, as the token in use says; asks the server nothing more."""
-        return await self._operations.run(self._whoami)
-
-    whoami = submitting(whoami_async)
-
-    async def _whoami(self) -> WhoamiResponse:
         api = await self._connected()
         await api.auth.header_value()  # has a token fetched or refreshed where the server wants one
         if api.auth.token is None:
@@ -209,6 +203,8 @@ class RestClient(CheckpointCalls):
             org_urn=f"tml:organization:{organisation}",
             email=claims.get("email") or None,
         )
+
+    whoami = submitting(whoami_async)
 
     # -- moved to AdminClient -----------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast, get_args
 
 from tinkex.clients.arguments import given_text, header_text, one_of, whole_number
 from tinkex.clients.base_client import ResourceClient, checkpoint_of, page
-from tinkex.clients.operations import submitting
+from tinkex.clients.twins import submitting
 from tinkex.errors import InputError, InputTypeError, NotFoundError
 from tinkex.types import CopyWeightsRequest
 from tinkex.wire import bodies, routes

@@ -3,34 +3,37 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import random
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from tinkex.clients.arguments import given_text
-from tinkex.clients.dispatch import pause_s
-from tinkex.clients.notices import QueueNotices
-from tinkex.clients.operations import awaited, blocking
+from tinkex.clients.base_client import BaseClient
 from tinkex.clients.sampling_checks import (
     RetryConfig,
-    SamplingPolicy,
-    build_request,
+    check_kinds,
     check_options,
     check_response,
+    checked_copy,
 )
-from tinkex.clients.training_requests import input_bytes, text_tokens
+from tinkex.clients.session import Session
+from tinkex.clients.twins import awaited, blocking, on_loop
 from tinkex.errors import InputError, TinkerError
+from tinkex.futures.admission import input_bytes, text_tokens
 from tinkex.futures.feed import CompletionFeed
-from tinkex.futures.lifecycle import Lifecycle
-from tinkex.futures.results import charge
+from tinkex.futures.lifecycle import Lifecycle, RetryPolicy, charge
+from tinkex.futures.queue_notices import QueueNotices
 from tinkex.metrics import meter
 from tinkex.spans import span
 from tinkex.types import (
     CreateSamplingSessionRequest,
     JoinSamplingSessionRequest,
+    SampleRequest,
     SamplingParams,
 )
 from tinkex.wire import json_codec, routes
@@ -38,22 +41,24 @@ from tinkex.wire import json_codec, routes
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
-    from tinkex.clients.operations import Operations
-    from tinkex.clients.session import Lease, Session
+    from tinkex.clients.connection import Lease
     from tinkex.futures.future import APIFuture, Promise
-    from tinkex.futures.results import Result, Ticket
-    from tinkex.telemetry.events import Telemetry
+    from tinkex.futures.lifecycle import CallContext
+    from tinkex.futures.results import Ticket
     from tinkex.tokenizers import Tokenizer
-    from tinkex.types import ModelInput, SampleRequest, SampleResponse, TensorData
+    from tinkex.types import ModelInput, SampleResponse, TensorData
 
 # Copies of a sampler number their requests from blocks of their own.
 CLONE_BLOCK = 1_000_000_000
 _BYTES_PER_TOKEN = 10
+# After a 429 without a hint, larger samples pause longer.
+_LARGE_BYTES = 128 * 1024
+_NO_LIMIT = nullcontext()
 _SCHEME = "tinker://"
 _HEADERS = {"X-Tinker-Sampling-Backpressure": "1"}
 
 
-class SamplingClient:
+class SamplingClient(BaseClient[Session]):
     """Samples from a base model or from saved weights. Made by the other clients.
 
     It can be pickled and sent to other processes, and turned into a text handle; neither holds a
@@ -62,7 +67,7 @@ class SamplingClient:
 
     def __init__(
         self,
-        lease: Lease,
+        lease: Lease[Session],
         sampling_session_id: str,
         *,
         retry_config: RetryConfig | None = None,
@@ -71,8 +76,8 @@ class SamplingClient:
     ) -> None:
         # Mutable state, touched on the loop only: the next request number (once the clone id is
         # known), the completion feed, and the places for samples under way.
-        self._lease = lease
-        self._operations = lease.operations()
+        super().__init__(lease.connection, lease.operations())
+        self.lease = lease  # keeps the session alive
         self._sampling_session_id = sampling_session_id
         self._record_stability_info = record_stability_info
         self._clone_id = clone_id
@@ -82,26 +87,11 @@ class SamplingClient:
         self._slots: asyncio.Semaphore | None = None
         self._notices = QueueNotices(
             f"sampler {sampling_session_id}",
-            lease.session.clock,
+            lease.connection.clock,
             lambda state, reason: self.on_queue_state_change(state, reason),
-            lease.session.telemetry,
+            lease.connection.telemetry,
         )
         self.retry_config = retry_config or RetryConfig()
-
-    @property
-    def operations(self) -> Operations:
-        """Where this client's work runs; for the twins of its methods."""
-        return self._operations
-
-    @property
-    def holder(self) -> Session:
-        """The session behind this client."""
-        return self._lease.session
-
-    @property
-    def lease(self) -> Lease:
-        """What keeps the session alive."""
-        return self._lease
 
     @property
     def sampling_session_id(self) -> str:
@@ -135,24 +125,25 @@ class SamplingClient:
         `prompt_logprobs_last_n` scores only the last tokens, with `include_prompt_logprobs`.
         """
         try:
-            request = build_request(
-                prompt,
-                num_samples,
-                sampling_params,
-                include_prompt_logprobs=include_prompt_logprobs,
-                topk_prompt_logprobs=topk_prompt_logprobs,
-                topk_sample_logprobs=topk_sample_logprobs,
-                target_prompt_logprobs=target_prompt_logprobs,
-                prompt_alt_tokens_k=prompt_alt_tokens_k,
-                prompt_logprobs_last_n=prompt_logprobs_last_n,
-                record_stability_info=self._record_stability_info,
-                sampling_session_id=self._sampling_session_id,
+            check_kinds(prompt, sampling_params)
+            request = checked_copy(
+                SampleRequest(
+                    num_samples=num_samples,
+                    prompt=prompt,
+                    sampling_params=sampling_params,
+                    sampling_session_id=self._sampling_session_id,
+                    prompt_logprobs=include_prompt_logprobs,
+                    topk_prompt_logprobs=topk_prompt_logprobs,
+                    topk_sample_logprobs=topk_sample_logprobs,
+                    target_prompt_logprobs=target_prompt_logprobs,
+                    prompt_alt_tokens_k=prompt_alt_tokens_k,
+                    prompt_logprobs_last_n=prompt_logprobs_last_n,
+                    record_stability_info=self._record_stability_info,
+                )
             )
         except TinkerError as error:
-            promise = self._operations.promise()
-            promise.fail(error)
-            return promise.future
-        return self._operations.start(lambda promise: self._sample(promise, request))
+            return self._operations.refuse(error)
+        return self._operations.start(functools.partial(self._sample, request))
 
     sample_async = awaited(sample)
 
@@ -174,85 +165,115 @@ class SamplingClient:
     # -- on the loop --------------------------------------------------------------------------
 
     async def _sample(
-        self, promise: Promise[SampleResponse], request: SampleRequest
+        self, request: SampleRequest, promise: Promise[SampleResponse]
     ) -> SampleResponse:
         """Draw within the total deadline, which counts from here."""
-        session = self.holder
-        if not session.is_open:
+        session = self._connection
+        if session.context is None or session.closed:
             await session.opened()
+        context = session.context
+        assert context is not None
         with span("sampling.sample", sampling_session_id=self._sampling_session_id):
-            if session.wire.total_s is None:
-                return self._finished(await self._draw(promise, request), request)
-            async with session.wire.limit("the sample", session.clock.now()):
-                return self._finished(await self._draw(promise, request), request)
+            if context.total_s is None:
+                return await self._draw(context, request, promise)
+            async with context.limit("the sample", context.clock.now()):
+                return await self._draw(context, request, promise)
 
-    async def _draw(self, promise: Promise[Any], request: SampleRequest) -> Result:
-        """One lifecycle, with another number for each time that the server has lost the sample."""
-        session = self.holder
-        # A copy learns its number with them, by which the server knows its completions.
+    async def _draw(
+        self, context: CallContext, request: SampleRequest, promise: Promise[SampleResponse]
+    ) -> SampleResponse:
+        """One lifecycle, with another number each time that the server has lost the sample."""
+        session, flags = self._connection, context.api.client_config
+        # A copy learns its clone id with them, by which the server knows its completions.
         numbers = self._numbers or await self._number()
         estimate = input_bytes(request.prompt, per_token=_BYTES_PER_TOKEN)
-        asked = session.clock.now()
-        async with self._slot():
+        if flags.sample_use_retrieve_futures:
+            # One poll for all samples, so that any number of them may be under way.
+            feed, slot = self._feed or self._open_feed(context), _NO_LIMIT
+        else:
+            if self._slots is None:
+                self._slots = asyncio.Semaphore(max(flags.sample_max_concurrent_requests, 1))
+            feed, slot = None, self._slots
+        asked = context.clock.now()
+        async with slot:
             if meter.on:
-                meter.wait("slot", session.clock.now() - asked)
+                meter.wait("slot", context.clock.now() - asked)
             life = Lifecycle(
-                session.wire,
+                context,
                 routes.ASAMPLE,
                 "Sample",
                 promise,
-                self._notices,
-                policy=self._policy(),
-                pause=session.dispatcher,
-                pause_s=pause_s(estimate),
-                feed=self._completions(),
+                self._notices.observe,
+                policy=self._policy(context),
+                admission=session.admission,
+                pause_s=1.0 if estimate <= _LARGE_BYTES else 5.0,
+                feed=feed,
             )
-            draw = _Draw(session, promise, request, numbers, estimate, life)
-            ticket = await draw.submit()
+            submit = functools.partial(self._submit, life, request, promise, numbers, estimate)
+            ticket = await submit()
             with span("sampling.wait", request_id=ticket.request_id):
-                return await life.finish(ticket, draw.submit)
-
-    def _policy(self) -> SamplingPolicy:
-        """What the user's settings and the server's flags say about retries."""
-        config, flags = self.retry_config, self.holder.api.client_config
-        patience_s = self.holder.config.silence_deadline_s
-        if config.enable_stuck_detection and flags.sample_enable_stuck_detection:
-            patience_s = min(patience_s, config.progress_timeout)
-        retries = config.enable_retry_logic and not flags.sample_no_retries
-        return SamplingPolicy(config, retries, patience_s)
-
-    def _completions(self) -> CompletionFeed | None:
-        """One poll for all samples, where the server has it."""
-        session = self.holder
-        if not session.api.client_config.sample_use_retrieve_futures:
-            return None
-        if self._feed is None:
-            self._feed = CompletionFeed(
-                session.api,
-                session.clock,
-                session.portal.spawn,
-                self._sampling_session_id,
-                self._clone_id or 0,
-                silence_s=session.config.silence_deadline_s,
-            )
-        return self._feed
-
-    def _finished(self, result: Result, request: SampleRequest) -> SampleResponse:
-        """Charge and check what came back."""
+                result = await life.finish(ticket, submit)
         response: SampleResponse = result.value
-        usage = charge(
+        generated = 0
+        for sequence in response.sequences:
+            generated += 0 if sequence.tokens_np is None else len(sequence.tokens_np)
+        session.usage += charge(
             result,
-            response,
             prompt_tokens=text_tokens(request.prompt),
             cached_tokens=response.prompt_cache_hit_tokens,
-            generated_tokens=sum(
-                0 if sequence.tokens_np is None else len(sequence.tokens_np)
-                for sequence in response.sequences
-            ),
+            generated_tokens=generated,
         )
-        self.holder.add_usage(usage)
         check_response(response, request)
         return response
+
+    def _policy(self, context: CallContext) -> RetryPolicy:
+        """What the user's settings and the server's flags say about retries."""
+        config, flags, patience_s = self.retry_config, context.api.client_config, context.silence_s
+        if config.enable_stuck_detection and flags.sample_enable_stuck_detection:
+            patience_s = min(patience_s, config.progress_timeout)
+        return RetryPolicy(
+            config.enable_retry_logic and not flags.sample_no_retries,
+            patience_s,
+            config.retryable_exceptions,
+            config.delay_s,
+        )
+
+    async def _submit(
+        self,
+        life: Lifecycle,
+        request: SampleRequest,
+        promise: Promise[SampleResponse],
+        numbers: itertools.count[int],
+        estimate_bytes: int,
+    ) -> Ticket:
+        """Send the sample under its next number; returns when the server has accepted it."""
+        session = self._connection
+        assert session.context is not None
+        assert session.admission is not None
+        promise.note(state="queued", request_id=None)
+        numbered = msgspec.structs.replace(request, seq_id=next(numbers))
+        body = json_codec.encode(numbered)
+        with span("sampling.submit", seq_id=numbered.seq_id):
+            post = session.context.api.prepared(routes.ASAMPLE, body, _HEADERS)
+            room = functools.partial(session.admission.room, estimate_bytes)
+            ticket = await life.submit(post, room)
+        promise.note(state="running", request_id=ticket.request_id)
+        if ticket.sequence_ids:
+            return ticket
+        # Servers older than sequence ids; the ids only need to be unique in the session.
+        ids = [f"{ticket.request_id}:{i}" for i in range(request.num_samples)]
+        return replace(ticket, sequence_ids=ids)
+
+    def _open_feed(self, context: CallContext) -> CompletionFeed:
+        self._feed = CompletionFeed(
+            context.api,
+            context.clock,
+            self._operations.portal.spawn,
+            self._sampling_session_id,
+            self._clone_id or 0,
+            silence_s=context.silence_s,
+        )
+        return self._feed
 
     async def _number(self) -> itertools.count[int]:
         """Request numbers: from 0, or for a copy from a block of its own."""
@@ -273,22 +294,11 @@ class SamplingClient:
         )
         return joined.client_counter
 
-    def _slot(self) -> asyncio.Semaphore | _NoLimit:
-        """How many samples of this client may be under way: the server's limit."""
-        flags = self.holder.api.client_config
-        if flags.sample_use_retrieve_futures:
-            return _NO_LIMIT
-        if self._slots is None:
-            self._slots = asyncio.Semaphore(max(flags.sample_max_concurrent_requests, 1))
-        return self._slots
-
     # -- about this sampler -------------------------------------------------------------------
 
+    @on_loop
     async def get_base_model_async(self) -> str:
         """The name of the model under the weights."""
-        return await self._operations.run(self._base_model)
-
-    async def _base_model(self) -> str:
         api = await self.holder.opened()
         sampler = await api.call(routes.GET_SAMPLER, params={"sampler": self._sampling_session_id})
         return sampler.base_model
@@ -324,41 +334,12 @@ class SamplingClient:
     def __reduce__(self) -> tuple[Any, ...]:
         return (SamplingClient.from_sampler_handle, (self.get_sampler_handle(),))
 
-    def get_telemetry(self) -> Telemetry | None:
-        """The session's telemetry, or None when it is off."""
-        return self.holder.telemetry
-
     def on_queue_state_change(self, queue_state: str, queue_state_reason: str | None) -> None:
         """Called whenever the server's queue pauses or moves again; override or replace it."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Draw:
-    """One sample; it has another number each time that it is submitted."""
-
-    session: Session
-    promise: Promise[Any]
-    request: SampleRequest
-    numbers: itertools.count[int]
-    estimate_bytes: int
-    life: Lifecycle
-
-    async def submit(self) -> Ticket:
-        session, promise = self.session, self.promise
-        promise.note(state="queued", request_id=None)
-        numbered = msgspec.structs.replace(self.request, seq_id=next(self.numbers))
-        body = json_codec.encode(numbered)
-        with span("sampling.submit", seq_id=numbered.seq_id):
-            post = session.api.prepared(routes.ASAMPLE, body, _HEADERS)
-            ticket = await self.life.submit(
-                post, lambda: session.dispatcher.room(self.estimate_bytes)
-            )
-        promise.note(state="running", request_id=ticket.request_id)
-        return ticket if ticket.sequence_ids else _with_ids(ticket, self.request.num_samples)
-
-
 async def open_sampler(
-    lease: Lease,
+    lease: Lease[Session],
     *,
     model_path: str | None = None,
     base_model: str | None = None,
@@ -373,14 +354,14 @@ async def open_sampler(
         given_text(base_model, "base_model")
     if model_path is not None and not given_text(model_path, "model_path").startswith(_SCHEME):
         raise InputError(f"must start with {_SCHEME}, not {model_path!r}", "model_path")
-    session = lease.session
+    session = lease.connection
 
     async def create() -> str:
         api = await session.opened()
         assert session.session_id is not None
         request = CreateSamplingSessionRequest(
             session_id=session.session_id,
-            sampling_session_seq_id=session.next_sampling_session_seq_id(),
+            sampling_session_seq_id=next(session.sampling_session_seq_ids),
             base_model=base_model,
             model_path=model_path,
         )
@@ -392,23 +373,6 @@ async def open_sampler(
         retry_config=retry_config,
         record_stability_info=record_stability_info,
     )
-
-
-class _NoLimit:
-    """A semaphore with room for everybody."""
-
-    async def __aenter__(self) -> None: ...
-
-    async def __aexit__(self, *_: object) -> None: ...
-
-
-_NO_LIMIT = _NoLimit()
-
-
-def _with_ids(ticket: Ticket, samples: int) -> Ticket:
-    # Servers older than sequence ids; the ids only need to be unique in the session.
-    ids = [f"{ticket.request_id}:{i}" for i in range(samples)]
-    return replace(ticket, sequence_ids=ids)
 
 
 def _prompt_logprobs(response: SampleResponse) -> list[float | None]:

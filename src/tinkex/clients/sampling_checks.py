@@ -1,4 +1,4 @@
-"""What a sampling client is told, and its checks: settings, requests, answers. Pure."""
+"""Settings of a sampling client, and checks of its requests and answers. Pure."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tinkex.errors import (
     PromiseLostError,
     ResultError,
 )
-from tinkex.types import ModelInput, SampleRequest, SamplingParams, TensorData
+from tinkex.types import EncodedTextChunk, ModelInput, SampleRequest, SamplingParams, TensorData
 from tinkex.types.sampling import copy_request
 
 if TYPE_CHECKING:
-    from tinkex.types import SampleResponse
+    from tinkex.types import SampleResponse, TensorData
 
 
 @dataclass(unsafe_hash=True)
@@ -62,24 +62,6 @@ class RetryConfig:
         return min(max(delay + jitter, 0.0), self.retry_delay_max)
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingPolicy:
-    """A `RetryConfig` together with what the server's flags say; see `futures.lifecycle`."""
-
-    config: RetryConfig
-    retries: bool
-    patience_s: float
-
-    @property
-    def retryable_exceptions(self) -> tuple[type[Exception], ...]:
-        """What else is worth another try, in the user's eyes."""
-        return self.config.retryable_exceptions
-
-    def delay_s(self, attempt: int, draw: float) -> float:
-        """The wait before retry number `attempt`."""
-        return self.config.delay_s(attempt, draw)
-
-
 def _check_amount(value: object, name: str) -> None:
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         raise InputTypeError(f"must be a number, not {type(value).__name__}", name)
@@ -102,21 +84,8 @@ def check_options(retry_config: object, record_stability_info: object) -> None:
     switch(record_stability_info, "record_stability_info")
 
 
-def build_request(
-    prompt: object,
-    num_samples: int,
-    sampling_params: object,
-    *,
-    include_prompt_logprobs: bool,
-    topk_prompt_logprobs: int,
-    topk_sample_logprobs: int,
-    target_prompt_logprobs: TensorData | None,
-    prompt_alt_tokens_k: int,
-    prompt_logprobs_last_n: int | None,
-    record_stability_info: bool,
-    sampling_session_id: str,
-) -> SampleRequest:
-    """The request of one `sample` call, or an error that names the argument."""
+def check_kinds(prompt: object, sampling_params: object) -> None:
+    """What a request is made of; the error names the argument."""
     if not isinstance(prompt, ModelInput):
         raise InputTypeError(
             f"must be a ModelInput (see ModelInput.from_ints), not {type(prompt).__name__}",
@@ -126,23 +95,20 @@ def build_request(
         raise InputTypeError(
             f"must be SamplingParams, not {type(sampling_params).__name__}", "sampling_params"
         )
-    request = SampleRequest(
-        num_samples=num_samples,
-        prompt=prompt,
-        sampling_params=sampling_params,
-        sampling_session_id=sampling_session_id,
-        prompt_logprobs=include_prompt_logprobs,
-        topk_prompt_logprobs=topk_prompt_logprobs,
-        topk_sample_logprobs=topk_sample_logprobs,
-        target_prompt_logprobs=target_prompt_logprobs,
-        prompt_alt_tokens_k=prompt_alt_tokens_k,
-        prompt_logprobs_last_n=prompt_logprobs_last_n,
-        record_stability_info=record_stability_info,
-    )
+
+
+def checked_copy(request: SampleRequest) -> SampleRequest:
+    """A copy that the caller cannot change, or an error that names the argument."""
     _check_numbers(request)
     # What is checked is what is sent, now and if it has to be sent again.
     request = copy_request(request)
-    _check_prompt(request)
+    for part in request.prompt.chunks:
+        if not isinstance(part, EncodedTextChunk) or len(part.tokens):
+            break
+    else:
+        raise InputError("must hold at least one token", "prompt")
+    if request.target_prompt_logprobs is not None:
+        _check_target(request.target_prompt_logprobs)
     return request
 
 
@@ -152,9 +118,8 @@ def _check_numbers(request: SampleRequest) -> None:
     for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k"):
         if getattr(request, name) < 0:
             raise InputError("must not be negative; 0 asks for nothing", name)
-    last_n = request.prompt_logprobs_last_n
-    if last_n is not None:
-        if last_n < 1:
+    if request.prompt_logprobs_last_n is not None:
+        if request.prompt_logprobs_last_n < 1:
             raise InputError("must be at least 1", "prompt_logprobs_last_n")
         if not request.prompt_logprobs:
             raise InputError("needs include_prompt_logprobs=True", "prompt_logprobs_last_n")
@@ -165,21 +130,11 @@ def _check_numbers(request: SampleRequest) -> None:
         raise InputError("must be 0 or more", "sampling_params.temperature")
 
 
-def _check_prompt(request: SampleRequest) -> None:
-    if not request.prompt.chunks or not any(_length(part) for part in request.prompt.chunks):
-        raise InputError("must hold at least one token", "prompt")
-    target = request.target_prompt_logprobs
-    if target is None:
-        return
+def _check_target(target: TensorData) -> None:
     if target.dtype != "int64":
         raise InputError(f"must be int64, not {target.dtype}", "target_prompt_logprobs")
     if target.shape is None or len(target.shape) != 2:
         raise InputError("must be 2-D: [len(prompt) - 1, K]", "target_prompt_logprobs")
-
-
-def _length(part: object) -> int:
-    tokens = getattr(part, "tokens", None)
-    return 1 if tokens is None else len(tokens)
 
 
 def check_response(response: SampleResponse, request: SampleRequest) -> None:

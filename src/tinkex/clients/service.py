@@ -6,13 +6,15 @@ import warnings
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from tinkex.clients.arguments import given_text, header_text, named_values, optional_text
-from tinkex.clients.operations import awaited, blocking
+from tinkex.clients.base_client import ClosableClient
+from tinkex.clients.connection import Lease
 from tinkex.clients.sampling import SamplingClient, open_sampler
 from tinkex.clients.session import Session, session_url
 from tinkex.clients.training import TrainingClient
 from tinkex.clients.training_requests import given
+from tinkex.clients.twins import awaited, blocking, on_loop
 from tinkex.config import Config
-from tinkex.errors import APIStatusError, ClosedError, InputError, NotFoundError, NothingToTrain
+from tinkex.errors import APIStatusError, InputError, NotFoundError, NothingToTrain
 from tinkex.types import (
     AdamOptimizerConfig,
     CreateModelRequest,
@@ -24,14 +26,11 @@ from tinkex.wire import bodies, routes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from types import TracebackType
 
     from tinkex.clients.custom_loss import LossHandle, PerDatumLossFn
-    from tinkex.clients.operations import Operations
     from tinkex.clients.rest import RestClient
     from tinkex.clients.sampling_checks import RetryConfig
-    from tinkex.futures.future import APIFuture, Promise
-    from tinkex.telemetry.events import Telemetry
+    from tinkex.futures.future import APIFuture
     from tinkex.transport.api import Api
     from tinkex.types import (
         CustomLossInputRank,
@@ -47,7 +46,7 @@ _NO_SUCH_ROUTE = (404, 405, 501)
 CloseStatus = Literal["success", "errored", "interrupted"]
 
 
-class ServiceClient:
+class ServiceClient(ClosableClient[Session]):
     """A connection to a Tinker server; does nothing until it is used.
 
     `config` replaces the settings that would be taken from the arguments and the environment.
@@ -99,29 +98,16 @@ class ServiceClient:
         return client
 
     def _begin(self, session: Session) -> None:
-        self._lease = session.lease()
-        self._operations = self._lease.operations()
-        self._closing: APIFuture[None] | None = None
+        self._lease = Lease(session)
+        super().__init__(session, self._lease.operations())
         # Runs that this client has attached to: two clients of one run would share its numbers.
         self._attached: set[str] = set()
 
-    @property
-    def operations(self) -> Operations:
-        """Where this client's work runs; for the twins of its methods."""
-        return self._operations
-
-    @property
-    def holder(self) -> Session:
-        """The session behind this client."""
-        return self._lease.session
-
     # -- what the server has ------------------------------------------------------------------
 
+    @on_loop
     async def get_server_capabilities_async(self) -> GetServerCapabilitiesResponse:
         """The models this server offers; needs no session."""
-        return await self._operations.run(self._capabilities)
-
-    async def _capabilities(self) -> GetServerCapabilitiesResponse:
         api = await self.holder.connected()
         return await api.call(routes.GET_SERVER_CAPABILITIES)
 
@@ -176,7 +162,7 @@ class ServiceClient:
         )
         session = self.holder
         await session.opened()
-        number = session.next_model_seq_id()
+        number = next(session.model_seq_ids)
         session_id = given(session.session_id, "session_id", "create_session")
         request = draft.model_copy(update={"session_id": session_id, "model_seq_id": number})
         created = await self._submit(routes.CREATE_MODEL, request)
@@ -262,7 +248,7 @@ class ServiceClient:
     async def _create_by_loading(self, draft: LoadWeightsRequest) -> TrainingClient:
         session = self.holder
         session_id = given(session.session_id, "session_id", "create_session")
-        number = session.next_model_seq_id()
+        number = next(session.model_seq_ids)
         request = draft.model_copy(update={"session_id": session_id, "model_seq_id": number})
         loaded = await self._submit(routes.LOAD_WEIGHTS, request)
         # The protocol fixes the id of a run that is created this way.
@@ -270,20 +256,17 @@ class ServiceClient:
             self._lease, number, loaded.model_id or f"{session_id}:train:{number}"
         )
 
+    @on_loop
     async def attach_training_client_async(self, model_id: str) -> TrainingClient:
-        """Go on with a run whose own program has ended, at the next `seq_id`.
+        """Continue a run whose own program has ended, at the next `seq_id`.
 
         What that program had submitted runs first. Needs a tinkex server, and that the program
         has been silent for half a minute and its session is not over. `ConflictError`: another
         program trains the run. `PromiseLostError`: it is closed; the message names its last
         checkpoint.
         """
-        return await self._operations.run(lambda: self._attach(given_text(model_id, "model_id")))
-
-    attach_training_client = blocking(attach_training_client_async)
-
-    async def _attach(self, model_id: str) -> TrainingClient:
-        routes.GET_TRAINING_RUN.url(run=model_id)  # refuses a bad id before anything is sent
+        # Refuses a bad id before anything is sent.
+        routes.GET_TRAINING_RUN.url(run=given_text(model_id, "model_id"))
         session = self.holder
         api = await session.opened()
         session_id = given(session.session_id, "session_id", "create_session")
@@ -307,6 +290,8 @@ class ServiceClient:
             model_id,
             attached_at=attached.next_seq_id,
         )
+
+    attach_training_client = blocking(attach_training_client_async)
 
     async def _weights_info(self, path: str, token: str | None) -> WeightsInfoResponse:
         api = await self.holder.connected()
@@ -386,61 +371,24 @@ class ServiceClient:
         """Where this session can be looked at; the list of sessions before there is one."""
         return session_url(self.holder.session_id)
 
-    def get_telemetry(self) -> Telemetry | None:
-        """The session's telemetry, or None when it is off."""
-        return self.holder.telemetry
-
     # -- the end ------------------------------------------------------------------------------
 
     def close(self, status: CloseStatus = "success", detail: str | None = None) -> APIFuture[None]:
         """Finish the session and let go of everything; pending calls end with `ClosedError`."""
         if self._closing is None:
-            session = self.holder
-            promise: Promise[None] = self._operations.promise()
-            self._closing = promise.future
-            if not session.portal.started():
-                session.closed = True
-                promise.finish(None)
-            else:
-                self._operations.post(
-                    promise,
-                    lambda: session.portal.spawn(session.close(promise, status, detail)),
-                )
+            self._closing = self.holder.close(status, detail)
         return self._closing
 
     close_async = awaited(close)
 
-    def __enter__(self) -> ServiceClient:
-        if self._closing is not None:
-            raise ClosedError("ServiceClient is closed")
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
-        self._report(error)
-        self.close(_status_of(kind)).result()
-
-    async def __aenter__(self) -> ServiceClient:
-        return self.__enter__()
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
-        self._report(error)
-        await self.close_async(_status_of(kind))
-
-    def _report(self, error: BaseException | None) -> None:
-        """The session ends with this error, so it is the last chance to say so."""
+    def _leave(self, error: BaseException | None) -> APIFuture[None]:
+        if error is None:
+            return self.close()
         telemetry = self.get_telemetry()
-        if error is not None and telemetry is not None:
+        if telemetry is not None:
+            # The session ends with this error, so it is the last chance to report it.
             telemetry.exception(error)
+        return self.close("errored" if isinstance(error, Exception) else "interrupted")
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise TypeError(
@@ -463,9 +411,3 @@ async def _cannot_attach(api: Api, model_id: str, error: APIStatusError) -> APIS
         )
     message = f"this server cannot attach a program to the run {model_id}; {advice}"
     return type(error)(message, error.response, error.body)
-
-
-def _status_of(kind: type[BaseException] | None) -> CloseStatus:
-    if kind is None:
-        return "success"
-    return "errored" if issubclass(kind, Exception) else "interrupted"

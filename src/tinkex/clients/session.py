@@ -1,32 +1,25 @@
 """A session: the server-side life of one `ServiceClient`.
 
-Owns the session id, the heartbeat, the counters whose numbers must never repeat, the cancel
-queue, and the order in which all of it ends. User-facing clients hold a `Lease`; when the last
-one is dropped without `close()`, the session closes its connections by itself.
+Owns the session id, the heartbeat, the counters whose numbers must never repeat, and the queue of
+requests to cancel on the server.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import logging
-import weakref
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from tinkex._version import PROTOCOL_VERSION
 from tinkex.clients.connection import Connection, Once
-from tinkex.clients.dispatch import Dispatcher
-from tinkex.clients.notices import QueueNotices
-from tinkex.clients.operations import Operations
 from tinkex.clock import SystemClock, time_limit
 from tinkex.errors import APIError, ClosedError, PromiseLostError, TinkerError
-from tinkex.futures.budget import ByteBudget
+from tinkex.futures.admission import ByteBudget, Pauses, SampleAdmission, process_pauses
 from tinkex.futures.future import Promise
-from tinkex.futures.lifecycle import Lifecycle, Wire
-from tinkex.metrics import meter
-from tinkex.transport.sampling_pause import Pauses, process_pauses
+from tinkex.futures.lifecycle import CallContext, Lifecycle
+from tinkex.futures.queue_notices import QueueNotices
 from tinkex.types import (
     ClientSessionFinishErrored,
     ClientSessionFinishInterrupted,
@@ -57,12 +50,14 @@ _CONSOLE = "https://tinker.thinkingmachines.ai"
 _HEARTBEAT_S = 10.0
 _HEARTBEAT_WARNING_S = 120.0
 _WARNING_EVERY_S = 60.0
-# Saying goodbye must not keep anybody waiting: the server notices missing heartbeats anyway.
+# Finishing the session must not delay `close()`: the server notices missing heartbeats anyway.
 _FINISH_S = 10.0
 
 
 class Session(Connection):
     """A connection set with a session on it; created lazily by the first call that needs it."""
+
+    _closed_message = "Internal client holder is closed"
 
     def __init__(
         self,
@@ -93,12 +88,14 @@ class Session(Connection):
         pauses = process_pauses() if isinstance(self.clock, SystemClock) else Pauses(self.clock)
         key = config.api_key or config.stored_key or config.credential_cmd
         self.pause = pauses.get(config.base_url, key)
-        self._dispatcher: Dispatcher | None = None
-        self._wire: Wire | None = None
+        # What calls share; set by `opened()`.
+        self.context: CallContext | None = None
+        self.admission: SampleAdmission | None = None
         self._opened = Once(self.portal, self._open)
-        self._model_seq_ids = itertools.count()
-        self._sampling_session_seq_ids = itertools.count()
-        self._custom_loss_seq_ids = itertools.count()
+        # Each names a training run, a sampler or a custom loss of this session for ever.
+        self.model_seq_ids = itertools.count()
+        self.sampling_session_seq_ids = itertools.count()
+        self.custom_loss_seq_ids = itertools.count()
         self.custom_losses: set[str] = set()
         self._abandoned: set[str] = set()
         self._cancelling = False
@@ -107,15 +104,6 @@ class Session(Connection):
         """False once it was closed, or after a fork."""
         return not self.closed and self.portal.alive()
 
-    def lease(self) -> Lease:
-        """What a user-facing client holds."""
-        return Lease(self)
-
-    @property
-    def is_open(self) -> bool:
-        """Whether `opened()` would return at once."""
-        return self._dispatcher is not None and not self.closed
-
     async def opened(self) -> Api:
         """A session exists and its heartbeat runs."""
         if self.closed:
@@ -123,34 +111,23 @@ class Session(Connection):
         await self._opened.get()
         return self.api
 
-    @property
-    def dispatcher(self) -> Dispatcher:
-        """The way out for samples; only after `opened()`."""
-        if self._dispatcher is None:
-            raise ClosedError("the client is not connected yet")
-        return self._dispatcher
-
-    @property
-    def wire(self) -> Wire:
-        """What the lifecycles of all calls share; only after `opened()`."""
-        if self._wire is None:
-            raise ClosedError("the client is not connected yet")
-        return self._wire
-
     async def request(
         self, route: Route[Any, Any], request: Any, subject: str, kind: RequestType
     ) -> Any:
         """Send a request outside any run's order and wait for its result."""
+        context = self.context
+        assert context is not None  # `opened()` comes first
         notices = QueueNotices(subject, self.clock, telemetry=self.telemetry)
-        standing: Promise[None] = Promise(now=self.clock.now)
-        life = Lifecycle(self.wire, route, kind, standing, notices)
-        post = self.api.prepared(route, json_codec.encode(request))
+        # Of no caller: the lifecycle writes the call's state to it.
+        promise: Promise[None] = Promise(now=self.clock.now)
+        life = Lifecycle(context, route, kind, promise, notices.observe)
+        post = context.api.prepared(route, json_codec.encode(request))
         try:
-            async with self.wire.limit(subject, self.clock.now()):
+            async with context.limit(subject, self.clock.now()):
                 ticket = await life.submit(post)
                 return (await life.finish(ticket, lambda: life.submit(post))).value
         finally:
-            standing.finish(None)
+            promise.finish(None)
 
     async def _open(self) -> None:
         api = await self.connected()
@@ -159,7 +136,7 @@ class Session(Connection):
         self.sampling_bytes = ByteBudget(flags.sample_dispatch_bytes_semaphore_size)
         if self.session_id is None:
             await self._create(api)
-        self._wire = Wire(
+        self.context = CallContext(
             api,
             self.clock,
             ByteBudget(flags.inflight_response_bytes_semaphore_size),
@@ -171,7 +148,7 @@ class Session(Connection):
         if self.telemetry is not None:
             self.telemetry.session_id = self.session_id
             self.telemetry.session_start()
-        self._dispatcher = Dispatcher(self)
+        self.admission = SampleAdmission(self.clock, self.pause, self.sampling_bytes)
         self.spawn_loop(self._heartbeat())
         self.spawn_loop(self.refresh_flags())
 
@@ -227,30 +204,10 @@ class Session(Connection):
                         error,
                     )
 
-    # -- numbers ------------------------------------------------------------------------------
-
-    def next_model_seq_id(self) -> int:
-        """Names one training run of this session, for ever."""
-        return next(self._model_seq_ids)
-
-    def next_sampling_session_seq_id(self) -> int:
-        """Names one sampler of this session, for ever."""
-        return next(self._sampling_session_seq_ids)
-
-    def next_custom_loss_seq_id(self) -> int:
-        """Names one uploaded loss of this session, for ever."""
-        return next(self._custom_loss_seq_ids)
-
-    def add_usage(self, usage: Usage) -> None:
-        """Count a result into the session's totals."""
-        self.usage = self.usage + usage
-        if meter.on:
-            meter.usage(usage)
-
     # -- abandoned samples --------------------------------------------------------------------
 
     def cancel_on_server(self, request_id: str) -> None:
-        """On the loop: tell the server, soon and in batches, that nobody waits any more."""
+        """On the loop: cancel a request whose caller has gone, soon and in batches."""
         if self.closed or not self.api.dynamic_config.sample_cancel_enabled:
             return
         self._abandoned.add(request_id)
@@ -277,18 +234,13 @@ class Session(Connection):
 
     # -- the end ------------------------------------------------------------------------------
 
-    async def close(self, promise: Promise[None], reason: str, detail: str | None) -> None:
-        """End everything: pending calls, then the session, the sockets, and the loop."""
-        self.closed = True
-        await self.portal.end_work(ClosedError("Internal client holder is closed"), keep=promise)
-        if self._api is not None:
+    async def _say_goodbye(self, reason: str | None, detail: str | None) -> None:
+        # A dropped session is not finished: the server sees its heartbeat end.
+        if reason is not None:
             async with time_limit(self.clock, _FINISH_S):
                 await self._finish(reason, detail)
-            if self.telemetry is not None and self.session_id is not None:
-                self.telemetry.session_end()
-            await self.disconnect()
-        promise.finish(None)
-        self.portal.stop()
+        if self.telemetry is not None and self.session_id is not None:
+            self.telemetry.session_end()
 
     async def _finish(self, reason: str, detail: str | None) -> None:
         if self.session_id is None or self.shared or self.finished:
@@ -302,33 +254,6 @@ class Session(Connection):
             )
         except TinkerError as error:
             _log.warning("session %s was not finished on the server: %s", self.session_id, error)
-
-    def abandon(self) -> None:
-        """Nobody can use this session any more: let go of its connections, from any thread."""
-        if self.closed or not self.portal.started():
-            return
-        with contextlib.suppress(ClosedError):
-            self.portal.post(self._let_go)
-
-    def _let_go(self) -> None:
-        if not self.closed:
-            promise: Promise[None] = self.operations.promise()
-            self.finished = True  # dropped, not closed: the server sees the heartbeat end
-            self.portal.spawn(self.close(promise, "interrupted", None))
-
-
-class Lease:
-    """Keeps a session alive; held by clients and by their pending futures."""
-
-    def __init__(self, session: Session) -> None:
-        self.session = session
-        # Not at interpreter exit: the loop thread is gone by then, and so are its sockets.
-        weakref.finalize(self, session.abandon).atexit = False
-
-    def operations(self) -> Operations:
-        """For one client: its promises keep the session alive."""
-        session = self.session
-        return Operations(session.portal, session.clock, keep_alive=self, on_error=session.report)
 
 
 # -- links into the vendor's web console; built, never fetched --------------------------------

@@ -11,11 +11,12 @@ import warnings
 from typing import TYPE_CHECKING, Any, Literal
 
 from tinkex.clients.arguments import given_text
-from tinkex.clients.operations import blocking, deferred, hint_async
+from tinkex.clients.base_client import BaseClient
 from tinkex.clients.sampling import SamplingClient, open_sampler
 from tinkex.clients.sampling_checks import check_options
-from tinkex.clients.session import training_run_url
+from tinkex.clients.session import Session, training_run_url
 from tinkex.clients.training_requests import TrainingRequests, given, vocabulary
+from tinkex.clients.twins import blocking, deferred, hint_async, on_loop
 from tinkex.errors import APIError, InputError, InputTypeError, TinkerError
 from tinkex.futures.future import APIFuture, requests_in
 from tinkex.types import (
@@ -42,45 +43,38 @@ from tinkex.wire.bodies import CancelFutureRequest
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Mapping, Sequence
 
+    from tinkex.clients.connection import Lease
     from tinkex.clients.custom_loss import CustomLossFnV1, LossHandle
-    from tinkex.clients.operations import Operations
     from tinkex.clients.sampling_checks import RetryConfig
-    from tinkex.clients.session import Lease, Session
-    from tinkex.telemetry.events import Telemetry
     from tinkex.tokenizers import Tokenizer
     from tinkex.types import Datum, LossFnType, OptimParams
 
 _log = logging.getLogger(__name__)
 
 
-class TrainingClient:
+class TrainingClient(BaseClient[Session]):
     """Trains one LoRA adapter. Made by `ServiceClient`, never directly."""
 
     def __init__(
-        self, lease: Lease, model_seq_id: int, model_id: str, *, attached_at: int | None = None
+        self,
+        lease: Lease[Session],
+        model_seq_id: int,
+        model_id: str,
+        *,
+        attached_at: int | None = None,
     ) -> None:
         self.model_id = model_id
         self.model_seq_id = model_seq_id
         self._lease = lease
-        self._operations = lease.operations()
+        super().__init__(lease.connection, lease.operations())
         self._calls = TrainingRequests(
-            lease.session,
+            lease.connection,
             self._operations,
             model_id,
             # Looked up at each change, so that replacing the hook on the object works.
             lambda state, reason: self.on_queue_state_change(state, reason),
             attached_at,
         )
-
-    @property
-    def operations(self) -> Operations:
-        """Where this client's work runs; for the twins of its methods."""
-        return self._operations
-
-    @property
-    def holder(self) -> Session:
-        """The session behind this client."""
-        return self._lease.session
 
     @property
     def next_seq_id(self) -> int:
@@ -118,13 +112,12 @@ class TrainingClient:
         try:
             params = _one_of(optim_params, adam_params)
         except TinkerError as error:
-            return self._calls.refuse(error)
+            return self._operations.refuse(error)
         return self._calls.json_turn(
             routes.OPTIM_STEP,
             lambda seq_id: OptimStepRequest(
                 optim_params=params, model_id=self.model_id, seq_id=seq_id
             ),
-            lambda value: value,
         )
 
     optim_step_async = deferred(optim_step)
@@ -179,7 +172,6 @@ class TrainingClient:
                 overwrite=overwrite,
                 user_metadata=user_metadata,
             ),
-            lambda value: value,
         )
 
     save_state_async = deferred(save_state)
@@ -257,7 +249,7 @@ class TrainingClient:
         try:
             ParsedCheckpointTinkerPath.from_tinker_path(given_text(path, "path"))
         except TinkerError as error:
-            return self._calls.refuse(error)
+            return self._operations.refuse(error)
         return self._calls.json_turn(
             routes.LOAD_WEIGHTS,
             lambda seq_id: LoadWeightsRequest(
@@ -267,7 +259,6 @@ class TrainingClient:
                 optimizer=optimizer,
                 weights_access_token=weights_access_token,
             ),
-            lambda value: value,
         )
 
     # -- sampling -----------------------------------------------------------------------------
@@ -284,7 +275,7 @@ class TrainingClient:
             warnings.warn("name is ignored: the weights are not kept", DeprecationWarning, 2)
         # One number for all attempts; the turn is taken now, so that the snapshot has its place
         # among the other operations.
-        number = self.holder.next_sampling_session_seq_id()
+        number = next(self.holder.sampling_session_seq_ids)
         saved = self._calls.json_turn(
             routes.SAVE_WEIGHTS_FOR_SAMPLER,
             lambda seq_id: SaveWeightsForSamplerRequest(
@@ -352,11 +343,9 @@ class TrainingClient:
 
     # -- about this run -----------------------------------------------------------------------
 
+    @on_loop
     async def get_info_async(self) -> GetInfoResponse:
         """What the server knows about this run."""
-        return await self._operations.run(self._get_info)
-
-    async def _get_info(self) -> GetInfoResponse:
         api = await self.holder.opened()
         info = await api.call(routes.GET_INFO, GetInfoRequest(model_id=self.model_id))
         tokenizer_id = info.model_data.tokenizer_id
@@ -387,10 +376,6 @@ class TrainingClient:
     def get_console_url(self) -> str:
         """Where this run can be looked at."""
         return training_run_url(self.model_id)
-
-    def get_telemetry(self) -> Telemetry | None:
-        """The session's telemetry, or None when it is off."""
-        return self.holder.telemetry
 
     def on_queue_state_change(self, queue_state: str, queue_state_reason: str | None) -> None:
         """Called whenever the server's queue pauses or moves again; override or replace it."""

@@ -12,10 +12,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import functools
 import heapq
 import logging
 from collections import deque
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -27,12 +27,12 @@ from tinkex.wire import bodies, compression, routes
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
 
-    from tinkex.clients.notices import QueueNotices
-    from tinkex.clients.operations import Operations
+    from tinkex.clients.portal import Operations
     from tinkex.clients.session import Session
     from tinkex.futures.future import APIFuture, Promise
     from tinkex.futures.lifecycle import Post
-    from tinkex.futures.results import Result, Ticket
+    from tinkex.futures.queue_notices import QueueNotices
+    from tinkex.futures.results import CallResult, Ticket
 
 _log = logging.getLogger(__name__)
 # Above this a body is compressed off the loop, where heartbeats must not wait for it.
@@ -46,11 +46,11 @@ inside: contextvars.ContextVar[QueuedCall | None] = contextvars.ContextVar("plac
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """One request of a call. `encode` gives its body for a `seq_id`."""
+    """One request of a call. `encode(seq_id=...)` gives its body."""
 
     route: routes.Route[Any, Any]
     request_type: routes.RequestType
-    encode: Callable[[int], bytes]
+    encode: Callable[..., bytes]
     size_bytes: int = 0
 
 
@@ -73,7 +73,7 @@ class QueuedCall:
     context: contextvars.Context
     made_at: float
     requests: Sequence[Outgoing] | None = None
-    fold: Callable[[list[Result]], Any] | None = None
+    fold: Callable[[list[CallResult]], Any] | None = None
     sent: list[_Sent] = field(default_factory=list[_Sent])
 
 
@@ -93,7 +93,9 @@ class TrainingQueue:
         # those whose fate is unknown; whether the server can release those. Number 0 is the
         # creation of the model; a client that attached to one begins where the server says, and
         # names its session, so that the server can tell it from the program before it.
+        assert session.context is not None  # a training client is made on an open session
         self._session = session
+        self._context = session.context
         self._operations = operations
         self._notices = notices
         self._model_id = model_id
@@ -122,26 +124,30 @@ class TrainingQueue:
         return self._next_seq_id + self._queued - self._sent
 
     def take(
-        self, requests: Sequence[Outgoing], fold: Callable[[list[Result]], Any]
+        self, requests: Sequence[Outgoing], fold: Callable[[list[CallResult]], Any]
     ) -> APIFuture[Any]:
         """Queue a call behind all earlier ones; returns at once.
 
         What a custom loss calls goes ahead of its own backward pass, which waits for it.
         """
-        call = self._call(parts=len(requests))
+        promise = self._operations.promise(parts=len(requests))
+        call = QueuedCall(promise, contextvars.copy_context(), promise.operation.since)
         call.requests, call.fold = requests, fold
-        before = inside.get()
-        self._operations.post(call.promise, lambda: self._queue(call, before))
-        return call.promise.future
+        self._operations.portal.post(functools.partial(self._queue, call, inside.get()), promise)
+        return promise.future
 
     def reserve(self) -> QueuedCall:
         """Keep a place in the order for a call whose requests are not known yet."""
-        call = self._call()
-        self._operations.post(call.promise, lambda: self._queue(call, None))
+        promise = self._operations.promise()
+        call = QueuedCall(promise, contextvars.copy_context(), promise.operation.since)
+        self._operations.portal.post(functools.partial(self._queue, call, None), promise)
         return call
 
     def fill(
-        self, call: QueuedCall, requests: Sequence[Outgoing], fold: Callable[[list[Result]], Any]
+        self,
+        call: QueuedCall,
+        requests: Sequence[Outgoing],
+        fold: Callable[[list[CallResult]], Any],
     ) -> APIFuture[Any]:
         """Send these requests in the place that was reserved."""
 
@@ -150,9 +156,8 @@ class TrainingQueue:
             self._wake()
 
         if len(requests) > 1:
-            call.promise.standing.parts = [Future[Any]() for _ in requests]
-
-        self._operations.post(call.promise, filled)
+            call.promise.split(len(requests))
+        self._operations.portal.post(filled, call.promise)
         return call.promise.future
 
     def give_up(self, call: QueuedCall) -> None:
@@ -166,10 +171,6 @@ class TrainingQueue:
         with contextlib.suppress(ClosedError):  # and so nothing waits behind it
             self._operations.portal.post(free)
 
-    def _call(self, parts: int = 0) -> QueuedCall:
-        promise = self._operations.promise(parts=parts)
-        return QueuedCall(promise, contextvars.copy_context(), self._operations.clock.now())
-
     # -- on the loop ----------------------------------------------------------------------------
 
     def _queue(self, call: QueuedCall, before: QueuedCall | None) -> None:
@@ -179,7 +180,7 @@ class TrainingQueue:
             self._waiting.insert(self._waiting.index(before), call)
         else:
             self._waiting.append(call)
-        call.promise.standing.ahead = lambda: max(place - self._sent, 0)
+        call.promise.operation.ahead = lambda: max(place - self._sent, 0)
         self._wake()
 
     def _wake(self) -> None:
@@ -193,9 +194,10 @@ class TrainingQueue:
                 call = self._waiting[0]
                 if not call.promise.future.done():
                     if call.requests is None:
-                        return  # `fill` or `give_up` goes on from here
+                        return  # `fill` or `give_up` wakes the queue again
                     self._waiting.popleft()
-                    await self._release_unresolved()
+                    if self._unresolved:
+                        await self._release_unresolved()
                     await self._send(call)
                 else:
                     self._waiting.popleft()
@@ -207,16 +209,18 @@ class TrainingQueue:
         """Submit a call in a task of its own; returns when its numbers are settled."""
         settled = asyncio.Event()
         task = self._operations.carry(
-            call.promise, lambda promise: self._run(call, promise, settled), call.context
+            call.promise, functools.partial(self._run, call, settled), call.context
         )
+        # A task that is cancelled before it runs must not stop the queue.
         task.add_done_callback(lambda _: settled.set())
         await settled.wait()
 
-    async def _run(self, call: QueuedCall, promise: Promise[Any], settled: asyncio.Event) -> Any:
+    async def _run(self, call: QueuedCall, settled: asyncio.Event, promise: Promise[Any]) -> Any:
         assert call.requests is not None
-        wire, name = self._session.wire, call.requests[0].route.name
+        assert call.fold is not None
+        name = call.requests[0].route.name
         with span(f"training.{name}", model_id=self._model_id) as step:
-            async with wire.limit(name, call.made_at):
+            async with self._context.limit(name, call.made_at):
                 try:
                     with span("training.submit", requests=len(call.requests)):
                         await self._submit(call, call.requests)
@@ -227,28 +231,28 @@ class TrainingQueue:
                 step.note(seq_id=first.seq_id, request_id=first.ticket.request_id)
                 promise.note(state="running", request_id=first.ticket.request_id)
                 with span("training.wait"):
-                    return await self._collect(call)
+                    if len(call.sent) == 1:
+                        return call.fold([await self._result(call, 0)])
+                    results = [self._result(call, index) for index in range(len(call.sent))]
+                    return call.fold(await bounded(results))
 
     async def _submit(self, call: QueuedCall, requests: Sequence[Outgoing]) -> None:
-        session = self._session
-        call.sent = [
-            _Sent(
-                request,
-                self._number(),
-                Lifecycle(
-                    session.wire,
-                    request.route,
-                    request.request_type,
-                    call.promise,
-                    self._notices,
-                ),
+        context = self._context
+        call.sent = []
+        for request in requests:
+            if self._free:
+                seq_id = heapq.heappop(self._free)
+            else:
+                seq_id = self._next_seq_id
+                self._next_seq_id += 1
+            life = Lifecycle(
+                context, request.route, request.request_type, call.promise, self._notices.observe
             )
-            for request in requests
-        ]
+            call.sent.append(_Sent(request, seq_id, life))
         try:
-            if len(requests) > 1 and session.api.client_config.parallel_fwdbwd_chunks:
+            if len(requests) > 1 and context.api.client_config.parallel_fwdbwd_chunks:
                 # The server starts on the whole range when its first number arrives, so that one
-                # goes out last.
+                # is sent last.
                 await bounded([self._post(one) for one in call.sent[1:]], _CHUNKS_AT_ONCE)
                 await self._post(call.sent[0])
             else:
@@ -260,65 +264,49 @@ class TrainingQueue:
 
     async def _post(self, one: _Sent) -> Ticket:
         """Submit one request, or submit it again with the same bytes."""
-        session, request = self._session, one.request
-
-        async def post(retries: int) -> Any:
-            if one.post is None:
-                # Inside the byte budget, and only once: what is sent again is what was sent.
-                one.post = await self._prepare(request, one.seq_id)
-            return await one.post(retries)
-
-        one.ticket = await one.life.submit(
-            post, lambda: session.training_bytes.reserve(request.size_bytes)
-        )
+        room = functools.partial(self._session.training_bytes.reserve, one.request.size_bytes)
+        one.ticket = await one.life.submit(functools.partial(self._attempt, one), room)
         return one.ticket
 
-    async def _prepare(self, request: Outgoing, seq_id: int) -> Post:
-        api = self._session.api
-        body, headers = request.encode(seq_id), self._headers
-        if request.route.request_encoding == "protobuf" and api.client_config.proto_compress_fwdbwd:
-            body, headers = await _compress(body), {**headers, "Content-Encoding": "zstd"}
-        return api.prepared(request.route, body, headers)
+    async def _attempt(self, one: _Sent, retries: int) -> Any:
+        if one.post is None:
+            # Inside the byte budget, and only once: what is sent again is what was sent.
+            api, route = self._context.api, one.request.route
+            body, headers = one.request.encode(seq_id=one.seq_id), self._headers
+            if route.request_encoding == "protobuf" and api.client_config.proto_compress_fwdbwd:
+                body, headers = await _compress(body), {**headers, "Content-Encoding": "zstd"}
+            one.post = api.prepared(route, body, headers)
+        return await one.post(retries)
 
-    async def _collect(self, call: QueuedCall) -> Any:
-        async def one(index: int, sent: _Sent) -> Result:
-            assert sent.ticket is not None
-            result = await sent.life.finish(sent.ticket, lambda: self._post(sent))
-            sent.post = None
+    async def _result(self, call: QueuedCall, index: int) -> CallResult:
+        one = call.sent[index]
+        assert one.ticket is not None
+        result = await one.life.finish(one.ticket, functools.partial(self._post, one))
+        one.post = None  # the body is not needed any more
+        if call.promise.operation.parts:
             call.promise.finish_part(index, result.value)
-            return result
-
-        assert call.fold is not None
-        return call.fold(await bounded([one(i, sent) for i, sent in enumerate(call.sent)]))
+        return result
 
     # -- numbers --------------------------------------------------------------------------------
-
-    def _number(self) -> int:
-        if self._free:
-            return heapq.heappop(self._free)
-        self._next_seq_id += 1
-        return self._next_seq_id - 1
 
     def _give_back(self, sent: list[_Sent]) -> None:
         """After a call that was not submitted whole: no number may be waited for."""
         for one in sent:
             if one.life.fate == "accepted":
                 if one.ticket is not None:
-                    self._session.wire.cancel(one.ticket.request_id)
+                    self._context.cancel(one.ticket.request_id)
             elif one.life.fate == "unknown":
                 self._unresolved.add(one.seq_id)
             else:
                 heapq.heappush(self._free, one.seq_id)
 
     async def _release_unresolved(self) -> None:
-        """Say that numbers whose fate is unknown will not come, where the server can hear it."""
-        if not self._unresolved:
-            return
+        """Release numbers whose fate is unknown, on servers that can do that."""
         numbers = sorted(self._unresolved)
         if self._releases:
             request = bodies.ReleaseNumbersRequest(model_id=self._model_id, seq_ids=numbers)
             try:
-                await self._session.api.call(
+                await self._context.api.call(
                     routes.RELEASE_NUMBERS, request, headers=self._headers, deadline_s=0.0
                 )
             except APIError as error:

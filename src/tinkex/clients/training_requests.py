@@ -3,30 +3,33 @@
 from __future__ import annotations
 
 import copy
+import functools
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from msgspec.structs import replace
 
-from tinkex.clients.notices import QueueNotices
 from tinkex.clients.training_queue import Outgoing, TrainingQueue, inside
 from tinkex.errors import ResultError, TinkerError
-from tinkex.futures.results import Result, charge, combine
-from tinkex.types import DmelChunk, EncodedTextChunk, ImageChunk
+from tinkex.futures.admission import input_bytes, text_tokens
+from tinkex.futures.lifecycle import charge
+from tinkex.futures.queue_notices import QueueNotices
+from tinkex.futures.results import CallResult, combine
 from tinkex.types.datum import copy_datum
 from tinkex.types.training import batch_to_send, loss_config
-from tinkex.wire import json_codec, proto_codec, routes
+from tinkex.wire import json_codec, routes
+from tinkex.wire.proto_training import encode_forward_backward, renumber_forward_backward
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping, Sequence
 
     import msgspec
 
-    from tinkex.clients.operations import Operations
+    from tinkex.clients.portal import Operations
     from tinkex.clients.session import Session
     from tinkex.clients.training_queue import QueuedCall
     from tinkex.futures.future import APIFuture
-    from tinkex.types import Datum, ForwardBackwardOutput, LossFnType, ModelInput
+    from tinkex.types import Datum, ForwardBackwardOutput, LossFnType
 
     Backward = Callable[[Sequence[Datum]], APIFuture[ForwardBackwardOutput]]
 
@@ -44,7 +47,9 @@ class TrainingRequests:
         on_queue_state_change: Callable[[str, str | None], None],
         attached_at: int | None = None,
     ) -> None:
+        assert session.context is not None  # a training client is made on an open session
         self._session = session
+        self._api = session.context.api
         self._operations = operations
         self._model_id = model_id
         # Known once the tokenizer has been loaded.
@@ -53,12 +58,6 @@ class TrainingRequests:
             f"training run {model_id}", session.clock, on_queue_state_change, session.telemetry
         )
         self.queue = TrainingQueue(session, operations, notices, model_id, attached_at)
-
-    def refuse(self, error: TinkerError) -> APIFuture[Any]:
-        """A future that has failed already: errors have one way out."""
-        promise = self._operations.promise()
-        promise.fail(error)
-        return promise.future
 
     def run_pass(
         self,
@@ -78,13 +77,24 @@ class TrainingRequests:
             config = loss_config(loss_fn_config, "loss_fn_config")
             requests = self._pass_requests(batch, loss_fn, config, forward_only)
         except TinkerError as error:
-            return self.refuse(error)
-        tokens = sum(text_tokens(datum.model_input) for datum in batch)
+            return self._operations.refuse(error)
+        tokens = 0
+        for datum in batch:
+            tokens += text_tokens(datum.model_input)
         kind = "prompt_tokens" if forward_only else "trained_tokens"
 
-        def fold(results: list[Result]) -> ForwardBackwardOutput:
-            whole = combine([result.value for result in results])
-            self._session.add_usage(charge(_total(results), whole, **{kind: tokens}))
+        def fold(results: list[CallResult]) -> ForwardBackwardOutput:
+            outputs: list[ForwardBackwardOutput] = []
+            # The longest queue time and all device time; None when the server gives none.
+            queue_s = device_s = None
+            for result in results:
+                outputs.append(result.value)
+                if result.queue_s is not None:
+                    queue_s = max(queue_s or 0.0, result.queue_s)
+                if result.device_s is not None:
+                    device_s = (device_s or 0.0) + result.device_s
+            whole = combine(outputs)
+            self._session.usage += charge(CallResult(whole, queue_s, device_s), **{kind: tokens})
             return whole
 
         if place is not None:
@@ -121,71 +131,61 @@ class TrainingRequests:
         config: dict[str, float | str] | None,
         forward_only: bool,
     ) -> list[Outgoing]:
-        flags = self._session.api.client_config
+        kind: routes.RequestType = "Forward" if forward_only else "ForwardBackward"
+        write = functools.partial(
+            encode_forward_backward,
+            model_id=self._model_id,
+            loss_fn=loss_fn,
+            loss_fn_config=config,
+            forward_only=forward_only,
+        )
+        flags = self._api.client_config
         chunks = chunk(
             batch,
             max_datums=flags.fwdbwd_max_chunk_len,
             max_bytes=flags.fwdbwd_max_chunk_bytes_count,
         )
-
-        def request(part: list[Datum], size_bytes: int) -> Outgoing:
-            # One request is written down at once, which copies all that the caller may change. Of
-            # a large batch only the chunks under way are written, from copies.
-            whole = len(chunks) == 1
-            part = part if whole else [copy_datum(datum, "Datum") for datum in part]
-
-            def write(seq_id: int) -> bytes:
-                return proto_codec.encode_forward_backward(
-                    model_id=self._model_id,
-                    seq_id=seq_id,
-                    data=part,
-                    loss_fn=loss_fn,
-                    loss_fn_config=config,
-                    forward_only=forward_only,
-                )
-
-            # The number that it gets unless a call before it fails.
+        if len(chunks) == 1:
+            # Written now, which copies all that the caller may change, under the number that it
+            # gets unless a call before it fails.
             expected = self.queue.expected_seq_id
-            written = write(expected) if whole else b""
-
-            def encode(seq_id: int) -> bytes:
-                if not whole:
-                    return write(seq_id)
-                if seq_id == expected:
-                    return written
-                return proto_codec.renumber_forward_backward(
-                    written, self._model_id, expected, seq_id
-                )
-
-            kind: routes.RequestType = "Forward" if forward_only else "ForwardBackward"
-            return Outgoing(routes.FORWARD_BACKWARD, kind, encode, size_bytes)
-
-        return [request(part, size) for part, size in chunks]
+            body = write(seq_id=expected, data=batch)
+            encode = functools.partial(renumber_forward_backward, body, self._model_id, expected)
+            return [Outgoing(routes.FORWARD_BACKWARD, kind, encode, chunks[0][1])]
+        # Of a large batch only the chunks under way are written, from copies.
+        return [
+            Outgoing(
+                routes.FORWARD_BACKWARD,
+                kind,
+                functools.partial(write, data=[copy_datum(datum, "Datum") for datum in part]),
+                size_bytes,
+            )
+            for part, size_bytes in chunks
+        ]
 
     def json_turn(
         self,
         route: routes.Route[Any, Any],
         make: Callable[[int], msgspec.Struct],
-        convert: Callable[[Any], T],
+        convert: Callable[[Any], T] | None = None,
     ) -> APIFuture[T]:
         """One JSON request in its turn; it is tried once now, so bad input never takes a turn."""
         try:
             snapshot = copy.deepcopy(make(1))
             json_codec.encode(snapshot)
         except TinkerError as error:
-            return self.refuse(error)
+            return self._operations.refuse(error)
 
-        def fold(results: list[Result]) -> T:
+        def fold(results: list[CallResult]) -> T:
+            self._session.usage += charge(results[0])
             value = results[0].value
-            self._session.add_usage(charge(results[0], value))
-            return convert(value)
+            return value if convert is None else convert(value)
+
+        def encode(seq_id: int) -> bytes:
+            return json_codec.encode(replace(snapshot, seq_id=seq_id))
 
         assert route.request_type is not None
-        request = Outgoing(
-            route,
-            route.request_type,
-            lambda seq_id: json_codec.encode(replace(snapshot, seq_id=seq_id)),
-        )
+        request = Outgoing(route, route.request_type, encode)
         return self.queue.take([request], fold)
 
 
@@ -203,13 +203,6 @@ def given(value: T | None, field: str, answer: str) -> T:
     if value is None:
         raise ResultError(f"the server's answer to {answer} lacks {field}")
     return value
-
-
-def _total(results: list[Result]) -> Result:
-    """The longest queue time and all device time of several results; None when not known."""
-    queue = [result.queue_s for result in results if result.queue_s is not None]
-    device = [result.device_s for result in results if result.device_s is not None]
-    return Result(None, max(queue, default=None), sum(device) if device else None)
 
 
 # -- sizes ------------------------------------------------------------------------------------
@@ -235,27 +228,7 @@ def chunk(
 
 def datum_bytes(datum: Datum) -> int:
     """The protocol's estimate of a datum's uncompressed size."""
-    tensors = sum(tensor.size_bytes for tensor in datum.loss_fn_inputs.values())
-    return input_bytes(datum.model_input, per_token=4) + tensors
-
-
-def input_bytes(model_input: ModelInput, *, per_token: int) -> int:
-    """The protocol's estimate of an input's size, at so many bytes for each text token."""
-    total = 0
-    for part in model_input.chunks:
-        if isinstance(part, EncodedTextChunk):
-            total += per_token * len(part.tokens)
-        elif isinstance(part, ImageChunk):
-            total += len(part.data)
-        elif isinstance(part, DmelChunk):
-            total += len(part.dmel)
-        else:
-            total += len(part.location)
+    total = input_bytes(datum.model_input, per_token=4)
+    for tensor in datum.loss_fn_inputs.values():
+        total += tensor.size_bytes
     return total
-
-
-def text_tokens(model_input: ModelInput) -> int:
-    """How many tokens of text there are; pictures and sound are counted by the server."""
-    return sum(
-        len(part.tokens) for part in model_input.chunks if isinstance(part, EncodedTextChunk)
-    )

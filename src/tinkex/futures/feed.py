@@ -13,7 +13,7 @@ import random
 from typing import TYPE_CHECKING
 
 from tinkex.errors import TinkerError
-from tinkex.transport.retry import Limits, Progress, decide, outcome_of
+from tinkex.transport.retry import RetryLimits, RetryProgress, decide, outcome_of
 from tinkex.types import (
     FutureFinished,
     FuturesRetrieveRequest,
@@ -34,8 +34,8 @@ _PAUSE_S = 1.0
 _HELD_S = 0.05
 # Longer than a long-poll: ordinary samples never need it.
 _SCOUT_AFTER_S = 45.0
-# By then a server has reported the end of a cancelled request, or never will; and whoever wants a
-# completion has asked for it. A request whose acceptance never got through is asked for by nobody.
+# By then a server has reported the end of a cancelled request, or never will, and the caller of a
+# completion has asked for it. No caller asks for a request whose acceptance was lost on the way.
 _FORGET_S = 600.0
 
 
@@ -52,9 +52,10 @@ class CompletionFeed:
         *,
         silence_s: float,
     ) -> None:
-        # Mutable state: who waits for what since when, oldest first; the one that polls by itself;
-        # completions that came before their waiter; cancelled requests and since when; results to
-        # acknowledge; the server's cursor and last answer; whether the loop runs or has given up.
+        # Mutable state: waiters by request and since when, oldest first; the one that polls by
+        # itself; completions that came before their waiter; cancelled requests and since when;
+        # results to acknowledge; the server's cursor and last answer; whether the loop runs or has
+        # given up.
         self._api = api
         self._clock = clock
         self._spawn = spawn
@@ -100,7 +101,7 @@ class CompletionFeed:
             self._wake()
 
     def abandoned(self, request_id: str) -> None:
-        """Nobody waits for the request any more: its end is acknowledged when it is reported."""
+        """The caller is gone: the end of the request is acknowledged when it is reported."""
         if self._scout == request_id:
             self._scout = None
         if self._gave_up:
@@ -112,7 +113,7 @@ class CompletionFeed:
             self._wake()
 
     def lost(self) -> None:
-        """The server has lost a request, so it may have lost the others: they look now."""
+        """The server has lost a request, so it may have lost the others: each polls now."""
         self._release(list(self._waiters))
 
     def _wake(self) -> None:
@@ -127,19 +128,21 @@ class CompletionFeed:
                 try:
                     await self._poll()
                     self.last_life, failures = self._clock.now(), 0
-                    self._send_scout()
-                    self._forget()
+                    if self._waiters and self._scout is None:
+                        self._send_scout()
+                    if self._abandoned or self._unclaimed:
+                        self._forget()
                 except TinkerError as error:
                     silent_s = self._clock.now() - self.last_life
                     decision = decide(
                         outcome_of(error),
                         "poll",
-                        Progress(failures, silent_s),
-                        Limits(self._silence_s),
+                        RetryProgress(failures, silent_s),
+                        RetryLimits(self._silence_s),
                         jitter=random.random(),
                         wall=self._clock.wall(),
                     )
-                    # Also out of a 402 pause: those who wait then sit it out by themselves.
+                    # Also in a 402 pause: each waiter then waits for credit in polls of its own.
                     if decision.wait_s is None or silent_s >= self._silence_s:
                         self._give_up(error)
                         return
@@ -182,15 +185,14 @@ class CompletionFeed:
             self._unclaimed[request_id] = (self._clock.now(), size)
 
     def _send_scout(self) -> None:
-        oldest = next(iter(self._waiters), None)
-        if oldest is None or self._scout is not None:
-            return
-        since, _ = self._waiters[oldest]
+        """Let the request that has waited longest poll by itself, if it has waited long."""
+        oldest, (since, _) = next(iter(self._waiters.items()))
         if self._clock.now() - since >= _SCOUT_AFTER_S:
             self._scout = oldest
             self._release([oldest])
 
     def _forget(self) -> None:
+        """Drop what the server will not report and no caller will ask for any more."""
         old = self._clock.now() - _FORGET_S
         for request_id in [one for one, since in self._abandoned.items() if since <= old]:
             del self._abandoned[request_id]

@@ -16,19 +16,19 @@ import threading
 import weakref
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 
 from tinkex.errors import ClosedError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Generator
+    from collections.abc import AsyncIterator, Callable, Generator, Sequence
 
     from tinkex.types import Usage
 
 T = TypeVar("T")
 R = TypeVar("R")
 
-_CANCELLED = "CANCELLED"  # the standard library's name for "and nobody was notified yet"
+_CANCELLED = "CANCELLED"  # the standard library's name for "cancelled, waiters not notified yet"
 
 State = Literal["queued", "running", "done", "failed", "cancelled"]
 
@@ -52,88 +52,37 @@ class FutureStatus:
     attempts: int = 0
 
 
-class Standing:
-    """What a future and its promise share: the operation's state, and who must hear its end."""
+class OperationState:
+    """What a future and its promise share; written by the promise, read by `status()`.
 
-    __slots__ = (
-        "ahead",
-        "attempts",
-        "loop_thread",
-        "parts",
-        "position",
-        "promise",
-        "queue_state",
-        "queue_state_reason",
-        "request_id",
-        "since",
-        "state",
-    )
+    Plain class attributes are the defaults, so that making one runs no code.
+    """
 
-    def __init__(self, parts: int, since: float) -> None:
-        self.state: State = "queued"
-        self.since = since
-        self.request_id: str | None = None
-        self.queue_state: str | None = None
-        self.queue_state_reason: str | None = None
-        self.attempts = 0
-        # How many calls go first. Of this client's, asked when somebody looks, since it changes
-        # with each of them; later of the server's, as it last said.
-        self.ahead: Callable[[], int] | None = None
-        self.position: int | None = None
-        # One inner future for each part of a chunked call.
-        self.parts = [concurrent.futures.Future[Any]() for _ in range(parts)]
-        # The thread on which waiting would wait for itself.
-        self.loop_thread: int | None = None
-        # Cut when the operation ends, or every future would be a cycle.
-        self.promise: Promise[Any] | None = None
-
-    def end(self, *, cancelled: bool) -> None:
-        """Tell whoever looks after the operation, once."""
-        promise, self.promise = self.promise, None
-        self.ahead = None
-        if cancelled:
-            # Whoever reads a chunked call part by part must hear of it, too.
-            for part in self.parts:
-                part.cancel()
-        if promise is not None and promise.keeper is not None:
-            promise.keeper.release(promise, cancelled=cancelled)
+    state: State = "queued"
+    since: float = 0.0
+    request_id: str | None = None
+    queue_state: str | None = None
+    queue_state_reason: str | None = None
+    attempts: int = 0
+    # How many calls are sent first: of this client while the call is queued, computed when
+    # `status()` is called because it changes with each of them; later the server's last answer.
+    ahead: Callable[[], int] | None = None
+    position: int | None = None
+    # One inner future for each part of a chunked call; empty for a call of one request.
+    parts: Sequence[concurrent.futures.Future[Any]] = ()
+    # The thread on which waiting would wait for itself.
+    loop_thread: int | None = None
+    # Cleared when the operation ends: the cycle through the promise would keep the future alive.
+    promise: Promise[Any] | None = None
 
 
 class Keeper(Protocol):
-    """Notified once when the operation has ended, on the thread that ended it."""
+    """The portal: it ends the promises in `unfinished` if its loop ends before they do."""
 
-    def release(self, promise: Promise[Any], *, cancelled: bool) -> None: ...
+    unfinished: set[Promise[Any]]
+    loop_thread: int | None
 
-
-class Shield:
-    """Cancels the task behind a promise, but never while a request of it is on the wire."""
-
-    __slots__ = ("_on_wire", "asked", "task")
-
-    def __init__(self) -> None:
-        # Mutable state, touched on the loop only: the task, whether its end is wanted, and how
-        # many of its requests wait for their answers.
-        self.task: asyncio.Task[None] | None = None
-        self.asked = False
-        self._on_wire = 0
-
-    def cancel(self) -> None:
-        """Cancel the task now, or when the answers that it waits for are there."""
-        self.asked = True
-        self._cancel()
-
-    def __enter__(self) -> Self:
-        self._on_wire += 1
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._on_wire -= 1
-        if self.asked:
-            self._cancel()
-
-    def _cancel(self) -> None:
-        if not self._on_wire and self.task is not None:
-            self.task.cancel()
+    def post(self, action: Callable[[], object]) -> None: ...
 
 
 class APIFuture(concurrent.futures.Future[T], Generic[T]):
@@ -145,20 +94,21 @@ class APIFuture(concurrent.futures.Future[T], Generic[T]):
     cannot be cancelled: it runs to its end, and cancelling only stops waiting for it.
     """
 
-    def __init__(self, standing: Standing | None = None, *, whole: bool = False) -> None:
-        super().__init__()
-        self._standing = standing or Standing(0, 0.0)
-        # Whether there is only the joined result, even of a call that was split.
-        self._whole = whole
+    # Set by the promise. A future made without one stays queued.
+    _operation: OperationState = OperationState()
+    # Whether there is only the joined result, even of a call that was split.
+    _whole: bool = False
 
     def result(self, timeout: float | None = None) -> T:
-        """Wait for the result; `TimeoutError` after `timeout` seconds, the operation goes on."""
-        self._refuse_deadlock()
+        """Wait for the result; `TimeoutError` after `timeout` seconds, the operation continues."""
+        if self._operation.loop_thread == threading.get_ident():
+            self._refuse_deadlock()
         return super().result(timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait for the end and return its error, or None."""
-        self._refuse_deadlock()
+        if self._operation.loop_thread == threading.get_ident():
+            self._refuse_deadlock()
         return super().exception(timeout)
 
     def cancel(self) -> bool:
@@ -166,7 +116,8 @@ class APIFuture(concurrent.futures.Future[T], Generic[T]):
         cancelled = super().cancel()
         if cancelled:
             self._notify_waiters()
-            self._standing.end(cancelled=True)
+            if (promise := self._operation.promise) is not None:
+                promise.end(cancelled=True)
         return cancelled
 
     def _notify_waiters(self) -> None:
@@ -205,7 +156,7 @@ class APIFuture(concurrent.futures.Future[T], Generic[T]):
 
     def status(self) -> FutureStatus:
         """Where the operation stands now; never waits."""
-        now, ahead = self._standing, self._standing.ahead
+        now, ahead = self._operation, self._operation.ahead
         state = now.state
         if self.done():
             state = (
@@ -239,22 +190,22 @@ class APIFuture(concurrent.futures.Future[T], Generic[T]):
 
     async def __aiter__(self) -> AsyncIterator[Any]:
         """The parts of a chunked call in the order of the data, each as soon as it is there."""
-        if self._whole or len(self._standing.parts) <= 1:
+        if self._whole or not self._operation.parts:
             yield await self
             return
-        for part in self._standing.parts:
+        for part in self._operation.parts:
             # A part has no operation of its own to cancel, so the wait is shielded.
             yield await asyncio.shield(asyncio.wrap_future(part))
 
     def then(self, convert: Callable[[T], R]) -> APIFuture[R]:
         """A future of `convert(result)`, computed once; cancelling it cancels this one."""
-        promise: Promise[R] = Promise(standing=self._standing)
+        promise: Promise[R] = Promise(follows=self._operation)
         self.add_done_callback(lambda done: promise.follow(done, convert))
         promise.future.add_done_callback(lambda new: self.cancel() if new.cancelled() else None)
         return promise.future
 
     def _refuse_deadlock(self) -> None:
-        if self._standing.loop_thread == threading.get_ident() and not self.done():
+        if not self.done():
             raise ClosedError(
                 "result() was called on the client's own loop thread, where it would wait for "
                 "itself; await the future, or call result() from another thread"
@@ -263,13 +214,26 @@ class APIFuture(concurrent.futures.Future[T], Generic[T]):
 
 def requests_in(future: APIFuture[Any]) -> int:
     """How many requests an operation was split into."""
-    return max(len(future._standing.parts), 1)  # pyright: ignore[reportPrivateUsage] - of this module
+    return max(len(future._operation.parts), 1)  # pyright: ignore[reportPrivateUsage] - of this module
 
 
 class Promise(Generic[T]):
-    """The writing side of an `APIFuture`; held by the client's loop, never by callers."""
+    """The writing side of an `APIFuture`; held by the client's loop, never by callers.
 
-    __slots__ = ("_now", "future", "keep_alive", "keeper", "shield", "standing")
+    It also cancels the task behind the operation, but never while one of its requests is on the
+    wire: the server may accept the request, and the client must then know of it.
+    """
+
+    __slots__ = (
+        "_keep_alive",
+        "_now",
+        "cancelling",
+        "future",
+        "keeper",
+        "on_wire",
+        "operation",
+        "task",
+    )
 
     def __init__(
         self,
@@ -277,57 +241,99 @@ class Promise(Generic[T]):
         parts: int = 0,
         now: Callable[[], float] | None = None,
         keep_alive: object = None,
-        standing: Standing | None = None,
+        keeper: Keeper | None = None,
+        follows: OperationState | None = None,
     ) -> None:
-        # `keep_alive` is whatever must outlive the operation, such as the client's connections;
-        # `keeper` hears when it has ended; `shield` has the work, to be cancelled with it. A
-        # given `standing` belongs to another promise, whose future this one follows.
+        # `keep_alive` must outlive the operation, such as the client's connections. `follows`
+        # belongs to another promise, whose future this one is derived from. Touched on the loop
+        # only: the task, whether it is to be cancelled, and how many of its requests are on the
+        # wire.
         self._now = now
-        self.keep_alive = keep_alive
-        self.keeper: Keeper | None = None
-        self.shield = Shield()
-        self.standing = standing or Standing(parts, now() if now else 0.0)
-        if standing is None:
-            self.standing.promise = self
-        # Parts are those of the original, not of what it is converted to.
-        self.future: APIFuture[T] = APIFuture(self.standing, whole=standing is not None)
+        self._keep_alive = keep_alive
+        self.keeper = keeper
+        self.task: asyncio.Task[None] | None = None
+        self.cancelling = False
+        self.on_wire = 0
+        self.future: APIFuture[T] = APIFuture()
+        if follows is not None:
+            self.operation = follows
+            # Parts are those of the original, not of what it is converted to.
+            self.future._whole = True  # pyright: ignore[reportPrivateUsage] - of this module
+        else:
+            operation = self.operation = OperationState()
+            operation.promise = self
+            if now is not None:
+                operation.since = now()
+            if parts > 1:
+                self.split(parts)
+            if keeper is not None:
+                operation.loop_thread = keeper.loop_thread
+                keeper.unfinished.add(self)
+        self.future._operation = self.operation  # pyright: ignore[reportPrivateUsage] - of this module
+
+    def split(self, parts: int) -> None:
+        """The call is sent in so many requests."""
+        self.operation.parts = [concurrent.futures.Future[Any]() for _ in range(parts)]
 
     def note(self, *, state: State | None = None, **changes: Any) -> None:
         """Change parts of the status; a new state restarts `since`."""
-        standing = self.standing
-        if state is not None and state != standing.state:
-            standing.state = state
+        operation = self.operation
+        if state is not None and state != operation.state:
+            operation.state = state
             if self._now is not None:
-                standing.since = self._now()
+                operation.since = self._now()
         for name, value in changes.items():
-            setattr(standing, name, value)
+            setattr(operation, name, value)
 
     def finish(self, value: T) -> None:
         """Deliver the result, unless the future has ended already."""
-        with contextlib.suppress(concurrent.futures.InvalidStateError):
+        try:
             self.future.set_result(value)
-            self._end()
+        except concurrent.futures.InvalidStateError:
+            return
+        self.end()
 
     def finish_part(self, index: int, value: Any) -> None:
         """Deliver one part of a chunked call."""
-        if self.standing.parts:
-            with contextlib.suppress(concurrent.futures.InvalidStateError):
-                self.standing.parts[index].set_result(value)
+        with contextlib.suppress(concurrent.futures.InvalidStateError):
+            self.operation.parts[index].set_result(value)
 
     def fail(self, error: BaseException) -> None:
         """End the future, and every part that has not arrived, with `error`."""
-        for future in (self.future, *self.standing.parts):
+        for future in (self.future, *self.operation.parts):
             with contextlib.suppress(concurrent.futures.InvalidStateError):
                 future.set_exception(error)
-        self._end()
+        self.end()
 
-    def _end(self) -> None:
-        if self.standing.promise is self:
-            self.standing.end(cancelled=False)
+    def end(self, *, cancelled: bool = False) -> None:
+        """Release the operation, once, on the thread that ended it; a cancelled one ends its task.
+
+        Does nothing for a promise that follows another one's operation.
+        """
+        operation = self.operation
+        if operation.promise is not self:
+            return
+        operation.promise = operation.ahead = None
+        if cancelled:
+            # A caller that reads a chunked call part by part must see it end, too.
+            for part in operation.parts:
+                part.cancel()
+        if self.keeper is not None:
+            self.keeper.unfinished.discard(self)
+            if cancelled and self.task is not None:
+                # Posted, because tasks may only be cancelled on their own loop.
+                with contextlib.suppress(ClosedError):
+                    self.keeper.post(self.cancel_task)
+
+    def cancel_task(self) -> None:
+        """On the loop: cancel the task now, or when its requests on the wire are answered."""
+        self.cancelling = True
+        if not self.on_wire and self.task is not None:
+            self.task.cancel()
 
     def fail_after_fork(self, error: BaseException) -> None:
         """As `fail`, in a forked child, where a vanished thread may hold the futures' locks."""
-        for future in (self.future, *self.standing.parts):
+        for future in (self.future, *self.operation.parts):
             vars(future)["_condition"] = threading.Condition()
         self.fail(error)
 
@@ -347,23 +353,26 @@ class Promise(Generic[T]):
 
 
 class _Doorbell:
-    """Wakes what waits in one event loop: one ring for however many futures ended meanwhile."""
+    """Wakes the coroutines that wait in one event loop: one call for all futures that have ended.
+
+    Crossing threads costs a system call, so a burst of results makes one of them.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        # Mutable state: waiters whose future has ended, and whether the loop knows. The loop is
-        # held weakly because the table of doorbells is keyed by it.
+        # Mutable state: waiters whose future has ended, and whether the loop was notified. The
+        # loop is held weakly because the table of doorbells is keyed by it.
         self._loop = weakref.ref(loop)
         self._ended: deque[asyncio.Future[None]] = deque()
         self._rung = False
 
     def ring(self, waiter: asyncio.Future[None], _: object) -> None:
-        """From any thread: `waiter` may go on."""
+        """From any thread: the future of `waiter` has ended."""
         self._ended.append(waiter)
         loop = self._loop()
         if not self._rung and loop is not None:
-            # Cleared before the waiters are looked at, so none is ever left behind.
+            # `_wake` clears it before it reads the waiters, so none is ever left behind.
             self._rung = True
-            with contextlib.suppress(RuntimeError):  # the loop has closed, and so nobody waits
+            with contextlib.suppress(RuntimeError):  # the loop has closed: no coroutine waits
                 loop.call_soon_threadsafe(self._wake)
 
     def _wake(self) -> None:
@@ -374,7 +383,7 @@ class _Doorbell:
                 waiter.set_result(None)
 
 
-# One doorbell for each event loop that awaits our futures, for as long as the loop lives.
+# One doorbell for each event loop that awaits these futures, for as long as the loop lives.
 _doorbells: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Doorbell] = (
     weakref.WeakKeyDictionary()
 )

@@ -10,12 +10,12 @@ and how often each kind of failure was retried. Nothing below it retries.
 | accepted | the feed or a poll brings the result | ended; lost: waiting, to be sent again |
 | ended | with a result, an error, or cancelled on the server | |
 
-- *Sending* is never interrupted by the caller's cancellation (`Shield`): an accepted request whose
-  caller has gone is cancelled on the server, and its number is known to be used.
+- *Sending* is never interrupted by the caller's cancellation (`Promise.on_wire`): an accepted
+  request whose caller has gone is cancelled on the server, and its number is known to be used.
 - *Silence*: any HTTP answer to a submission is a sign of life; for a result only an honest
   "pending" is, because a server that answers polls with errors is not computing. Waiting in this
   process (slots, budgets, pauses) does not count as silence.
-- *Total deadline*: the caller bounds the whole with `Wire.limit`.
+- *Total deadline*: the caller bounds the whole with `CallContext.limit`.
 
 What a failure means is decided by `transport.retry`.
 """
@@ -27,40 +27,48 @@ import math
 import random
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
 
 from tinkex.clock import time_limit
 from tinkex.errors import (
     APIConnectionError,
+    APIResponseValidationError,
     APIStatusError,
+    InputError,
     PromiseLostError,
     RequestFailedError,
+    ResponseInfo,
     ServerSilentError,
     TinkerError,
 )
-from tinkex.futures.results import Result, Ticket, read_answer, read_usage
+from tinkex.futures.results import CallResult, Ticket
 from tinkex.metrics import meter
+from tinkex.spans import span
 from tinkex.transport.notices import wait_reason
 from tinkex.transport.retry import (
     BILLING_STEP_S,
+    AttemptOutcome,
     Decision,
-    Limits,
-    Outcome,
-    Progress,
+    RetryLimits,
+    RetryProgress,
     decide,
     event_of,
     outcome_of,
     retry_after_s,
 )
 from tinkex.types import FutureRetrieveRequest
+from tinkex.types.value import Usage
 from tinkex.wire import json_codec, routes
 from tinkex.wire.results import (
-    Failed,
+    ACCEPT,
+    FailedResult,
     MetadataOnly,
-    Pending,
-    Ready,
-    accept_for,
+    PendingResult,
+    ReadyResult,
     decode_pending,
+    decode_result,
 )
 
 if TYPE_CHECKING:
@@ -68,7 +76,8 @@ if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
 
     from tinkex.clock import Clock
-    from tinkex.futures.budget import ByteBudget
+    from tinkex.futures.admission import ByteBudget, SampleAdmission
+    from tinkex.futures.feed import CompletionFeed
     from tinkex.futures.future import Promise
     from tinkex.metrics import WaitReason
     from tinkex.transport.api import Api
@@ -78,6 +87,7 @@ if TYPE_CHECKING:
     Fate = Literal["unsent", "unknown", "refused", "accepted"]
     Post = Callable[[int], Coroutine[Any, Any, UntypedAPIFuture]]
     Room = Callable[[], AbstractAsyncContextManager[object]]
+    Observe = Callable[[Promise[Any], PendingResult], None]
 
 # A "pending" that comes back sooner than this was not held by the server; asking again at once
 # would make a hot loop out of it.
@@ -91,52 +101,24 @@ _PAUSES: dict[str, WaitReason] = {
 }
 
 
-class Policy(Protocol):
-    """What the user of a sampling client says about its retries."""
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """What the user of a sampling client and the server's flags say about its retries.
 
-    @property
-    def retries(self) -> bool: ...
+    `delay_s` is the wait before a retry, given their number so far and a draw from [0, 1).
+    """
 
-    @property
-    def patience_s(self) -> float: ...
-
-    @property
-    def retryable_exceptions(self) -> tuple[type[Exception], ...]: ...
-
-    def delay_s(self, attempt: int, draw: float) -> float: ...
-
-
-class SharedPause(Protocol):
-    """A pause that several clients observe together, because a server told one of them."""
-
-    def request(self, seconds: float, error: TinkerError) -> None: ...
-
-
-class Notices(Protocol):
-    """Hears each "pending" answer."""
-
-    def observe(self, promise: Promise[Any], pending: Pending) -> None: ...
-
-
-class Feed(Protocol):
-    """Says which accepted requests have ended; `None` asks the caller to poll by itself."""
-
-    last_life: float
-
-    async def finished(self, request_id: str) -> int | None: ...
-
-    def retrieved(self, request_id: str) -> None: ...
-
-    def abandoned(self, request_id: str) -> None: ...
-
-    def lost(self) -> None: ...
+    retries: bool
+    patience_s: float
+    retryable_exceptions: tuple[type[Exception], ...]
+    delay_s: Callable[[int, float], float]
 
 
 @dataclass(frozen=True, slots=True)
-class Wire:
-    """What all lifecycles of one connection share.
+class CallContext:
+    """What all calls of one session share.
 
-    `cancel` tells the server, soon, that nobody waits for a request any more.
+    `cancel` cancels a request on the server, soon, after its caller has gone.
     """
 
     api: Api
@@ -167,12 +149,13 @@ class Lifecycle:
     """One request and its result. `send` and `result` are called one after the other."""
 
     __slots__ = (
+        "_admission",
+        "_context",
         "_counts",
         "_credit_gone_at",
         "_feed",
         "_kind",
-        "_notices",
-        "_pause",
+        "_observe",
         "_pause_s",
         "_policy",
         "_poll_counts",
@@ -180,7 +163,6 @@ class Lifecycle:
         "_retry",
         "_route",
         "_trouble_at",
-        "_wire",
         "attempts",
         "fate",
         "last_life",
@@ -188,31 +170,31 @@ class Lifecycle:
 
     def __init__(
         self,
-        wire: Wire,
+        context: CallContext,
         route: routes.Route[Any, Any],
         kind: routes.RequestType,
         promise: Promise[Any],
-        notices: Notices,
+        observe: Observe,
         *,
-        policy: Policy | None = None,
-        pause: SharedPause | None = None,
+        policy: RetryPolicy | None = None,
+        admission: SampleAdmission | None = None,
         pause_s: float = 1.0,
-        feed: Feed | None = None,
+        feed: CompletionFeed | None = None,
     ) -> None:
         # Mutable state: the last sign of life; since when submitting has failed, and since when
         # for want of credit; tries by kind of failure; how often the request was sent; and what is
         # known of it. A thousand of these are in flight, so it holds no closures.
-        self._wire = wire
+        self._context = context
         self._route = route
         self._kind: routes.RequestType = kind
         self._retry: RetryClass = route.retry
         self._promise = promise
-        self._notices = notices
+        self._observe = observe
         self._policy = policy
-        self._pause = pause
+        self._admission = admission
         self._pause_s = pause_s
         self._feed = feed
-        self.last_life = wire.clock.now()
+        self.last_life = context.clock.now()
         self._trouble_at: float | None = None
         self._credit_gone_at: float | None = None
         self._counts: dict[str, int] = {}
@@ -227,7 +209,7 @@ class Lifecycle:
 
         `room` holds a local place while a request is on the wire.
         """
-        clock = self._wire.clock
+        clock = self._context.clock
         asked = clock.now()
         retries = 0
         while True:
@@ -237,8 +219,12 @@ class Lifecycle:
                     accepted = await self._post(post, retries)
                 else:
                     async with room():
-                        self._not_counted(clock.now() - began)
-                        began = clock.now()
+                        waited_s = clock.now() - began
+                        began += waited_s
+                        # Waiting in this process says nothing about the server.
+                        self.last_life += waited_s
+                        if self._trouble_at is not None:
+                            self._trouble_at += waited_s
                         accepted = await self._post(post, retries)
             except TinkerError as error:
                 wait_s = self._submit_wait_s(error, began)
@@ -258,28 +244,33 @@ class Lifecycle:
         )
 
     async def _post(self, post: Post, retries: int) -> UntypedAPIFuture:
+        promise = self._promise
         self.attempts += 1
-        self._promise.standing.attempts = self.attempts
-        shield = self._promise.shield
+        promise.operation.attempts = self.attempts
         before, self.fate = self.fate, "unknown"
-        with shield:
-            try:
-                accepted = await post(retries)
-            except APIStatusError as error:
-                # No server gives these answers to what it has accepted. An earlier attempt whose
-                # fate is unknown stays unknown.
-                if error.status_code < 500 and error.status_code != 408 and before != "unknown":
-                    self.fate = "refused"
-                raise
+        # Until the answer is there the task is not cancelled: the server may have accepted.
+        promise.on_wire += 1
+        try:
+            accepted = await post(retries)
+        except APIStatusError as error:
+            # No server gives these answers to what it has accepted. An earlier attempt whose
+            # fate is unknown stays unknown.
+            if error.status_code < 500 and error.status_code != 408 and before != "unknown":
+                self.fate = "refused"
+            raise
+        finally:
+            promise.on_wire -= 1
+            if promise.cancelling:
+                promise.cancel_task()
         self.fate = "accepted"
-        if shield.asked:
+        if promise.cancelling:
             self._abandon(accepted.request_id)
             raise asyncio.CancelledError
         return accepted
 
     def _submit_wait_s(self, error: TinkerError, began: float) -> float:
         """How long to wait before the request is sent again; raises when that cannot help."""
-        now, outcome = self._wire.clock.now(), outcome_of(error)
+        now, outcome = self._context.clock.now(), outcome_of(error)
         event = event_of(outcome)
         if outcome.kind == "status":
             self.last_life = now
@@ -289,9 +280,11 @@ class Lifecycle:
         if event == "429":
             # A server that says so is neither silent nor in trouble.
             self._trouble_at = None
-            if self._pause is not None:
-                hint_s = retry_after_s(outcome.headers, self._wire.clock.wall())
-                return self._pause_for(self._pause_s if hint_s is None else hint_s, error)
+            if self._admission is not None:
+                hint_s = retry_after_s(outcome.headers, self._context.clock.wall())
+                # The next `room` waits for the end of the pause.
+                self._admission.pause(self._pause_s if hint_s is None else hint_s, error)
+                return 0.0
         elif self._trouble_at is None:
             self._trouble_at = began
         if self._policy is not None and not self._policy.retries:
@@ -301,31 +294,32 @@ class Lifecycle:
     def _credit_wait_s(self, error: TinkerError, now: float) -> float:
         """The pause after a 402, which has a limit of its own."""
         self._check_credit(error, now)
-        if self._pause is not None:
-            return self._pause_for(BILLING_STEP_S, error)
+        if self._admission is not None:
+            self._admission.pause(BILLING_STEP_S, error)
+            return 0.0
         if self._trouble_at is not None:
             self._trouble_at += BILLING_STEP_S
         return self._told(Decision(BILLING_STEP_S, "status 402", billing=True))
 
-    def _retry_wait_s(self, error: TinkerError, outcome: Outcome, now: float) -> float:
+    def _retry_wait_s(self, error: TinkerError, outcome: AttemptOutcome, now: float) -> float:
         """The wait that the table or the user's policy asks for, within the deadline."""
-        wire, policy, event = self._wire, self._policy, event_of(outcome)
+        context, policy, event = self._context, self._policy, event_of(outcome)
         tries = self._counts.get(event, 0)
         budget_s, elapsed_s = math.inf, 0.0
         if self._trouble_at is not None:
-            budget_s = wire.submit_s if policy is None else policy.patience_s
+            budget_s = context.submit_s if policy is None else policy.patience_s
             elapsed_s = now - self._trouble_at
         decision = decide(
             outcome,
             self._retry,
-            Progress(tries, elapsed_s, failures=sum(self._counts.values())),
-            Limits(budget_s),
+            RetryProgress(tries, elapsed_s, failures=sum(self._counts.values())),
+            RetryLimits(budget_s),
             jitter=random.random(),
-            wall=wire.clock.wall(),
+            wall=context.clock.wall(),
         )
         self._counts[event] = tries + 1
         if decision.wait_s is not None:
-            if policy is None or retry_after_s(outcome.headers, wire.clock.wall()) is not None:
+            if policy is None or retry_after_s(outcome.headers, context.clock.wall()) is not None:
                 return self._told(decision)
             wait_s = min(self._policy_delay_s(tries), budget_s - elapsed_s)
             return self._measured(wait_s, "backoff")
@@ -335,7 +329,7 @@ class Lifecycle:
 
     def _told(self, decision: Decision) -> float:
         """The wait that was decided on, after log and metrics have heard of it."""
-        self._wire.api.notices.waiting(self._route.name, decision)
+        self._context.api.notices.waiting(self._route.name, decision)
         return decision.wait_s or 0.0
 
     def _measured(self, wait_s: float, reason: WaitReason) -> float:
@@ -347,7 +341,7 @@ class Lifecycle:
         """The error that ends a submission."""
         attempts = sum(self._counts.values())
         if self._retry == "sample" and isinstance(error, APIConnectionError):
-            silent_s = self._wire.clock.now() - self.last_life
+            silent_s = self._context.clock.now() - self.last_life
             silent = ServerSilentError(
                 f"no sign of life from the server for {silent_s:.0f} s; the sample keeps failing: "
                 f"{error}; check that the server runs and is reachable"
@@ -362,16 +356,10 @@ class Lifecycle:
         """Raise when the account could not pay for longer than the server's flag allows."""
         if self._credit_gone_at is None:
             self._credit_gone_at = now
-        flags = self._wire.api.client_config
+        flags = self._context.api.client_config
         end = self._credit_gone_at + flags.billing_exception_max_pause_duration_sec
         if now + BILLING_STEP_S > end:
             raise error
-
-    def _pause_for(self, seconds: float, reason: TinkerError) -> float:
-        """Pause everybody who shares the limit; the next `room` waits for its end."""
-        assert self._pause is not None
-        self._pause.request(seconds, reason)
-        return 0.0
 
     def _extended(self, error: TinkerError, tries: int) -> bool:
         """Whether the user's own list of exceptions asks for what the table does not."""
@@ -385,25 +373,18 @@ class Lifecycle:
         assert self._policy is not None
         return self._policy.delay_s(tries, random.random())
 
-    def _not_counted(self, seconds: float) -> None:
-        """Time spent waiting in this process says nothing about the server."""
-        if seconds > 0.0:
-            self.last_life += seconds
-            if self._trouble_at is not None:
-                self._trouble_at += seconds
-
     # -- the result -----------------------------------------------------------------------------
 
     async def finish(
         self, ticket: Ticket, again: Callable[[], Coroutine[Any, Any, Ticket]]
-    ) -> Result:
+    ) -> CallResult:
         """The result, submitting `again` when the server has lost it."""
         while True:
             try:
                 return await self.result(ticket)
             except (PromiseLostError, RequestFailedError) as error:
                 wait_s = self._resend_wait_s(error)
-            await self._wire.clock.sleep(wait_s)
+            await self._context.clock.sleep(wait_s)
             ticket = await again()
 
     def _resend_wait_s(self, error: PromiseLostError | RequestFailedError) -> float:
@@ -414,14 +395,14 @@ class Lifecycle:
         tries = self._counts.get(event, 0)
         # Counted over the whole call: that a request is accepted each time is no progress.
         self._counts[event] = tries + 1
-        decision = decide(outcome, self._retry, Progress(tries), jitter=random.random())
+        decision = decide(outcome, self._retry, RetryProgress(tries), jitter=random.random())
         if self._policy is not None and (decision.retry or self._extended(error, tries)):
             return self._measured(self._policy_delay_s(tries), "backoff")
         if decision.wait_s is None:
             raise error
         return self._measured(decision.wait_s, "backoff")
 
-    async def result(self, ticket: Ticket) -> Result:
+    async def result(self, ticket: Ticket) -> CallResult:
         """The result of an accepted request; cancelled with the caller."""
         feed = self._feed
         try:
@@ -444,13 +425,12 @@ class Lifecycle:
 
     def _abandon(self, request_id: str) -> None:
         """The server has accepted what nobody waits for any more."""
-        self._wire.cancel(request_id)
+        self._context.cancel(request_id)
         if self._feed is not None:
             self._feed.abandoned(request_id)
 
-    async def _poll(self, ticket: Ticket, known_size: int | None) -> Result:
+    async def _poll(self, ticket: Ticket, known_size: int | None) -> CallResult:
         """Ask until there is an answer; `known_size` is a payload size announced by the feed."""
-        wire = self._wire
         poll = _Poll(ticket, allow_metadata_only=not known_size)
         reserved = known_size or 0
         if reserved:
@@ -458,7 +438,7 @@ class Lifecycle:
         try:
             while True:
                 answer = await self._ask(poll)
-                if isinstance(answer, Result):
+                if isinstance(answer, CallResult):
                     return answer
                 if isinstance(answer, MetadataOnly):
                     await self._reserve(answer.size_bytes)
@@ -466,51 +446,75 @@ class Lifecycle:
                     poll.allow_metadata_only = False
         finally:
             if reserved:
-                wire.response_bytes.give_back(reserved)
+                self._context.response_bytes.give_back(reserved)
 
     async def _reserve(self, size_bytes: int) -> None:
-        began = self._wire.clock.now()
-        await self._wire.response_bytes.take(size_bytes)
-        self._not_counted(self._wire.clock.now() - began)
+        began = self._context.clock.now()
+        await self._context.response_bytes.take(size_bytes)
+        # Waiting in this process says nothing about the server.
+        self.last_life += self._context.clock.now() - began
 
-    async def _ask(self, poll: _Poll) -> Result | MetadataOnly | None:
+    async def _ask(self, poll: _Poll) -> CallResult | MetadataOnly | None:
         """One poll, with the pause that must follow it; None when it brought nothing."""
-        api, asked = self._wire.api, self._wire.clock.now()
+        api, asked, ticket = self._context.api, self._context.clock.now(), poll.ticket
+        headers = {
+            "Accept": ACCEPT[ticket.request_type],
+            "X-Tinker-Request-Type": ticket.request_type,
+            "X-Tinker-Request-Iteration": str(poll.iteration),
+        }
+        if poll.iteration == 0 and ticket.round_trip_s is not None:
+            headers["X-Tinker-Create-Promise-Roundtrip-Time"] = f"{ticket.round_trip_s:.6f}"
+        poll.iteration += 1
+        request = FutureRetrieveRequest(
+            request_id=ticket.request_id, allow_metadata_only=poll.allow_metadata_only
+        )
         try:
-            body, headers = poll.question()
-            reply = await api.send(routes.RETRIEVE_FUTURE, body, headers=headers)
-            pending = decode_pending(reply.body) if reply.status == 408 else None
-            if pending is not None:
-                return await self._pending(poll, pending, asked)
-            api.raise_for(reply, routes.RETRIEVE_FUTURE)
-        except (APIConnectionError, APIStatusError) as error:
-            await self._wire.clock.sleep(self._poll_wait_s(poll.ticket, error))
-            return None
-        answer = read_answer(poll.ticket, reply)
-        if isinstance(answer, Pending):
-            return await self._pending(poll, answer, asked)
-        if isinstance(answer, Failed):
-            raise RequestFailedError(
-                api.scrub(answer.error), poll.ticket.request_id, answer.category
+            reply = await api.send(
+                routes.RETRIEVE_FUTURE, json_codec.encode(request), headers=headers
             )
-        if isinstance(answer, Ready):
-            return read_usage(answer.value, reply.headers.get("x-tinkex-usage"))
+            if reply.status != 200:
+                pending = decode_pending(reply.body) if reply.status == 408 else None
+                if pending is not None:
+                    return await self._pending(poll, pending, asked)
+                api.raise_for(reply, routes.RETRIEVE_FUTURE)
+        except (APIConnectionError, APIStatusError) as error:
+            await self._context.clock.sleep(self._poll_wait_s(ticket, error))
+            return None
+        kind, media_type = ticket.request_type, reply.headers.get("content-type", "")
+        try:
+            with span("futures.decode", request_id=ticket.request_id, size_bytes=len(reply.body)):
+                answer = decode_result(kind, media_type, reply.body, ticket.sequence_ids)
+        except InputError as error:
+            response = ResponseInfo(reply.status, {"content-type": media_type})
+            problem = f"{kind} {ticket.request_id}: {error}"
+            raise APIResponseValidationError(response, None, problem) from error
+        if isinstance(answer, ReadyResult):
+            usage_header = reply.headers.get("x-tinkex-usage")
+            return (
+                _with_times(answer.value, usage_header)
+                if usage_header
+                else CallResult(answer.value)
+            )
+        if isinstance(answer, PendingResult):
+            return await self._pending(poll, answer, asked)
+        if isinstance(answer, FailedResult):
+            raise RequestFailedError(api.scrub(answer.error), ticket.request_id, answer.category)
         return answer
 
-    async def _pending(self, poll: _Poll, pending: Pending, asked: float) -> None:
-        now = self._wire.clock.now()
+    async def _pending(self, poll: _Poll, pending: PendingResult, asked: float) -> None:
+        now = self._context.clock.now()
         self.last_life, self._credit_gone_at = now, None
         self._poll_counts.clear()
-        self._notices.observe(self._promise, pending)
+        self._observe(self._promise, pending)
         if meter.on and pending.queue_state in _PAUSES:
             meter.wait(_PAUSES[pending.queue_state], now - asked)
         poll.unheld = poll.unheld + 1 if now - asked < _HELD_S else 0
         if poll.unheld:
-            await self._wire.clock.sleep(min(0.02 * 2.0 ** min(poll.unheld, 6), 1.0))
+            await self._context.clock.sleep(min(0.02 * 2.0 ** min(poll.unheld, 6), 1.0))
 
     def _poll_wait_s(self, ticket: Ticket, error: APIConnectionError | APIStatusError) -> float:
         """How long to wait after a failed poll; raises when the wait is over."""
-        wire, now = self._wire, self._wire.clock.now()
+        context, now = self._context, self._context.clock.now()
         outcome = outcome_of(error)
         event = event_of(outcome)
         if event == "402":
@@ -525,17 +529,17 @@ class Lifecycle:
         decision = decide(
             outcome,
             "poll",
-            Progress(tries, silent_s, failures=sum(self._poll_counts.values())),
-            Limits(wire.silence_s),
+            RetryProgress(tries, silent_s, failures=sum(self._poll_counts.values())),
+            RetryLimits(context.silence_s),
             jitter=random.random(),
-            wall=wire.clock.wall(),
+            wall=context.clock.wall(),
         )
         if decision.wait_s is not None:
             self._poll_counts[event] = tries + 1
             if meter.on:
                 meter.retry(routes.RETRIEVE_FUTURE.name, wait_reason(decision), decision.wait_s)
             return decision.wait_s
-        if silent_s < wire.silence_s:
+        if silent_s < context.silence_s:
             raise error
         raise ServerSilentError(
             f"no sign of life from the server for {silent_s:.0f} s while waiting for "
@@ -553,18 +557,23 @@ class _Poll:
     iteration: int = 0
     unheld: int = 0
 
-    def question(self) -> tuple[bytes, dict[str, str]]:
-        """The body and headers of the next poll."""
-        ticket = self.ticket
-        headers = {
-            "Accept": accept_for(ticket.request_type),
-            "X-Tinker-Request-Type": ticket.request_type,
-            "X-Tinker-Request-Iteration": str(self.iteration),
-        }
-        if self.iteration == 0 and ticket.round_trip_s is not None:
-            headers["X-Tinker-Create-Promise-Roundtrip-Time"] = f"{ticket.round_trip_s:.6f}"
-        self.iteration += 1
-        request = FutureRetrieveRequest(
-            request_id=ticket.request_id, allow_metadata_only=self.allow_metadata_only
-        )
-        return json_codec.encode(request), headers
+
+def charge(result: CallResult, **tokens: int) -> Usage:
+    """Note on a result's value what it used: tokens as counted here, times as the server said."""
+    usage = Usage(**tokens, queue_s=result.queue_s, device_s=result.device_s)
+    # No caller has seen the value yet, so it may still be written to.
+    if isinstance(result.value, msgspec.Struct):
+        msgspec.structs.force_setattr(result.value, "usage", usage)
+    else:
+        object.__setattr__(result.value, "usage", usage)
+    if meter.on:
+        meter.usage(usage)
+    return usage
+
+
+def _with_times(value: Any, usage_header: str) -> CallResult:
+    try:
+        usage = msgspec.json.decode(usage_header, type=dict[str, float | None])
+    except msgspec.MsgspecError:
+        return CallResult(value)  # another server's use of this header: the result still counts
+    return CallResult(value, usage.get("queue_s"), usage.get("device_s"))

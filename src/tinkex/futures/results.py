@@ -1,4 +1,4 @@
-"""Results: reading answers, noting what they used, and joining those of chunks. Pure."""
+"""Tickets and results of calls, and joining the results of chunks. Pure."""
 
 from __future__ import annotations
 
@@ -6,20 +6,15 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
-from tinkex.errors import APIResponseValidationError, InputError, ResponseInfo
-from tinkex.spans import span
 from tinkex.types import Usage
 from tinkex.types.training import ForwardBackwardOutput
-from tinkex.wire.results import decode_result
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from tinkex.transport.base import Reply
+    from tinkex.types import LossFnOutput
+    from tinkex.types.value import Usage
     from tinkex.wire import routes
-    from tinkex.wire.results import Failed, MetadataOnly, Pending, Ready
 
 _log = logging.getLogger(__name__)
 _UINT64 = (1 << 64) - 1
@@ -36,7 +31,7 @@ class Ticket:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class CallResult:
     """A result and what the server says it cost; times are None when it does not say."""
 
     value: Any
@@ -44,79 +39,42 @@ class Result:
     device_s: float | None = None
 
 
-def read_answer(ticket: Ticket, reply: Reply) -> Pending | MetadataOnly | Failed | Ready:
-    """What a reply to a poll says."""
-    media_type = reply.headers.get("content-type", "")
-    try:
-        with span("futures.decode", request_id=ticket.request_id, size_bytes=len(reply.body)):
-            return decode_result(ticket.request_type, media_type, reply.body, ticket.sequence_ids)
-    except InputError as error:
-        response = ResponseInfo(reply.status, {"content-type": media_type})
-        raise APIResponseValidationError(
-            response, None, f"{ticket.request_type} {ticket.request_id}: {error}"
-        ) from error
-
-
-def read_usage(value: Any, usage_header: str | None) -> Result:
-    """A value with the times that the server gave in its header, if it did."""
-    if not usage_header:
-        return Result(value)
-    try:
-        usage = msgspec.json.decode(usage_header, type=dict[str, float | None])
-    except msgspec.MsgspecError:
-        return Result(value)  # a server with another idea of this header; its result still counts
-    return Result(value, usage.get("queue_s"), usage.get("device_s"))
-
-
-def charge(result: Result, value: object, **tokens: int) -> Usage:
-    """Note on `value` what it used: tokens as counted here, times as the server gave them."""
-    usage = Usage(**tokens, queue_s=result.queue_s, device_s=result.device_s)
-    # The value was decoded a moment ago and nobody else has seen it, so it is still ours to write.
-    if isinstance(value, msgspec.Struct):
-        msgspec.structs.force_setattr(value, "usage", usage)
-    else:
-        object.__setattr__(value, "usage", usage)
-    return usage
-
-
 def combine(outputs: Sequence[ForwardBackwardOutput]) -> ForwardBackwardOutput:
     """One output for all chunks: data in order, each metric reduced by its suffix."""
-    first = outputs[0]
-    usages = [output.usage for output in outputs if output.usage is not None]
+    data: list[LossFnOutput] = []
+    usage: Usage | None = None
+    for output in outputs:
+        data += output.loss_fn_outputs
+        if output.usage is not None:
+            usage = output.usage if usage is None else usage + output.usage
     return ForwardBackwardOutput(
-        loss_fn_output_type=first.loss_fn_output_type,
-        loss_fn_outputs=[item for output in outputs for item in output.loss_fn_outputs],
+        loss_fn_output_type=outputs[0].loss_fn_output_type,
+        loss_fn_outputs=data,
         metrics=_reduce_metrics(outputs),
-        usage=sum(usages[1:], start=usages[0]) if usages else None,
+        usage=usage,
     )
 
 
 def _reduce_metrics(outputs: Sequence[ForwardBackwardOutput]) -> dict[str, float]:
-    if len(outputs) == 1:
-        plain = {k: v for k, v in outputs[0].metrics.items() if k.count(":") != 1}
-    else:
-        plain = {}
-    weights = [float(len(output.loss_fn_outputs)) for output in outputs]
+    weights = [float(len(one.loss_fn_outputs)) for one in outputs]
     reduced: dict[str, float] = {}
     for key in outputs[0].metrics:
-        if key in plain:
+        values = [output.metrics[key] for output in outputs if key in output.metrics]
+        name, _, suffix = key.rpartition(":")
+        rule = _RULES.get(suffix) if name and ":" not in name else None
+        if len(outputs) == 1 and key.count(":") != 1:
             # Not a reducible name, but with a single chunk there is nothing to reduce.
-            reduced[key] = plain[key]
-        elif all(key in output.metrics for output in outputs):
-            values = [output.metrics[key] for output in outputs]
-            reduced.update(_reduce(key, values, weights))
+            reduced[key] = values[0]
+        elif len(values) < len(outputs):
+            continue
+        elif suffix == "unique":
+            for i, value in enumerate(values):
+                reduced[key if i == 0 else f"{key}_{i}"] = value
+        elif rule is not None:
+            reduced[key] = rule(values, weights)
+        else:
+            _log.debug("metric %r has no known reduction and was dropped", key)
     return reduced
-
-
-def _reduce(key: str, values: list[float], weights: list[float]) -> dict[str, float]:
-    name, _, suffix = key.rpartition(":")
-    if suffix == "unique":
-        return {key if i == 0 else f"{key}_{i}": value for i, value in enumerate(values)}
-    rule = _RULES.get(suffix) if name and ":" not in name else None
-    if rule is None:
-        _log.debug("metric %r has no known reduction and was dropped", key)
-        return {}
-    return {key: rule(values, weights)}
 
 
 def _mean(values: list[float], weights: list[float]) -> float:

@@ -26,11 +26,11 @@ from tinkex.errors import ClosedError, InputError
 from tinkex.server.app import create_app, running
 from tinkex.server.server_settings import ServerSettings
 from tinkex.server.store.memory import MemoryStore
+from tinkex.testing.asgi import AsgiTransport
 from tinkex.testing.fake_clock import FakeClock
 from tinkex.testing.fake_engine import FakeEngine
 from tinkex.testing.faults import Faults
 from tinkex.testing.recorder import ABORT, Recorder
-from tinkex.transport.asgi import AsgiTransport
 from tinkex.types import ClientSessionFinished, ClientSessionFinishErrored
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from tinkex.server.api.call import Parts
     from tinkex.testing.fake_engine import Delays
     from tinkex.testing.recorder import SeenRequest
-    from tinkex.transport.base import Reply, Request
+    from tinkex.transport.base import HttpRequest, Reply
 
 API_KEY = "tml-test"
 """A key that every fake server accepts."""
@@ -223,7 +223,7 @@ class InProcessTransport(AsgiTransport):
         self._task: asyncio.Task[None] | None = None
         self._stop: asyncio.Event | None = None
 
-    async def send(self, request: Request) -> Reply:
+    async def send(self, request: HttpRequest) -> Reply:
         """One request; the first also starts the server."""
         if self._task is None and not self._server.entered:
             await self._start()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 from tinkex.errors import InputError
 from tinkex.wire.compression import decompress
 from tinkex.wire.json_codec import decode_object
-from tinkex.wire.proto_codec import decode_forward_backward
+from tinkex.wire.proto_training import decode_forward_backward
 from tinkex.wire.routes import MEDIA_PROTOBUF, PREFIX, ROUTES
 
 if TYPE_CHECKING:

@@ -7,6 +7,8 @@ make one attempt, for `futures.lifecycle`, which owns the loop of calls that hav
 
 from __future__ import annotations
 
+import itertools
+import os
 import random
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -14,6 +16,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import msgspec
 
+from tinkex import urls
+from tinkex._version import PROTOCOL_VERSION, user_agent
 from tinkex.errors import (
     APIConnectionError,
     APIError,
@@ -25,15 +29,15 @@ from tinkex.errors import (
     status_error,
 )
 from tinkex.metrics import meter
-from tinkex.transport import urls
+from tinkex.spans import current_traceparent
 from tinkex.transport.auth import Credentials
-from tinkex.transport.base import Reply, Request
-from tinkex.transport.headers import API_KEY, IDEMPOTENCY_KEY, RETRY_COUNT, StandardHeaders
+from tinkex.transport.base import HttpRequest, Reply
 from tinkex.transport.notices import Notices
-from tinkex.transport.retry import Decision, Limits, Progress, decide, outcome_of
+from tinkex.transport.retry import Decision, RetryLimits, RetryProgress, decide, outcome_of
 from tinkex.types import ClientConfigResponse, ClientDynamicConfigResponse
 from tinkex.wire import json_codec, routes
 from tinkex.wire.bodies import AuthTokenRequest
+from tinkex.wire.routes import MEDIA_JSON, MEDIA_PROTOBUF, MEDIA_TAR, Pool
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
@@ -46,6 +50,11 @@ if TYPE_CHECKING:
 ReqT = TypeVar("ReqT")
 RepT = TypeVar("RepT")
 
+_API_KEY = "X-API-Key"
+_IDEMPOTENCY_KEY = "X-Idempotency-Key"
+_RETRY_COUNT = "x-stainless-retry-count"
+_TRACEPARENT = "traceparent"
+_MEDIA = {"json": MEDIA_JSON, "protobuf": MEDIA_PROTOBUF, "tar": MEDIA_TAR}
 # Asked with the credential itself: these come before there can be a token.
 _RAW = frozenset({routes.CLIENT_CONFIG.name, routes.AUTH_TOKEN.name})
 # The classes whose retry loop is `Api.call`.
@@ -75,25 +84,24 @@ class Api:
         *,
         jitter: Callable[[], float] = random.random,
     ) -> None:
-        # Mutable state: the server's flags, and what was logged when.
+        # Mutable state: the server's flags (`follow` sets them), headers by the name of a route,
+        # the number of the next idempotency key, and what was logged when.
         self.config = config
         self.transport = transport
         self.clock = clock
         self.auth = auth
+        self.client_config = ClientConfigResponse()
         self.dynamic_config = ClientDynamicConfigResponse()
-        self._client_config = ClientConfigResponse()
-        self._headers = StandardHeaders(config.headers)
-        self._jitter = jitter
         self.notices = Notices(clock)
+        self._jitter = jitter
+        self._headers: dict[str, dict[str, str]] = {}
+        self._own_trace = any(name.lower() == _TRACEPARENT for name in config.headers)
+        self._key_prefix = f"tinkex-{os.urandom(12).hex()}"
+        self._key_numbers = itertools.count()
 
-    @property
-    def client_config(self) -> ClientConfigResponse:
-        """The server's flags; setting them also makes the credentials follow."""
-        return self._client_config
-
-    @client_config.setter
-    def client_config(self, flags: ClientConfigResponse) -> None:
-        self._client_config = flags
+    def follow(self, flags: ClientConfigResponse) -> None:
+        """Obey the server's flags from now on, with the credentials that they ask for."""
+        self.client_config = flags
         self.auth.follow(
             self._exchange,
             exchanging=flags.pjwt_auth_enabled,
@@ -123,15 +131,26 @@ class Api:
         `body` replaces the encoding of `request`. `deadline_s` bounds attempts and waits together;
         0 means one attempt. Raises what the last attempt raised.
         """
-        prepared = self._prepare(route, self._encode(route, request, body), params, query, headers)
-        own_key = API_KEY in prepared.headers
-        patience = _Patience(self.config, self._client_config, self.clock, deadline_s)
+        if body is None and route.request_encoding != "none":
+            if route.request_encoding != "json":
+                raise InputTypeError(f"{route.name} needs an encoded `body`", "body")
+            if request is None:
+                raise InputTypeError(f"{route.name} needs a request", "request")
+            body = json_codec.encode(request)
+        prepared = self._prepare(route, body, params, query, headers)
+        own_key = _API_KEY in prepared.headers
+        began = self.clock.now()
+        # Made when it is needed: most calls have no deadline and do not fail.
+        patience = None if deadline_s is None else _Patience(self, deadline_s, began)
         while True:
             try:
-                reply = await self._send(route, patience.fit(prepared), own_key)
-                self.raise_for(reply, route, prepared)
+                fitted = prepared if patience is None else patience.fit(prepared)
+                reply = await self._send(route, fitted, own_key)
+                if not 200 <= reply.status < 300:
+                    self.raise_for(reply, route, prepared)
                 return self._decode(route, prepared, reply)
             except APIError as error:
+                patience = patience or _Patience(self, deadline_s, began)
                 decision = patience.judge(error, route, self._jitter)
                 if decision.wait_s is None:
                     if patience.retries:
@@ -145,7 +164,7 @@ class Api:
     def prepared(
         self, route: Route[Any, RepT], body: bytes, headers: Mapping[str, str] | None = None
     ) -> Callable[[int], Coroutine[Any, Any, RepT]]:
-        """One request for several attempts, each of which is told how many there were before.
+        """One request for several attempts, each called with the number of those before it.
 
         All of them carry the same idempotency key.
         """
@@ -153,9 +172,10 @@ class Api:
 
         async def attempt(retries: int) -> RepT:
             if retries:
-                cast("dict[str, str]", request.headers)[RETRY_COUNT] = str(retries)
+                cast("dict[str, str]", request.headers)[_RETRY_COUNT] = str(retries)
             reply = await self._send(route, request, own_key=False)
-            self.raise_for(reply, route, request)
+            if not 200 <= reply.status < 300:
+                self.raise_for(reply, route, request)
             return self._decode(route, request, reply)
 
         return attempt
@@ -172,7 +192,7 @@ class Api:
     ) -> Reply:
         """One attempt; any status is a reply. Raises connection and credential errors only."""
         prepared = self._prepare(route, body, params, query, headers, timeout_s)
-        return await self._send(route, prepared, API_KEY in prepared.headers)
+        return await self._send(route, prepared, _API_KEY in prepared.headers)
 
     @asynccontextmanager
     async def stream(
@@ -188,14 +208,14 @@ class Api:
         """One attempt whose body is read as it comes; any status is a reply."""
         prepared = self._prepare(route, body, params, query, headers, timeout_s)
         headers = cast("dict[str, str]", prepared.headers)
-        headers[API_KEY] = await self.auth.header_value(raw=route.name in _RAW)
+        headers[_API_KEY] = await self.auth.header_value(raw=route.name in _RAW)
         async with self.transport.stream(prepared) as reply:
             if meter.on:
                 meter.request(route.name, reply.status)
             yield reply
 
     def raise_for(
-        self, reply: Reply, route: Route[Any, Any], request: Request | None = None
+        self, reply: Reply, route: Route[Any, Any], request: HttpRequest | None = None
     ) -> None:
         """Nothing for a 2xx; otherwise the error of the tree that the status stands for."""
         status = reply.status
@@ -217,17 +237,6 @@ class Api:
 
     # -- the parts of a call ------------------------------------------------------------------
 
-    def _encode(
-        self, route: Route[ReqT, RepT], request: ReqT | None, body: bytes | None
-    ) -> bytes | None:
-        if body is not None or route.request_encoding == "none":
-            return body
-        if route.request_encoding in ("protobuf", "tar"):
-            raise InputTypeError(f"{route.name} needs an encoded `body`", "body")
-        if request is None:
-            raise InputTypeError(f"{route.name} needs a request", "request")
-        return json_codec.encode(request)
-
     def _prepare(
         self,
         route: Route[Any, Any],
@@ -236,14 +245,19 @@ class Api:
         query: Mapping[str, object] | None,
         headers: Mapping[str, str] | None,
         timeout_s: float | None = None,
-    ) -> Request:
+    ) -> HttpRequest:
         """What stays the same over all attempts of one call."""
-        merged = self._headers.of_call(route)
+        merged = dict(self._headers.get(route.name) or self._route_headers(route))
+        traceparent = current_traceparent()
+        if traceparent is not None and not self._own_trace:
+            merged[_TRACEPARENT] = traceparent
         if route.method != "GET" and route.retry != "poll":
-            merged[IDEMPOTENCY_KEY] = self._headers.idempotency_key()
+            # One for a call and its retries; the process id keeps it unique across forks.
+            key = f"{self._key_prefix}-{os.getpid()}-{next(self._key_numbers)}"
+            merged[_IDEMPOTENCY_KEY] = key
         if headers:
             merged.update(headers)
-        return Request(
+        return HttpRequest(
             method=route.method,
             path=route.url(**(params or {})) if params or "{" in route.path else route.path,
             pool=route.pool,
@@ -254,12 +268,31 @@ class Api:
             follow_redirects=route.follow_redirects,
         )
 
-    async def _send(self, route: Route[Any, Any], request: Request, own_key: bool) -> Reply:
-        """One attempt. The request was prepared for this call alone, so its headers are ours."""
+    def _route_headers(self, route: Route[Any, Any]) -> dict[str, str]:
+        """The headers of every call of a route, put together once."""
+        headers = {
+            "Accept": MEDIA_JSON,
+            "Accept-Encoding": "gzip, deflate, zstd",
+            "User-Agent": user_agent(),
+        }
+        if route.method != "GET":
+            headers["Content-Type"] = _MEDIA.get(route.request_encoding, MEDIA_JSON)
+        if route.pool is Pool.REST:
+            headers["x-sdk-version"] = PROTOCOL_VERSION
+        # The caller's own win, whatever their case.
+        extra = self.config.headers
+        taken = {name.lower() for name in extra}
+        kept = {name: value for name, value in headers.items() if name.lower() not in taken}
+        made = self._headers[route.name] = {**kept, **extra}
+        return made
+
+    async def _send(self, route: Route[Any, Any], request: HttpRequest, own_key: bool) -> Reply:
+        """One attempt. The request was prepared for this call alone, so its headers may change."""
         headers = cast("dict[str, str]", request.headers)
         # A call that reads another account's weights brings that account's credential along.
         if not own_key:
-            headers[API_KEY] = await self.auth.header_value(raw=route.name in _RAW)
+            constant = self.auth.constant
+            headers[_API_KEY] = constant or await self.auth.header_value(raw=route.name in _RAW)
         try:
             reply = await self.transport.send(request)
         except APIConnectionError as error:
@@ -272,7 +305,7 @@ class Api:
             self.notices.deprecated(note, reply.headers.get("x-deprecation-level", ""))
         return reply
 
-    def _decode(self, route: Route[Any, RepT], request: Request, reply: Reply) -> RepT:
+    def _decode(self, route: Route[Any, RepT], request: HttpRequest, reply: Reply) -> RepT:
         if route.reply is None:
             return None  # pyright: ignore[reportReturnType] - RepT is None for these routes
         try:
@@ -296,32 +329,27 @@ class Api:
 
 
 class _Patience:
-    """How much of it one call has left: a budget of time, and another one for 402 pauses."""
+    """The time that one call has left: a budget for everything, and another one for 402 pauses."""
 
-    def __init__(
-        self,
-        config: Config,
-        flags: ClientConfigResponse,
-        clock: Clock,
-        deadline_s: float | None,
-    ) -> None:
+    def __init__(self, api: Api, deadline_s: float | None, began: float) -> None:
         # Mutable state: retries made, and seconds spent in 402 pauses.
-        self._clock = clock
+        self._clock = api.clock
         self._deadline_s = deadline_s
-        self._limits = Limits(
-            config.submit_deadline_s, flags.billing_exception_max_pause_duration_sec
+        self._limits = RetryLimits(
+            api.config.submit_deadline_s,
+            api.client_config.billing_exception_max_pause_duration_sec,
         )
-        self._started = clock.now()
+        self._started = began
         self._billing_s = 0.0
         self.retries = 0
 
-    def fit(self, request: Request) -> Request:
+    def fit(self, request: HttpRequest) -> HttpRequest:
         """The request of the next attempt, which may take no longer than what is left."""
         if not self.retries and not self._deadline_s:
             return request
         headers, timeout_s = dict(request.headers), request.timeout_s
         if self.retries:
-            headers[RETRY_COUNT] = str(self.retries)
+            headers[_RETRY_COUNT] = str(self.retries)
         if self._deadline_s:
             left_s = self._deadline_s - (self._clock.now() - self._started)
             timeout_s = min(timeout_s, max(left_s, 1.0))
@@ -331,13 +359,13 @@ class _Patience:
         self, error: APIError, route: Route[Any, Any], jitter: Callable[[], float]
     ) -> Decision:
         if route.retry not in _RETRIED:
-            return Decision(None, "somebody else decides")
+            return Decision(None, "the caller decides")
         elapsed_s = self._clock.now() - self._started
-        limits, progress = self._limits, Progress(self.retries, elapsed_s, self._billing_s)
+        limits, progress = self._limits, RetryProgress(self.retries, elapsed_s, self._billing_s)
         if self._deadline_s is not None:
-            # A deadline somebody asked for also ends a 402 pause.
-            limits = Limits(self._deadline_s, self._deadline_s - elapsed_s)
-            progress = Progress(self.retries, elapsed_s)
+            # A deadline of the caller also ends a 402 pause.
+            limits = RetryLimits(self._deadline_s, self._deadline_s - elapsed_s)
+            progress = RetryProgress(self.retries, elapsed_s)
         return decide(
             outcome_of(error),
             route.retry,

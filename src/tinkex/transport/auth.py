@@ -45,17 +45,17 @@ _HELP = (
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class CredentialSource:
     """One source of a credential; its repr does not show it."""
 
     kind: Literal["key", "token", "command"]
     value: str
 
     def __repr__(self) -> str:
-        return f"Source({self.kind})"
+        return f"CredentialSource({self.kind})"
 
 
-def choose(config: Config, *, enforce_command: bool = False) -> Source:
+def choose(config: Config, *, enforce_command: bool = False) -> CredentialSource:
     """The source to use; raises CredentialError saying what to set.
 
     A ready-made token wins even where the server demands the command. A malformed key falls back
@@ -63,25 +63,25 @@ def choose(config: Config, *, enforce_command: bool = False) -> Source:
     """
     key, command = config.api_key, config.credential_cmd
     if key and key.startswith(JWT_PREFIX):
-        return Source("token", key)
+        return CredentialSource("token", key)
     if enforce_command:
         if not command:
             raise CredentialError(
                 "this server wants credentials from a command; set TINKER_CREDENTIAL_CMD"
             )
-        return Source("command", command)
+        return CredentialSource("command", command)
     if key:
         if is_well_formed(key):
-            return Source("key", key)
+            return CredentialSource("key", key)
         if not command:
             raise CredentialError(_malformed("The API key"))
     if command:
-        return Source("command", command)
+        return CredentialSource("command", command)
     if config.stored_key:
         if not is_well_formed(config.stored_key):
             raise CredentialError(_malformed("The stored key"))
         kind = "token" if config.stored_key.startswith(JWT_PREFIX) else "key"
-        return Source(kind, config.stored_key)
+        return CredentialSource(kind, config.stored_key)
     raise CredentialError(f"no credential is configured: {_HELP}")
 
 
@@ -99,8 +99,9 @@ class Credentials:
     """The credentials of one connection set."""
 
     def __init__(self, config: Config, clock: Clock) -> None:
-        # Mutable state: the last output of the command, the token and its end, and what the
-        # server said about exchanging. Touched on the loop only.
+        # Mutable state: the credential where it never changes, the last output of the command, the
+        # token and its end, and what the server said about exchanging. Touched on the loop only.
+        self.constant: str | None = None
         self._config = config
         self._clock = clock
         self._enforce_command = False
@@ -120,6 +121,7 @@ class Credentials:
         self._exchanging = exchanging
         self._enforce_command = enforce_command
         self._raw_until = float("-inf")
+        self.constant = None
 
     async def header_value(self, raw: bool = False) -> str:
         """The credential of the next request; `raw` skips the exchange for a token."""
@@ -162,6 +164,7 @@ class Credentials:
             self._raw_until = self._clock.now() + _COMMAND_FRESH_S
         else:
             self._raw, self._raw_until = source.value, float("inf")
+            self.constant = None if self._exchanging else source.value
         return self._raw
 
     def _left_s(self) -> float:
@@ -174,7 +177,7 @@ class Credentials:
             self._lock = anyio.Lock()
         async with self._lock:
             if self._left_s() > (_REFRESH_AHEAD_S if ahead else _REFRESH_NOW_S):
-                return  # somebody else did it while we waited
+                return  # another request refreshed it while this one waited for the lock
             assert self._exchange is not None
             try:
                 token = await self._exchange()

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class HttpRequest:
     """One HTTP request. `path` starts with `/api/v1/` and is appended to the base URL."""
 
     method: str
@@ -53,8 +53,8 @@ class StreamedReply:
 class Transport(Protocol):
     """Sockets, an in-process ASGI app, or a fake."""
 
-    async def send(self, request: Request) -> Reply: ...
+    async def send(self, request: HttpRequest) -> Reply: ...
 
-    def stream(self, request: Request) -> AbstractAsyncContextManager[StreamedReply]: ...
+    def stream(self, request: HttpRequest) -> AbstractAsyncContextManager[StreamedReply]: ...
 
     async def aclose(self) -> None: ...

@@ -1,6 +1,6 @@
 """One socket: HTTP/1.1 on asyncio, parsed by httptools (llhttp, in C).
 
-A `Connection` carries one request at a time and knows nothing of pools, retries or headers'
+A `HttpConnection` carries one request at a time and knows nothing of pools, retries or headers'
 meaning. It raises `OSError`, `TimeoutError` and `BrokenReply`; `http.py` translates them.
 """
 
@@ -30,7 +30,7 @@ class BrokenReply(Exception):
     """What came back is not a whole HTTP reply; the text says in what way."""
 
 
-class Connection(asyncio.Protocol):
+class HttpConnection(asyncio.Protocol):
     """A keep-alive connection; `send` or `stream` may be called when the last one has ended."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -43,20 +43,11 @@ class Connection(asyncio.Protocol):
         self._alarm: asyncio.TimerHandle | None = None
         self._timeout_s = 0.0
         self._started = 0.0
-        self._reset(None)
-
-    def _reset(self, done: asyncio.Future[None] | None) -> None:
-        self._done = done
+        self._done: asyncio.Future[None] | None = None
         self._head_done: asyncio.Future[None] | None = None
-        self._status = 0
-        self._headers: dict[str, str] = {}
-        self._head_bytes = 0
         self._head_complete = False
-        self._keep_alive = False
-        self._body: list[bytes] = []
+        self._headers: dict[str, str] = {}
         self._sink: Stream | None = None
-        self._last_progress = 0.0
-        self._unsent = 0
 
     # -- one exchange -------------------------------------------------------------------------
 
@@ -65,7 +56,14 @@ class Connection(asyncio.Protocol):
     ) -> tuple[int, dict[str, str], bytes]:
         """Status, headers (lower-case names) and the body as it was sent."""
         done = self._begin(head, body)
-        self._watch(timeout_s)
+        # Have `_check` called in time. An alarm outlives its exchange: the next one uses it.
+        self._timeout_s = timeout_s
+        self._started = self._loop.time()
+        due = self._started + timeout_s
+        if self._alarm is None or self._alarm.when() > due:
+            if self._alarm is not None:
+                self._alarm.cancel()
+            self._alarm = self._loop.call_at(due, self._check)
         try:
             await done
         except BaseException:
@@ -73,17 +71,6 @@ class Connection(asyncio.Protocol):
             raise
         parts = self._body
         return self._status, self._headers, parts[0] if len(parts) == 1 else b"".join(parts)
-
-    def _watch(self, timeout_s: float) -> None:
-        """Have `_check` called in time. An alarm outlives its exchange: the next one uses it."""
-        self._timeout_s = timeout_s
-        self._started = self._loop.time()
-        due = self._started + timeout_s
-        if self._alarm is not None:
-            if self._alarm.when() <= due:
-                return
-            self._alarm.cancel()
-        self._alarm = self._loop.call_at(due, self._check)
 
     async def stream(
         self, head: bytes, body: bytes | None, timeout_s: float
@@ -103,7 +90,17 @@ class Connection(asyncio.Protocol):
 
     def _begin(self, head: bytes, body: bytes | None) -> asyncio.Future[None]:
         done: asyncio.Future[None] = self._loop.create_future()
-        self._reset(done)
+        self._done = done
+        self._head_done = None
+        self._status = 0
+        self._headers = {}
+        self._head_bytes = 0
+        self._head_complete = False
+        self._keep_alive = False
+        self._body: list[bytes] = []
+        self._sink = None
+        self._last_progress = 0.0
+        self._unsent = 0
         transport = self._transport
         if transport is None or transport.is_closing():
             self.reusable = False
@@ -166,12 +163,12 @@ class Connection(asyncio.Protocol):
         status, _, _ = await self.stream(head, None, timeout_s)
         return status
 
-    async def start_tls(self, context: ssl.SSLContext, host: str) -> Connection:
+    async def start_tls(self, context: ssl.SSLContext, host: str) -> HttpConnection:
         """A connection inside the tunnel, encrypted for `host`; this one is used up."""
         transport = self._transport
         if transport is None or transport.is_closing():
             raise ConnectionResetError("the proxy closed the tunnel")
-        inner = Connection(self._loop)
+        inner = HttpConnection(self._loop)
         secured = await self._loop.start_tls(transport, inner, context, server_hostname=host)
         if secured is None:
             raise ConnectionResetError("the proxy closed the tunnel")
@@ -186,7 +183,7 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._done is None or self._done.done():
-            self.abort()  # nobody asked: the next reply could be taken for somebody else's
+            self.abort()  # no request is open: these bytes could be taken for the next reply
             return
         self._last_progress = self._loop.time()
         if not self._head_complete:
@@ -212,7 +209,7 @@ class Connection(asyncio.Protocol):
         if self._done is None or self._done.done():
             return
         if self._ends_with_connection() and exc is None:
-            self._finish()
+            self._done.set_result(None)
         elif exc is not None:
             self._fail(exc)
         elif self._head_complete:
@@ -236,12 +233,6 @@ class Connection(asyncio.Protocol):
             assert self._done is not None
             self._done.exception()  # a stream's reader hears it from the stream
         self.abort()
-
-    def _finish(self) -> None:
-        if self._head_done is not None and not self._head_done.done():
-            self._head_done.set_result(None)
-        if self._done is not None and not self._done.done():
-            self._done.set_result(None)
 
     # -- httptools ----------------------------------------------------------------------------
 
@@ -286,14 +277,14 @@ class Connection(asyncio.Protocol):
         # An answer that did not wait for the whole request leaves the rest of it in the way.
         unsent = self._transport.get_write_buffer_size() if self._transport else 0
         self.reusable = self.reusable and self._keep_alive and not unsent
-        self._finish()
+        self._done.set_result(None)
 
 
 class Stream:
     """The body of a streamed reply; ends with the reply or with what broke it."""
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, connection: Connection, silence_s: float
+        self, loop: asyncio.AbstractEventLoop, connection: HttpConnection, silence_s: float
     ) -> None:
         # Mutable state: chunks not read yet, the reader's wake-up, and how it ended.
         self._loop = loop

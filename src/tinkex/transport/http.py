@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from urllib.parse import urljoin, urlsplit
 
+from tinkex import proxy as proxies
+from tinkex import urls
 from tinkex.clock import SystemClock
 from tinkex.errors import (
     APIConnectionError,
@@ -27,9 +29,7 @@ from tinkex.errors import (
     ProxyError,
     RequestInfo,
 )
-from tinkex.transport import proxy as proxies
-from tinkex.transport import urls
-from tinkex.transport.base import Pool, Reply, Request, StreamedReply
+from tinkex.transport.base import HttpRequest, Pool, Reply, StreamedReply
 from tinkex.transport.connection import BrokenReply
 from tinkex.transport.decode import decode_body, decode_chunks
 from tinkex.transport.pool import ConnectionPool, ConnectTimeout, Dialer
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Mapping
 
     from tinkex.clock import Clock
-    from tinkex.transport.proxy import Proxy, ProxyRules
+    from tinkex.proxy import Proxy, ProxyRules
 
 REDIRECTS = frozenset({301, 302, 303, 307, 308})
 MAX_REDIRECTS = 5
@@ -49,15 +49,23 @@ _MAX_CONNECTIONS = 2048
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """How requests to one origin travel: `forwarder` is the proxy that is sent whole requests."""
+class Origin:
+    """One server, and the proxy that its requests go through if there is one.
+
+    `key` names the connections that may be shared, `authority` is the Host header, and `forwarder`
+    is the proxy where it is sent whole requests instead of being asked for a tunnel.
+    """
 
     base: urls.BaseUrl
     proxy: Proxy | None
+    key: str
+    authority: str
+    forwarder: Proxy | None
 
-    @property
-    def forwarder(self) -> Proxy | None:
-        return None if self.base.secure else self.proxy
+    @classmethod
+    def of(cls, base: urls.BaseUrl, rules: ProxyRules) -> Origin:
+        proxy = rules.choose(base)
+        return cls(base, proxy, base.origin, base.authority, None if base.secure else proxy)
 
     def __str__(self) -> str:
         return str(self.base) if self.proxy is None else f"{self.base} (through {self.proxy})"
@@ -82,8 +90,7 @@ class HttpTransport:
         # Mutable state: the pools, and the process and loop they belong to.
         self._base = urls.parse(base_url)
         self._rules = proxies.rules(proxy)
-        self._way = Way(self._base, self._rules.choose(self._base))
-        self._forwarder = self._way.forwarder
+        self._origin = Origin.of(self._base, self._rules)
         self._clock = clock or SystemClock()
         self._connect_timeout_s = connect_timeout_s
         self._ssl_context = ssl_context
@@ -93,27 +100,19 @@ class HttpTransport:
         self._home: tuple[int, asyncio.AbstractEventLoop] | None = None
         self._left_behind: list[object] = []
 
-    async def send(self, request: Request) -> Reply:
+    async def send(self, request: HttpRequest) -> Reply:
         """One exchange; the time-out starts when a connection is free."""
-        head = self._head(request)
+        origin = self._origin
         try:
-            reply = await self._exchange(request, self._way, head)
-            if self._forwarder is not None:
-                _check_forwarded(self._forwarder, reply.status, reply.headers)
+            reply = await self._exchange(request, origin, _head(request, origin))
             if request.follow_redirects and reply.status in REDIRECTS:
                 reply = await self._follow(request, reply)
         except (OSError, BrokenReply) as error:  # TimeoutError and ssl.SSLError are OSErrors
             raise self._translate(error, request) from error
         return reply
 
-    def _head(self, request: Request) -> bytes:
-        target = self._base.target(request.path, request.query)
-        if self._forwarder is None:
-            return _head(request, target, self._base.authority)
-        return _forwarded(self._forwarder, self._base, request, target)
-
-    async def _exchange(self, request: Request, way: Way, head: bytes) -> Reply:
-        pool = self._pool(way, request.pool)
+    async def _exchange(self, request: HttpRequest, origin: Origin, head: bytes) -> Reply:
+        pool = self._pool(origin, request.pool)
         connection = await pool.take()
         try:
             status, headers, body = await connection.send(head, request.body, request.timeout_s)
@@ -122,13 +121,16 @@ class HttpTransport:
         encoding = headers.get("content-encoding")
         if encoding is not None:
             body = decode_body(encoding, body)
+        if origin.forwarder is not None:
+            _check_forwarded(origin.forwarder, status, headers)
         return Reply(status, headers, body)
 
     @asynccontextmanager
-    async def stream(self, request: Request) -> AsyncGenerator[StreamedReply]:
+    async def stream(self, request: HttpRequest) -> AsyncGenerator[StreamedReply]:
         """One exchange whose body is read as it comes; leaving early closes the connection."""
-        head = self._head(request)
-        pool = self._pool(self._way, request.pool)
+        origin = self._origin
+        head = _head(request, origin)
+        pool = self._pool(origin, request.pool)
         try:
             connection = await pool.take()
         except OSError as error:
@@ -149,8 +151,8 @@ class HttpTransport:
                 status, headers, sink = await connection.stream(
                     head, request.body, request.timeout_s
                 )
-                if self._forwarder is not None:
-                    _check_forwarded(self._forwarder, status, headers)
+                if origin.forwarder is not None:
+                    _check_forwarded(origin.forwarder, status, headers)
             except (OSError, BrokenReply) as error:
                 raise self._translate(error, request) from error
             body = chunks()
@@ -169,22 +171,24 @@ class HttpTransport:
             pool.close()
         self._pools.clear()
 
-    def _pool(self, way: Way, kind: Pool) -> ConnectionPool:
+    def _pool(self, origin: Origin, kind: Pool) -> ConnectionPool:
         home = (os.getpid(), asyncio.get_running_loop())
         if home != self._home:
             self._move_in(home)
-        # The rules never change, so an origin has one way.
-        key = (urls.pool_key(way.base), kind)
-        pool = self._pools.get(key)
+        # The rules never change, so an origin has one proxy at most.
+        pool = self._pools.get((origin.key, kind))
         if pool is None:
-            dialer = self._dialers.get(key[0])
+            dialer = self._dialers.get(origin.key)
             if dialer is None:
-                dialer = Dialer(
-                    way.base, self._clock, self._connect_timeout_s, self._ssl_context, way.proxy
+                dialer = self._dialers[origin.key] = Dialer(
+                    origin.base,
+                    self._clock,
+                    self._connect_timeout_s,
+                    self._ssl_context,
+                    origin.proxy,
                 )
-                self._dialers[key[0]] = dialer
             pool = ConnectionPool(dialer, self._clock, self._max_connections)
-            self._pools[key] = pool
+            self._pools[origin.key, kind] = pool
         return pool
 
     def _move_in(self, home: tuple[int, asyncio.AbstractEventLoop]) -> None:
@@ -198,7 +202,7 @@ class HttpTransport:
         self._home = home
         self._pools, self._dialers = {}, {}
 
-    async def _follow(self, request: Request, reply: Reply) -> Reply:
+    async def _follow(self, request: HttpRequest, reply: Reply) -> Reply:
         """Follow redirects of a read; another server hears no credentials."""
         here = self._base.origin + self._base.target(request.path, request.query)
         for _ in range(MAX_REDIRECTS):
@@ -214,28 +218,19 @@ class HttpTransport:
             if base.origin != self._base.origin:
                 headers = {k: v for k, v in headers.items() if k.lower() in _PORTABLE_HEADERS}
             target = f"{parts.path or '/'}?{parts.query}" if parts.query else parts.path or "/"
-            hop = Request("GET", parts.path, request.pool, request.timeout_s, headers=headers)
-            reply = await self._hop(hop, base, target)
+            hop = HttpRequest("GET", parts.path, request.pool, request.timeout_s, headers=headers)
+            origin = Origin.of(base, self._rules)
+            reply = await self._exchange(hop, origin, _head(hop, origin, target))
             if reply.status not in REDIRECTS:
                 return reply
         raise BrokenReply(f"the server redirects more than {MAX_REDIRECTS} times")
 
-    async def _hop(self, request: Request, base: urls.BaseUrl, target: str) -> Reply:
-        """One exchange with a server that we were redirected to, by the way that it needs."""
-        way = Way(base, self._rules.choose(base))
-        forwarder = way.forwarder
-        if forwarder is None:
-            return await self._exchange(request, way, _head(request, target, base.authority))
-        reply = await self._exchange(request, way, _forwarded(forwarder, base, request, target))
-        _check_forwarded(forwarder, reply.status, reply.headers)
-        return reply
-
-    def _translate(self, error: Exception, request: Request) -> APIError:
+    def _translate(self, error: Exception, request: HttpRequest) -> APIError:
         url = urls.join(self._base, request.path, request.query)
         info = RequestInfo(request.method, url)
         if isinstance(error, ProxyFailure):
             return _proxy_error(error, info, str(self._base))
-        message = describe(error, str(self._way))
+        message = describe(error, str(self._origin))
         if isinstance(error, TimeoutError) and error.errno is None:
             return APITimeoutError(info, message)
         return APIConnectionError(info, message)
@@ -282,19 +277,31 @@ def describe(error: Exception, base_url: str, where: str = _CHECK) -> str:
             return f"The connection to {base_url} broke ({error}); it may work when tried again."
 
 
-def _head(request: Request, target: str, authority: str) -> bytes:
-    """Request line and headers; raises InputError, naming no value, for what cannot be sent."""
-    lines = [f"{request.method} {target} HTTP/1.1\r\nHost: {authority}\r\n"]
-    lines += [f"{name}: {value}\r\n" for name, value in request.headers.items()]
-    if request.body is not None:
-        lines.append(f"Content-Length: {len(request.body)}\r\n\r\n")
-    elif request.method == "GET":
-        lines.append("\r\n")
-    else:
-        lines.append("Content-Length: 0\r\n\r\n")
-    text = "".join(lines)
+def _head(request: HttpRequest, origin: Origin, target: str | None = None) -> bytes:
+    """Request line and headers; raises InputError, naming no value, for what cannot be sent.
+
+    `target` replaces the request's path and query below the base URL.
+    """
+    if target is None:
+        target = origin.base.path + request.path
+        if request.query:
+            target = f"{target}?{request.query}"
     # Request line, Host and the last line bring breaks of their own; any other is an injection.
-    breaks = len(request.headers) + (3 if request.body is None and request.method == "GET" else 4)
+    breaks, extra = len(request.headers) + 4, ""
+    if origin.forwarder is not None:
+        # The proxy needs the whole URL, and a credential of its own.
+        target = origin.key + target
+        if origin.forwarder.authorization is not None:
+            extra = f"Proxy-Authorization: {origin.forwarder.authorization}\r\n"
+            breaks += 1
+    text = f"{request.method} {target} HTTP/1.1\r\n{extra}Host: {origin.authority}\r\n"
+    for name, value in request.headers.items():
+        text += f"{name}: {value}\r\n"
+    if request.body is not None or request.method != "GET":
+        text += f"Content-Length: {len(request.body or b'')}\r\n\r\n"
+    else:
+        text += "\r\n"
+        breaks -= 1
     try:
         head = text.encode("ascii")
     except UnicodeEncodeError:
@@ -302,15 +309,6 @@ def _head(request: Request, target: str, authority: str) -> bytes:
     if not head or text.count("\n") != breaks or text.count("\r") != breaks or "\0" in text:
         raise InputError(_culprit(request.headers), "headers")
     return head
-
-
-def _forwarded(proxy: Proxy, base: urls.BaseUrl, request: Request, target: str) -> bytes:
-    """The head of a request that the proxy passes on: with the whole URL, and for its eyes."""
-    head = _head(request, base.origin + target, base.authority)
-    if proxy.authorization is None:
-        return head
-    first, _, rest = head.partition(b"\r\n")
-    return b"%b\r\nProxy-Authorization: %b\r\n%b" % (first, proxy.authorization.encode(), rest)
 
 
 def _check_forwarded(proxy: Proxy, status: int, headers: Mapping[str, str]) -> None:

@@ -13,15 +13,15 @@ import ssl
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from tinkex.transport.connection import BrokenReply, Connection
+from tinkex.transport.connection import BrokenReply, HttpConnection
 from tinkex.transport.proxy_failure import ProxyFailure
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
     from tinkex.clock import Clock
-    from tinkex.transport.proxy import Proxy
-    from tinkex.transport.urls import BaseUrl
+    from tinkex.proxy import Proxy
+    from tinkex.urls import BaseUrl
 
 # Shorter than the idle time-out of common load balancers (60 s), so that they rarely close first.
 _IDLE_S = 50.0
@@ -59,7 +59,7 @@ class Dialer:
         self._looked_up = float("-inf")
         self._lock = asyncio.Lock()
 
-    async def open(self) -> Connection:
+    async def open(self) -> HttpConnection:
         """A fresh connection; raises OSError: ConnectTimeout and ProxyFailure are two of them."""
         if self._proxy is None:
             return await self._in_time(self._reach())
@@ -72,7 +72,7 @@ class Dialer:
         # From here on the server answers, so failures are its own.
         return await self._in_time(self._secure(connection)) if self._base.secure else connection
 
-    async def _in_time(self, opening: Coroutine[Any, Any, Connection]) -> Connection:
+    async def _in_time(self, opening: Coroutine[Any, Any, HttpConnection]) -> HttpConnection:
         try:
             async with asyncio.timeout(self._connect_timeout_s):
                 return await opening
@@ -81,7 +81,7 @@ class Dialer:
                 raise
             raise ConnectTimeout(f"no connection within {self._connect_timeout_s:g} s") from None
 
-    async def _reach_through(self, proxy: Proxy) -> Connection:
+    async def _reach_through(self, proxy: Proxy) -> HttpConnection:
         """A connection to the proxy, which forwards what is sent on it: a tunnel for https."""
         connection = await self._reach()
         if self._base.secure:
@@ -93,20 +93,20 @@ class Dialer:
                 raise ProxyFailure(proxy, status)
         return connection
 
-    async def _secure(self, tunnel: Connection) -> Connection:
+    async def _secure(self, tunnel: HttpConnection) -> HttpConnection:
         try:
             return await tunnel.start_tls(await self._tls(), self._base.host)
         except BaseException:
             tunnel.abort()
             raise
 
-    async def _reach(self) -> Connection:
+    async def _reach(self) -> HttpConnection:
         loop = asyncio.get_running_loop()
         context = await self._tls() if self._dialled.secure else None
         sock = await self._dial(loop)
         try:
             _, connection = await loop.create_connection(
-                lambda: Connection(loop),
+                lambda: HttpConnection(loop),
                 sock=sock,
                 ssl=context,
                 server_hostname=self._dialled.host if context else None,
@@ -166,16 +166,16 @@ class ConnectionPool:
     """Up to `limit` connections; a caller past it waits its turn, in order."""
 
     def __init__(self, dialer: Dialer, clock: Clock, limit: int) -> None:
-        # Mutable state: idle connections (last used on top), free places, who waits for one, and
-        # whether the pool is closed.
+        # Mutable state: idle connections (last used on top), free places, the callers that wait
+        # for one, and whether the pool is closed.
         self._dialer = dialer
         self._clock = clock
-        self._idle: list[Connection] = []
+        self._idle: list[HttpConnection] = []
         self._free = limit
         self._waiters: deque[asyncio.Future[None]] = deque()
         self._closed = False
 
-    async def take(self) -> Connection:
+    async def take(self) -> HttpConnection:
         """A connection for one exchange; `give_back` must follow."""
         if self._free > 0:
             self._free -= 1
@@ -194,14 +194,17 @@ class ConnectionPool:
             self._leave()
             raise
 
-    def give_back(self, connection: Connection) -> None:
+    def give_back(self, connection: HttpConnection) -> None:
         """Keep it when it can carry another exchange, and let the next caller in."""
         if connection.reusable and not self._closed:
             connection.idle_since = self._clock.now()
             self._idle.append(connection)
         else:
             connection.abort()
-        self._leave()
+        if self._waiters:
+            self._leave()
+        else:
+            self._free += 1
 
     async def _wait_turn(self) -> None:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()

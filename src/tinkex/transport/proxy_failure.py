@@ -10,13 +10,13 @@ import ssl
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
+from tinkex.proxy import SETTING
 from tinkex.transport.connection import BrokenReply
-from tinkex.transport.proxy import SETTING
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from tinkex.transport.proxy import Proxy
+    from tinkex.proxy import Proxy
 
 # Answers that may be different a little later; any other one is a refusal. A proxy that knows no
 # tunnels answers 501.

@@ -1,9 +1,8 @@
-"""When to try again: one table, one pure function, nothing that waits.
+"""When to try again: one table and one pure function.
 
 `decide` is asked by the owner of a call's only retry loop: `futures.lifecycle` for everything that
 has a future, `Api.call` for what is answered directly. `full`, `submit` and `sample` are classes of
-requests, `poll` is asking for a result; nothing retries `none`. `retry_table` prints the rules in
-Markdown from the same data.
+requests, `poll` is asking for a result; nothing retries `none`.
 """
 
 from __future__ import annotations
@@ -26,18 +25,18 @@ from tinkex.errors import (
 )
 
 RetryClass = Literal["full", "submit", "none", "sample", "poll"]
-Action = Literal["raise", "backoff", "hint", "at once", "billing", "again"]
+Action = Literal["raise", "backoff", "hint", "billing", "again"]
 
 MAX_HINT_S: Final = 60.0
 BILLING_STEP_S: Final = 5.0
-_BASE_S = 0.5
+BASE_S = 0.5
 _JITTER = 0.25
-# Less than this left is nothing left: a rounding error of time would otherwise be waited for.
+# A budget with less than this left is spent: a rounding error is no time to wait.
 _SHORTEST_S = 0.001
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class AttemptOutcome:
     """How one attempt ended: an HTTP status, or one of the ways to end without a usable one."""
 
     kind: Literal["status", "connection", "timeout", "lost", "failed", "bad_response", "credential"]
@@ -47,7 +46,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class RetryProgress:
     """How far a call has come.
 
     `retries` counts those after this kind of failure, `failures` those of any kind, `elapsed_s` is
@@ -61,7 +60,7 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class RetryLimits:
     """When patience ends. Time in a 402 pause has a limit of its own and counts for no other."""
 
     budget_s: float = 300.0
@@ -70,11 +69,10 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Wait and try again, or (`wait_s` is None) give up. `fresh` asks for a new request id."""
+    """Wait and try again, or (`wait_s` is None) give up."""
 
     wait_s: float | None
     reason: str
-    fresh: bool = False
     billing: bool = False
 
     @property
@@ -84,100 +82,71 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class RetryRule:
     """What one class does about one event. `tries` limits this event on top of the budget."""
 
     action: Action
     tries: int | None = None
     cap_s: float = 30.0
 
-    def __str__(self) -> str:
-        often = f", at most {self.tries} tries" if self.tries else ""
-        match self.action:
-            case "raise":
-                return "raise"
-            case "at once":
-                return f"at once{often}"
-            case "billing":
-                return f"pause {BILLING_STEP_S:g} s"
-            case "again":
-                return f"send as new, {_BASE_S:g}-{self.cap_s:g} s{often}"
-            case "hint":
-                return f"server's hint, else {_BASE_S:g}-{self.cap_s:g} s{often}"
-            case "backoff":
-                return f"{_BASE_S:g}-{self.cap_s:g} s{often}"
 
-
-_RAISE = Rule("raise")
+_RAISE = RetryRule("raise")
 _SUBMIT_TRIES = 11
-_CLASSES: tuple[RetryClass, ...] = ("full", "submit", "none", "sample", "poll")
-_EVENTS: dict[str, str] = {
-    "connection": "connection lost or refused",
-    "timeout": "time-out",
-    "400 empty": "400 without a body",
-    "402": "402",
-    "408": "408 (of a poll: without a queue state)",
-    "409": "409",
-    "410": "410",
-    "lost": "result lost (410 to a poll)",
-    "429": "429",
-    "5xx": "5xx",
-    "4xx": "any other 4xx or 3xx",
-    "bad_response": "answer that breaks the protocol",
-    "failed user": "future failed, category `user`",
-    "failed": "future failed, category `server` or `unknown`",
-    "credential": "no usable credential",
-}
 
 
 def _row(
-    full: Rule, submit: Rule | None = None, sample: Rule = _RAISE, poll: Rule = _RAISE
-) -> dict[RetryClass, Rule]:
+    full: RetryRule,
+    submit: RetryRule | None = None,
+    sample: RetryRule = _RAISE,
+    poll: RetryRule = _RAISE,
+) -> dict[RetryClass, RetryRule]:
     if submit is None:
-        submit = Rule(full.action, full.tries or _SUBMIT_TRIES, full.cap_s)
+        submit = RetryRule(full.action, full.tries or _SUBMIT_TRIES, full.cap_s)
         submit = _RAISE if full.action == "raise" else submit
     return {"full": full, "submit": submit, "none": _RAISE, "sample": sample, "poll": poll}
 
 
-_BACKOFF = Rule("backoff")
-_SAMPLE_BACKOFF = Rule("backoff", cap_s=10.0)
-_TABLE: dict[str, dict[RetryClass, Rule]] = {
+_BACKOFF = RetryRule("backoff")
+_SAMPLE_BACKOFF = RetryRule("backoff", cap_s=10.0)
+TABLE: dict[str, dict[RetryClass, RetryRule]] = {
     "connection": _row(_BACKOFF, sample=_SAMPLE_BACKOFF, poll=_BACKOFF),
     "timeout": _row(_BACKOFF, sample=_SAMPLE_BACKOFF, poll=_BACKOFF),
-    "402": _row(Rule("billing"), submit=_RAISE, sample=Rule("billing"), poll=Rule("billing")),
-    "408": _row(_BACKOFF, sample=_SAMPLE_BACKOFF, poll=Rule("backoff", cap_s=1.0)),
+    "402": _row(
+        RetryRule("billing"), submit=_RAISE, sample=RetryRule("billing"), poll=RetryRule("billing")
+    ),
+    "408": _row(_BACKOFF, sample=_SAMPLE_BACKOFF, poll=RetryRule("backoff", cap_s=1.0)),
     # Usually a fact ("already published"), sometimes a race: a short second look is enough.
-    "409": _row(Rule("backoff", tries=3), sample=Rule("backoff", tries=3, cap_s=10.0)),
+    "409": _row(RetryRule("backoff", tries=3), sample=RetryRule("backoff", tries=3, cap_s=10.0)),
     "410": _row(_RAISE),
     # Lost to a restart, so it is sent again; a server that keeps losing results is broken.
     "lost": _row(
-        Rule("again", tries=4, cap_s=10.0),
-        submit=Rule("again", tries=4, cap_s=10.0),
-        sample=Rule("again", tries=10, cap_s=10.0),
+        RetryRule("again", tries=4, cap_s=10.0),
+        submit=RetryRule("again", tries=4, cap_s=10.0),
+        sample=RetryRule("again", tries=10, cap_s=10.0),
     ),
-    "429": _row(Rule("hint"), sample=Rule("hint", cap_s=10.0), poll=Rule("hint")),
-    "5xx": _row(Rule("hint"), sample=Rule("hint", cap_s=10.0), poll=Rule("hint")),
+    "429": _row(RetryRule("hint"), sample=RetryRule("hint", cap_s=10.0), poll=RetryRule("hint")),
+    "5xx": _row(RetryRule("hint"), sample=RetryRule("hint", cap_s=10.0), poll=RetryRule("hint")),
     "4xx": _row(_RAISE),
     "bad_response": _row(_RAISE),
     "failed user": _row(_RAISE),
     # A training step keeps its sequence number, so sending it again finds the same failure.
-    "failed": _row(_RAISE, sample=Rule("again", tries=3, cap_s=10.0)),
+    "failed": _row(_RAISE, sample=RetryRule("again", tries=3, cap_s=10.0)),
     "credential": _row(_RAISE),
 }
 
 
 def decide(
-    outcome: Outcome,
+    outcome: AttemptOutcome,
     retry: RetryClass,
-    progress: Progress = Progress(),  # noqa: B008 - frozen
-    limits: Limits = Limits(),  # noqa: B008 - frozen
+    progress: RetryProgress = RetryProgress(),  # noqa: B008 - frozen
+    limits: RetryLimits = RetryLimits(),  # noqa: B008 - frozen
     *,
     jitter: float = 0.0,
     wall: float = 0.0,
 ) -> Decision:
     """What to do after a failed attempt. `jitter` is uniform in [0, 1); `wall` is epoch seconds."""
     event = event_of(outcome)
-    rule = _overridden(_TABLE[event][retry], outcome, retry)
+    rule = _overridden(TABLE[event][retry], outcome, retry)
     reason = _reason(outcome)
     if rule.action == "raise":
         return Decision(None, f"{reason}: trying again would not help")
@@ -194,28 +163,28 @@ def decide(
     failures = max(progress.retries, progress.failures)
     wait_s = _wait_s(rule, outcome, failures, jitter, wall)
     # Clipped rather than refused: the last attempt is made when the time is up.
-    return Decision(min(wait_s, left_s), reason, fresh=rule.action == "again")
+    return Decision(min(wait_s, left_s), reason)
 
 
-def outcome_of(error: TinkerError, *, of_result: bool = False) -> Outcome:
+def outcome_of(error: TinkerError, *, of_result: bool = False) -> AttemptOutcome:
     """How an attempt ended, told from the error it raised.
 
     `of_result`: it was raised by asking for the result of an accepted request.
     """
     if of_result and isinstance(error, PromiseLostError):
-        return Outcome("lost")
+        return AttemptOutcome("lost")
     if isinstance(error, APIStatusError):
-        return Outcome("status", error.status_code, error.response.headers)
+        return AttemptOutcome("status", error.status_code, error.response.headers)
     if isinstance(error, APITimeoutError):
-        return Outcome("timeout")
+        return AttemptOutcome("timeout")
     if isinstance(error, APIConnectionError):
-        return Outcome("connection")
+        return AttemptOutcome("connection")
     if isinstance(error, RequestFailedError):
-        return Outcome("failed", category=error.category)
-    return Outcome("credential" if isinstance(error, CredentialError) else "bad_response")
+        return AttemptOutcome("failed", category=error.category)
+    return AttemptOutcome("credential" if isinstance(error, CredentialError) else "bad_response")
 
 
-def event_of(outcome: Outcome) -> str:
+def event_of(outcome: AttemptOutcome) -> str:
     """The row of the table an outcome belongs to."""
     if outcome.kind == "failed":
         return "failed user" if outcome.category == "user" else "failed"
@@ -224,11 +193,11 @@ def event_of(outcome: Outcome) -> str:
     if outcome.status >= 500:
         return "5xx"
     known = str(outcome.status)
-    return known if known in _TABLE else "4xx"
+    return known if known in TABLE else "4xx"
 
 
 def retry_after_s(headers: Mapping[str, str], wall: float) -> float | None:
-    """The server's wish, in (0, 60] seconds, or None when there is none that makes sense.
+    """The wait that the server asks for, in (0, 60] seconds, or None without a usable one.
 
     `retry-after-ms` beats `retry-after` in seconds beats `retry-after` as an HTTP date.
     """
@@ -247,22 +216,10 @@ def retry_after_s(headers: Mapping[str, str], wall: float) -> float | None:
 def backoff_s(retries: int, cap_s: float, jitter: float) -> float:
     """0.5, 1, 2 … `cap_s` seconds, each made up to a quarter shorter by `jitter` in [0, 1)."""
     # The exponent is bounded because 2.0**1024 overflows.
-    return min(_BASE_S * 2.0 ** min(retries, 16), cap_s) * (1.0 - _JITTER * jitter)
+    return min(BASE_S * 2.0 ** min(retries, 16), cap_s) * (1.0 - _JITTER * jitter)
 
 
-def retry_table() -> str:
-    """The truth table as Markdown."""
-    head = "| event | " + " | ".join(f"`{name}`" for name in _CLASSES) + " |"
-    lines = [head, "|---" * (len(_CLASSES) + 1) + "|"]
-    for event, title in _EVENTS.items():
-        # An edge in front of the server answers an empty 400 when it drops a connection.
-        row = _TABLE["connection" if event == "400 empty" else event]
-        cells = (str(row[name]) for name in _CLASSES)
-        lines.append(f"| {title} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
-
-
-def _overridden(rule: Rule, outcome: Outcome, retry: RetryClass) -> Rule:
+def _overridden(rule: RetryRule, outcome: AttemptOutcome, retry: RetryClass) -> RetryRule:
     """`x-should-retry` has the last word on HTTP-level retries."""
     if outcome.kind != "status" or retry not in ("full", "submit"):
         return rule
@@ -270,18 +227,18 @@ def _overridden(rule: Rule, outcome: Outcome, retry: RetryClass) -> Rule:
     if wish == "false":
         return _RAISE
     if wish == "true" and rule.action == "raise":
-        return _TABLE["5xx"][retry]
+        return TABLE["5xx"][retry]
     return rule
 
 
-def _wait_s(rule: Rule, outcome: Outcome, retries: int, jitter: float, wall: float) -> float:
-    if rule.action == "at once":
-        return 0.0
+def _wait_s(
+    rule: RetryRule, outcome: AttemptOutcome, retries: int, jitter: float, wall: float
+) -> float:
     hint = retry_after_s(outcome.headers, wall) if rule.action == "hint" else None
     return hint if hint is not None else backoff_s(retries, rule.cap_s, jitter)
 
 
-def _reason(outcome: Outcome) -> str:
+def _reason(outcome: AttemptOutcome) -> str:
     match outcome.kind:
         case "status":
             return f"status {outcome.status}"

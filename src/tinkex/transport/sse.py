@@ -20,7 +20,7 @@ MAX_EVENT_CHARS = 64 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class SseEvent:
     """One event. `id` is the last one the stream named, also when this event has none."""
 
     data: str
@@ -46,7 +46,7 @@ class SseParser:
         self._id = ""
         self._retry_ms: int | None = None
 
-    def feed(self, chunk: bytes) -> Iterator[Event]:
+    def feed(self, chunk: bytes) -> Iterator[SseEvent]:
         """The events completed by `chunk`; raises ResultError when one does not end."""
         text = self._decoder.decode(chunk)
         if self._at_start and text:
@@ -76,7 +76,7 @@ class SseParser:
         if self._size > self._max_event_chars:
             raise ResultError(f"an event of the stream exceeds {self._max_event_chars} characters")
 
-    def _take(self, line: str) -> Event | None:
+    def _take(self, line: str) -> SseEvent | None:
         if not line:
             return self._dispatch()
         if line.startswith(":"):
@@ -97,30 +97,32 @@ class SseParser:
                 pass
         return None
 
-    def _dispatch(self) -> Event | None:
+    def _dispatch(self) -> SseEvent | None:
         self._size = 0
         event = None
         if self._data:
-            event = Event("\n".join(self._data), self._event or "message", self._id, self._retry_ms)
+            event = SseEvent(
+                "\n".join(self._data), self._event or "message", self._id, self._retry_ms
+            )
         self._data.clear()
         self._event = ""
         return event
 
 
-class EventStream:
+class SseStream:
     """The events of one reply, once: a second iteration raises ClosedError."""
 
     def __init__(self, chunks: AsyncIterable[bytes]) -> None:
         self._chunks = chunks
         self._taken = False
 
-    def __aiter__(self) -> AsyncGenerator[Event]:
+    def __aiter__(self) -> AsyncGenerator[SseEvent]:
         if self._taken:
             raise ClosedError("this event stream was already consumed; send the request again")
         self._taken = True
         return self._events()
 
-    async def _events(self) -> AsyncGenerator[Event]:
+    async def _events(self) -> AsyncGenerator[SseEvent]:
         parser = SseParser()
         async for chunk in self._chunks:
             for event in parser.feed(chunk):

@@ -11,9 +11,9 @@ What older clients send is understood by `json_requests`, not here.
 
 from __future__ import annotations
 
+import math
 import re
 from functools import cache
-from math import isfinite
 from types import UnionType
 from typing import TYPE_CHECKING, Any, TypeVar, Union, cast, get_args, get_origin
 
@@ -24,11 +24,10 @@ from msgspec.structs import fields as struct_fields
 from tinkex.errors import InputError, InputTypeError
 from tinkex.types import TensorData
 from tinkex.wire.bodies import EXPLICIT_NULLS
-from tinkex.wire.json_tensors import tensor_from_json, tensor_to_json
-from tinkex.wire.messages import placed
+from tinkex.wire.values import MAX_DENSE_BYTES, placed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     _Writer = Callable[[Any], Any]
 
@@ -41,6 +40,7 @@ _NON_FINITE = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float
 _ENCODE_ERRORS = (TypeError, ValueError, OverflowError, RecursionError)
 _DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _MAX_SEARCH_DEPTH = 50
+_TENSOR_MEMBERS = ("data", "dtype", "shape", "sparse_crow_indices", "sparse_col_indices")
 _PLACE = re.compile(r" - at (?:`key` in )?`\$(.*)`$")
 
 
@@ -50,7 +50,8 @@ def encode(obj: Any) -> bytes:
     Raises InputError for a value without a JSON form, which only free-form maps can hold.
     """
     try:
-        body = _writable(obj)
+        write = _writer(obj.__class__)
+        body = obj if write is None else write(obj)
     except RecursionError as error:
         raise InputError("the value contains itself, or is nested too deeply") from error
     try:
@@ -83,37 +84,46 @@ def convert(kind: type[T], obj: Any) -> T:
 
 def _writable(value: Any) -> Any:
     """What the encoder is given for a value: structs become objects, the rest is shared."""
-    return _writer(value.__class__)(value)
+    write = _writer(value.__class__)
+    return value if write is None else write(value)
 
 
 @cache
-def _writer(kind: type[object]) -> _Writer:
-    """How values of a type are written; worked out once."""
+def _writer(kind: type[object]) -> _Writer | None:
+    """How values of a type are written, worked out once; None for those written as they are."""
     if issubclass(kind, msgspec.Struct):
         return _struct_writer(kind)
     if issubclass(kind, (list, tuple)):
-        return lambda items: [_writable(item) for item in items]
+        return _write_list
     if issubclass(kind, dict):
-        return lambda items: {key: _writable(item) for key, item in items.items()}
-    return tensor_to_json if issubclass(kind, TensorData) else _as_it_is
+        return _write_dict
+    return _tensor_to_json if issubclass(kind, TensorData) else None
 
 
-def _as_it_is(value: Any) -> Any:
-    return value
+def _write_list(items: Iterable[Any]) -> list[Any]:
+    written: list[Any] = []
+    for item in items:
+        write = _writer(item.__class__)
+        written.append(item if write is None else write(item))
+    return written
 
 
-def _struct_writer(kind: type[msgspec.Struct]) -> _Writer:
+def _write_dict(items: dict[Any, Any]) -> dict[Any, Any]:
+    return {key: _writable(item) for key, item in items.items()}
+
+
+def _struct_writer(kind: type[msgspec.Struct]) -> _Writer | None:
     config, fields = kind.__struct_config__, struct_fields(kind)
     tag = {} if config.tag_field is None else {config.tag_field: config.tag}
     members = [(field.name, _member_writer(field.type)) for field in fields]
-    writers = tuple((name, write) for name, write in members if write is not _as_it_is)
-    # What a result cost is ours alone; the protocol has no place for it.
+    writers = tuple((name, write) for name, write in members if write is not None)
+    # What a result used is noted by the client; the protocol has no place for it.
     hidden = tuple(field.name for field in fields if field.name == "usage")
     kept = EXPLICIT_NULLS.get(kind, frozenset()).union(hidden)
     nullable = tuple(f.name for f in fields if f.name not in kept and _can_be_none(f.type))
     if not (writers or nullable or hidden or config.dict):
         # The encoder itself would write nothing else.
-        return _as_it_is
+        return None
 
     def write(value: Any) -> dict[str, Any]:
         body = asdict(value)
@@ -137,11 +147,11 @@ def _can_be_none(hint: Any) -> bool:
     return hint is Any or not {Any, type(None)}.isdisjoint(_alternatives(hint))
 
 
-def _member_writer(hint: Any) -> _Writer:
+def _member_writer(hint: Any) -> _Writer | None:
     # An open union is declared as Any; inside lists and maps, Any is the user's own data.
     if hint is Any or Any in _alternatives(hint) or _mentions_struct(hint):
         return _writable
-    return _metrics if dict[str, float] in (hint, *_alternatives(hint)) else _as_it_is
+    return _metrics if dict[str, float] in (hint, *_alternatives(hint)) else None
 
 
 def _alternatives(hint: Any) -> tuple[Any, ...]:
@@ -160,7 +170,7 @@ def _metrics(values: dict[str, float]) -> dict[str, float | str]:
 
 def number_to_json(value: float) -> float | str:
     """A result's number, by name when it is not finite."""
-    if isfinite(value):
+    if math.isfinite(value):
         return value
     return "NaN" if value != value else "Infinity" if value > 0 else "-Infinity"
 
@@ -193,8 +203,34 @@ def _find_unwritable(value: Any, path: str, depth: int = 0) -> str:
 
 def _read_hook(kind: type, obj: Any) -> Any:
     if kind is TensorData:
-        return tensor_from_json(obj)
+        return _tensor_from_json(obj)
     raise NotImplementedError(f"no JSON form of {kind.__name__}")
+
+
+def _tensor_to_json(tensor: TensorData) -> dict[str, Any]:
+    """The JSON object of a tensor; refuses numbers that JSON does not have."""
+    body = tensor.to_json()
+    if tensor.dtype == "float32" and not all(map(math.isfinite, body["data"])):
+        raise InputError("NaN and infinity cannot be sent as JSON", "TensorData.data")
+    return body
+
+
+def _tensor_from_json(obj: Any) -> TensorData:
+    """A tensor from its JSON object, skipping members it does not have."""
+    if isinstance(obj, dict):
+        fields = cast("dict[str, Any]", obj)
+        _check_size(fields.get("shape"))
+        obj = {name: fields[name] for name in _TENSOR_MEMBERS if name in fields}
+    return TensorData.from_json(obj)
+
+
+def _check_size(shape: Any) -> None:
+    """A sparse tensor is short to write and as large as its shape once it is filled."""
+    if not isinstance(shape, list):
+        return
+    sizes = [size for size in cast("Iterable[Any]", shape) if isinstance(size, int)]
+    if any(size < 0 for size in sizes) or math.prod(sizes) * 8 > MAX_DENSE_BYTES:
+        raise InputError(f"{shape} is not a possible shape", "TensorData.shape")
 
 
 @cache
@@ -203,7 +239,7 @@ def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
 
 
 def input_error(error: Exception) -> InputError:
-    """Our error for what msgspec said."""
+    """An InputError for an error of msgspec."""
     if isinstance(error, RecursionError):
         return InputError("the JSON is nested too deeply")
     if not isinstance(error, msgspec.ValidationError):

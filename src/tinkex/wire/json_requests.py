@@ -25,8 +25,8 @@ from tinkex.types import (
 )
 from tinkex.wire import json_codec
 from tinkex.wire.bodies import EXPLICIT_NULLS
-from tinkex.wire.messages import construct
 from tinkex.wire.proto_training import DecodedForwardBackward
+from tinkex.wire.values import construct
 
 T = TypeVar("T")
 _Kinds = tuple[type[msgspec.Struct], ...]

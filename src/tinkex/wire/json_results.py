@@ -19,7 +19,7 @@ from tinkex.types import (
     TopkLogprobs,
 )
 from tinkex.wire import json_codec
-from tinkex.wire.messages import construct
+from tinkex.wire.values import construct
 
 # What the arrays behind the public types can hold.
 TokenId = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]

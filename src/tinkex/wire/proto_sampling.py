@@ -12,8 +12,7 @@ from tinkex.types import (
     StopReason,
     TopkLogprobs,
 )
-from tinkex.wire.arrays import fill_tensor, pack, read_tensor, unpack
-from tinkex.wire.messages import parse, serialize
+from tinkex.wire.values import fill_tensor, pack, parse, read_tensor, unpack
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,7 +39,7 @@ def encode_sample_response(response: SampleResponse, *, deterministic: bool = Fa
     if response.prompt_alt_tokens is not None:
         fill_tensor(message.prompt_alt_tokens.tokens, response.prompt_alt_tokens.tokens)
         fill_tensor(message.prompt_alt_tokens.logprobs, response.prompt_alt_tokens.logprobs)
-    return serialize(message, deterministic=deterministic)
+    return message.SerializeToString(deterministic=deterministic)
 
 
 def decode_sample_response(data: bytes, sequence_ids: Sequence[str]) -> SampleResponse:
@@ -56,13 +55,11 @@ def decode_sample_response(data: bytes, sequence_ids: Sequence[str]) -> SampleRe
     if message.prompt_cache_hit_tokens < 0:
         raise InputError("must not be negative", "prompt_cache_hit_tokens")
     logprobs = message.prompt_logprobs
-    return SampleResponse._make(  # pyright: ignore[reportPrivateUsage]  # for this
-        sequences=[
-            _read_sequence(sequence, sequence_id, index)
-            for index, (sequence, sequence_id) in enumerate(
-                zip(message.sequences, sequence_ids, strict=True)
-            )
-        ],
+    sequences: list[SampledSequence] = []
+    for index, sequence in enumerate(message.sequences):
+        sequences.append(_read_sequence(sequence, sequence_ids[index], index))
+    return SampleResponse._make(  # pyright: ignore[reportPrivateUsage] - checked above
+        sequences=sequences,
         prompt_logprobs_np=unpack(logprobs, "<f4", "prompt_logprobs") if logprobs else None,
         topk_prompt_logprobs_np=(
             _read_topk(message.topk_prompt_logprobs, "topk_prompt_logprobs")
@@ -107,7 +104,7 @@ def _read_sequence(message: pb.SampledSequence, sequence_id: str, index: int) ->
         if message.HasField("topk_sampled_logprobs")
         else None
     )
-    return SampledSequence._make(  # pyright: ignore[reportPrivateUsage]  # for this
+    return SampledSequence._make(  # pyright: ignore[reportPrivateUsage] - checked above
         stop_reason=_STOP_REASONS[stop_reason],
         sequence_id=sequence_id,
         tokens_np=tokens,

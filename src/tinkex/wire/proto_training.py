@@ -19,20 +19,20 @@ from tinkex.types import (
     SampledProvenanceSpan,
     TensorData,
 )
-from tinkex.wire.arrays import (
+from tinkex.wire.proto_writer import write_datum
+from tinkex.wire.values import (
     PACKED,
+    construct,
     dtype_code,
     item_bytes,
     pack,
     pack_ints,
+    parse,
     read_tensor,
     reshape,
     unpack,
     widen,
-    wrap,
 )
-from tinkex.wire.messages import construct, parse, serialize
-from tinkex.wire.proto_writer import write_datum
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -80,19 +80,22 @@ def encode_forward_backward(
     try:
         # Only what stands before and after the data is small enough for message objects.
         after = pb.ForwardBackwardRequest(loss_fn=loss_fn, forward_only=forward_only)
-        _fill_config(after, loss_fn_config or {})
+        if loss_fn_config:
+            _fill_config(after, loss_fn_config)
         for index, datum in enumerate(data):
             write_datum(pieces, datum, f"data[{index}]")
     except UnicodeEncodeError as error:
         raise _not_unicode(error) from error
-    pieces.append(serialize(after, deterministic=True))
+    pieces.append(after.SerializeToString(deterministic=True))
     return b"".join(pieces)
 
 
-def renumber_forward_backward(body: bytes, model_id: str, old: int, new: int) -> bytes:
-    """The same batch with another number."""
+def renumber_forward_backward(body: bytes, model_id: str, old: int, seq_id: int) -> bytes:
+    """The batch that was written with the number `old`, with another one."""
+    if seq_id == old:
+        return body
     data = memoryview(body)[len(_before_data(model_id, old)) :]
-    return b"".join([_before_data(model_id, new), data])
+    return b"".join([_before_data(model_id, seq_id), data])
 
 
 def _before_data(model_id: str, seq_id: int | None) -> bytes:
@@ -137,7 +140,7 @@ def encode_forward_backward_output(
     )
     for run in _runs(output.loss_fn_outputs):
         _fill_record(message.loss_fn_outputs.add(), run)
-    return serialize(message, deterministic=deterministic)
+    return message.SerializeToString(deterministic=deterministic)
 
 
 def decode_forward_backward_output(data: bytes) -> ForwardBackwardOutput:
@@ -146,18 +149,17 @@ def decode_forward_backward_output(data: bytes) -> ForwardBackwardOutput:
 
     message = parse(pb.ForwardBackwardOutput, data)
     records = message.loss_fn_outputs
+    outputs: list[dict[str, TensorData]] = []
     for index, record in enumerate(records):
-        if set(record.fields) != set(records[0].fields):
-            raise InputError("field names differ between records", f"loss_fn_outputs[{index}]")
+        path = f"loss_fn_outputs[{index}]"
+        if index and set(record.fields) != set(records[0].fields):
+            raise InputError("field names differ between records", path)
+        outputs += _read_record(record, path)
     kind = message.loss_fn_output_type
     return ForwardBackwardOutput(
         # A qualified name is kept as the bare class name.
         loss_fn_output_type=kind.rsplit(":", 1)[-1] if records else kind or "ArrayRecord",
-        loss_fn_outputs=[
-            output
-            for index, record in enumerate(records)
-            for output in _read_record(record, f"loss_fn_outputs[{index}]")
-        ],
+        loss_fn_outputs=outputs,
         metrics=dict(message.metrics),
     )
 
@@ -288,10 +290,9 @@ def _fill_record(message: pb.ArrayRecord, run: list[_Arrays]) -> None:
 
 
 def _read_record(message: pb.ArrayRecord, path: str) -> list[dict[str, TensorData]]:
-    columns = {
-        name: _read_batched(tensor, f'{path}.fields["{name}"]')
-        for name, tensor in message.fields.items()
-    }
+    columns: dict[str, list[TensorData]] = {}
+    for name, tensor in message.fields.items():
+        columns[name] = _read_batched(tensor, f'{path}.fields["{name}"]')
     count = message.num_datums
     if count == 0 and columns:
         count = len(next(iter(columns.values())))
@@ -300,12 +301,18 @@ def _read_record(message: pb.ArrayRecord, path: str) -> list[dict[str, TensorDat
     for name, column in columns.items():
         if len(column) < count:
             raise InputError(f"{len(column)} values for {count} datums", f'{path}.fields["{name}"]')
-    return [{name: column[i] for name, column in columns.items()} for i in range(count)]
+    outputs: list[dict[str, TensorData]] = []
+    for i in range(count):
+        output: dict[str, TensorData] = {}
+        for name, column in columns.items():
+            output[name] = column[i]
+        outputs.append(output)
+    return outputs
 
 
 def _read_batched(message: pb.BatchedTensor, path: str) -> list[TensorData]:
     trailing = list(message.trailing_shape)
-    if any(size < 0 for size in trailing):
+    if trailing and min(trailing) < 0:
         raise InputError(f"trailing shape {trailing} has a negative size", path)
     width = item_bytes(message.dtype, path)
     bounds = unpack(message.offsets, "<i8", f"{path}.offsets")
@@ -319,7 +326,7 @@ def _read_batched(message: pb.BatchedTensor, path: str) -> list[TensorData]:
         if trailing:
             shape = [(end - begin) // row if row else 0, *trailing]
             part = reshape(part, shape, path)
-        tensors.append(wrap(part, shape))
+        tensors.append(TensorData._make(part, shape))  # pyright: ignore[reportPrivateUsage] - checked above
     return tensors
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from tinkex.errors import InputError
 from tinkex.types import DmelChunk, EncodedTextChunk, ImageChunk, PromptProvenanceSpan
-from tinkex.wire.arrays import dtype_code, little_endian
+from tinkex.wire.values import NATIVE, dtype_code, little_endian
 
 if TYPE_CHECKING:
     from tinkex.types import Datum, ModelInputChunk, TensorData, TensorDtype
@@ -77,7 +77,8 @@ def _write_input(pieces: list[Piece], name: str, tensor: TensorData) -> int:
     shape = tensor._shape or ()  # pyright: ignore[reportPrivateUsage]
     if crow is None or col is None:
         before, after = _around_dense(name, tensor.dtype, shape, values.nbytes)
-        values = little_endian(values)
+        if not NATIVE:
+            values = little_endian(values)
         pieces += (before, values.data, after)
         return len(before) + values.nbytes + len(after)
     csr = [
@@ -160,6 +161,7 @@ def _message(number: int, parts: list[bytes]) -> list[bytes]:
     return [_head(number, sum(map(len, parts))), *parts]
 
 
+@lru_cache(_REMEMBERED)
 def _head(number: int, size: int) -> bytes:
     """The tag and length of a field that is bytes, text, packed numbers or a message."""
     return _varint(number << 3 | 2) + _varint(size)

@@ -7,7 +7,7 @@ protocol, in the protocol's order.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from tinkex.errors import ErrorCategory, InputError
 from tinkex.wire import json_codec
@@ -17,11 +17,10 @@ from tinkex.wire.json_results import (
     write_forward_backward_output,
     write_sample_response,
 )
-from tinkex.wire.proto_codec import (
+from tinkex.wire.proto_sampling import decode_sample_response, encode_sample_response
+from tinkex.wire.proto_training import (
     decode_forward_backward_output,
-    decode_sample_response,
     encode_forward_backward_output,
-    encode_sample_response,
 )
 from tinkex.wire.routes import MEDIA_JSON, MEDIA_PROTOBUF, ROUTES, RequestType
 
@@ -47,7 +46,7 @@ _CATEGORIES: dict[str, ErrorCategory] = {"unknown": "unknown", "server": "server
 
 
 @dataclass(frozen=True, slots=True)
-class Pending:
+class PendingResult:
     """Not done yet. Without a word from the server the state is `unknown`.
 
     `position` is how many operations go first, where the server says so.
@@ -66,7 +65,7 @@ class MetadataOnly:
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class FailedResult:
     """Accepted, and failed later."""
 
     error: str
@@ -74,18 +73,20 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class ReadyResult:
     """The result itself."""
 
     value: Any
 
 
-Outcome = Pending | MetadataOnly | Failed | Ready
+Outcome = PendingResult | MetadataOnly | FailedResult | ReadyResult
 
 
-def accept_for(request_type: RequestType) -> str:
-    """The Accept header for polling a result of this kind."""
-    return MEDIA_PROTOBUF if request_type in PROTOBUF_RESULTS else MEDIA_JSON
+# The Accept header for polling a result of each kind.
+ACCEPT: dict[RequestType, str] = {
+    kind: MEDIA_PROTOBUF if kind in PROTOBUF_RESULTS else MEDIA_JSON
+    for kind in get_args(RequestType)
+}
 
 
 def decode_result(
@@ -99,18 +100,24 @@ def decode_result(
     `sequence_ids` are those of the future's envelope; a sample needs them.
     """
     if MEDIA_PROTOBUF in content_type.lower():
-        return Ready(_decode_protobuf(request_type, body, sequence_ids))
+        if request_type == "Sample":
+            if sequence_ids is None:
+                raise _no_sequence_ids()
+            return ReadyResult(decode_sample_response(body, sequence_ids))
+        if request_type in PROTOBUF_RESULTS:
+            return ReadyResult(decode_forward_backward_output(body))
+        raise InputError(f"a {request_type} result is JSON, not protobuf", "content-type")
     answer = json_codec.decode_object(body)
     if answer.get("type") == "try_again":
         return _pending(answer)
     if answer.get("status") == "complete_metadata":
         return MetadataOnly(_size(answer.get("response_payload_size")))
     if "error" in answer:
-        return Failed(_message(answer["error"]), parse_category(answer.get("category")))
-    return Ready(_decode_json(request_type, answer, sequence_ids))
+        return FailedResult(_message(answer["error"]), parse_category(answer.get("category")))
+    return ReadyResult(_decode_json(request_type, answer, sequence_ids))
 
 
-def decode_pending(body: bytes) -> Pending | None:
+def decode_pending(body: bytes) -> PendingResult | None:
     """The queue state that a 408 carries; None when it was not written by the API.
 
     Something between client and server answers a 408, too, when it gave up waiting.
@@ -122,7 +129,7 @@ def decode_pending(body: bytes) -> Pending | None:
 
 
 def parse_category(value: Any) -> ErrorCategory:
-    """An error category in any case; one nobody heard of is `unknown`."""
+    """An error category in any case; one that is not known is `unknown`."""
     return _CATEGORIES.get(value.lower(), "unknown") if isinstance(value, str) else "unknown"
 
 
@@ -134,7 +141,7 @@ def encode_result(
     accept: str = MEDIA_PROTOBUF,
 ) -> tuple[str, bytes]:
     """The media type and body of an answer, for a reader that sent this Accept header."""
-    if isinstance(outcome, Ready):
+    if isinstance(outcome, ReadyResult):
         return encode_value(request_type, outcome.value, accept=accept)
     return MEDIA_JSON, json_codec.encode(_answer(outcome, request_id))
 
@@ -155,8 +162,10 @@ def encode_value(
     return MEDIA_JSON, json_codec.encode(value)
 
 
-def _answer(outcome: Pending | MetadataOnly | Failed, request_id: str) -> dict[str, Any]:
-    if isinstance(outcome, Failed):
+def _answer(
+    outcome: PendingResult | MetadataOnly | FailedResult, request_id: str
+) -> dict[str, Any]:
+    if isinstance(outcome, FailedResult):
         return {"error": outcome.error, "category": outcome.category}
     if isinstance(outcome, MetadataOnly):
         return {
@@ -172,11 +181,11 @@ def _answer(outcome: Pending | MetadataOnly | Failed, request_id: str) -> dict[s
     return answer
 
 
-def _pending(answer: dict[str, Any]) -> Pending:
+def _pending(answer: dict[str, Any]) -> PendingResult:
     state, reason = answer.get("queue_state"), answer.get("queue_state_reason")
     progress = answer.get("progress")
     place = cast("dict[str, Any]", progress).get("position") if isinstance(progress, dict) else None
-    return Pending(
+    return PendingResult(
         _QUEUE_STATES.get(state, "unknown") if isinstance(state, str) else "unknown",
         reason if isinstance(reason, str) and reason else None,
         place if type(place) is int and place >= 0 else None,
@@ -197,21 +206,13 @@ def _message(value: Any) -> str:
     return "" if value is None else json_codec.encode(value).decode()
 
 
-def _decode_protobuf(
-    request_type: RequestType, body: bytes, sequence_ids: Sequence[str] | None
-) -> Any:
-    if request_type == "Sample":
-        return decode_sample_response(body, _required(sequence_ids))
-    if request_type in PROTOBUF_RESULTS:
-        return decode_forward_backward_output(body)
-    raise InputError(f"a {request_type} result is JSON, not protobuf", "content-type")
-
-
 def _decode_json(
     request_type: RequestType, answer: dict[str, Any], sequence_ids: Sequence[str] | None
 ) -> Any:
     if request_type == "Sample":
-        return read_sample_response(answer, _required(sequence_ids))
+        if sequence_ids is None:
+            raise _no_sequence_ids()
+        return read_sample_response(answer, sequence_ids)
     if request_type in PROTOBUF_RESULTS:
         return read_forward_backward_output(answer)
     metrics = answer.get("metrics")
@@ -223,7 +224,5 @@ def _decode_json(
     return json_codec.convert(_RESULT_TYPES[request_type], answer)
 
 
-def _required(sequence_ids: Sequence[str] | None) -> Sequence[str]:
-    if sequence_ids is None:
-        raise InputError("the future of a sample must carry them", "sample_sequence_ids")
-    return sequence_ids
+def _no_sequence_ids() -> InputError:
+    return InputError("the future of a sample must carry them", "sample_sequence_ids")

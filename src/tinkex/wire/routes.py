@@ -1,7 +1,7 @@
-"""The one list of endpoints: what both halves say to each other, and where.
+"""The one list of endpoints, used by the client and by the server.
 
-The client sends by these rows and the server mounts them. A row says how a call looks on the
-wire and how patient a client is with it; what the call means is decided elsewhere.
+The client sends by these rows and the server mounts them. A row says how a call looks on the wire
+and how long a client retries it; what the call means is decided elsewhere.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypedDict, TypeVar, Unpack, cast
 from urllib.parse import quote
 
 from tinkex import types as t
@@ -119,6 +119,15 @@ _CHECKPOINT = f"{_RUN}/checkpoints/{{ckpt}}"
 _SESSION = f"{PREFIX}/sessions/{{session}}"
 
 
+class _Options(TypedDict, total=False):
+    timeout_s: float
+    retry: Retry
+    request_encoding: Encoding
+    query: tuple[str, ...]
+    follow_redirects: bool
+    legacy: bool
+
+
 def _post(
     name: str,
     request: type[ReqT],
@@ -126,37 +135,32 @@ def _post(
     pool: Pool,
     *,
     path: str | None = None,
-    timeout_s: float = 60.0,
-    retry: Retry = "full",
+    **options: Unpack[_Options],
 ) -> Route[ReqT, RepT]:
     """A POST with a JSON body and a direct answer."""
-    return Route(name, "POST", path or f"{PREFIX}/{name}", request, reply, pool, timeout_s, retry)
+    return Route(name, "POST", path or f"{PREFIX}/{name}", request, reply, pool, **options)
 
 
 def _submit(
     name: str,
     request: type[ReqT],
-    result: type[Any],
+    future: type[Any],
     request_type: RequestType,
     *,
     pool: Pool = Pool.TRAIN,
-    retry: Retry = "full",
-    request_encoding: Encoding = "json",
-    legacy: bool = False,
+    **options: Unpack[_Options],
 ) -> Route[ReqT, t.UntypedAPIFuture]:
     """A POST that is answered with a future."""
     return Route(
-        name=name,
-        method="POST",
-        path=f"{PREFIX}/{name}",
-        request=request,
-        reply=t.UntypedAPIFuture,
-        pool=pool,
-        retry=retry,
-        request_encoding=request_encoding,
-        future=result,
+        name,
+        "POST",
+        f"{PREFIX}/{name}",
+        request,
+        t.UntypedAPIFuture,
+        pool,
+        future=future,
         request_type=request_type,
-        legacy=legacy,
+        **options,
     )
 
 
@@ -165,28 +169,11 @@ def _rest(
     method: Method,
     path: str,
     reply: type[RepT] | None,
-    *,
-    query: tuple[str, ...] = (),
-    timeout_s: float = 60.0,
-    retry: Retry = "full",
-    follow_redirects: bool = False,
-    legacy: bool = False,
+    **options: Unpack[_Options],
 ) -> Route[None, RepT]:
     """A call without a body."""
-    return Route(
-        name=name,
-        method=method,
-        path=path,
-        request=None,
-        reply=reply,
-        pool=Pool.REST,
-        timeout_s=timeout_s,
-        retry=retry,
-        request_encoding="none",
-        query=query,
-        follow_redirects=follow_redirects,
-        legacy=legacy,
-    )
+    options.setdefault("request_encoding", "none")
+    return Route(name, method, path, None, reply, Pool.REST, **options)
 
 
 def _nothing(
@@ -244,12 +231,6 @@ SESSION_HEARTBEAT = _post(
     timeout_s=10.0,
     retry="none",
 )
-FINISH_SESSION = _nothing(
-    "finish_session", "POST", f"{_SESSION}/finish", b.FinishSessionRequest, Pool.SESSION
-)
-SET_SESSION_PROJECT = _nothing(
-    "set_session_project", "PUT", f"{_SESSION}/project", b.SetProjectRequest
-)
 SEARCH_SESSIONS = _post(
     "search_sessions",
     t.SessionSearchRequest,
@@ -264,8 +245,14 @@ LIST_SESSIONS = _rest(
     t.ListSessionsResponse,
     query=("limit", "offset", "access_scope"),
 )
-GET_SESSION = _rest("get_session", "GET", _SESSION, t.GetSessionResponse, query=("access_scope",))
+FINISH_SESSION = _nothing(
+    "finish_session", "POST", f"{_SESSION}/finish", b.FinishSessionRequest, Pool.SESSION
+)
+SET_SESSION_PROJECT = _nothing(
+    "set_session_project", "PUT", f"{_SESSION}/project", b.SetProjectRequest
+)
 EXPORT_TRACE = _rest("export_trace", "GET", f"{_SESSION}/trace_export", b.TraceExportResponse)
+GET_SESSION = _rest("get_session", "GET", _SESSION, t.GetSessionResponse, query=("access_scope",))
 
 # Training.
 CREATE_MODEL = _submit(
@@ -335,11 +322,11 @@ JOIN_SAMPLING_SESSION = _post(
 ASAMPLE = _submit(
     "asample", t.SampleRequest, t.SampleResponse, "Sample", pool=Pool.SAMPLE, retry="sample"
 )
+GET_SAMPLER = _rest("get_sampler", "GET", f"{PREFIX}/samplers/{{sampler}}", t.GetSamplerResponse)
 # Not part of the official protocol: other servers answer 404.
 GET_TOKENIZER = _rest(
     "get_tokenizer", "GET", f"{PREFIX}/tokenizer", b.TokenizerResponse, query=("base_model",)
 )
-GET_SAMPLER = _rest("get_sampler", "GET", f"{PREFIX}/samplers/{{sampler}}", t.GetSamplerResponse)
 
 # Futures.
 RETRIEVE_FUTURE: Route[t.FutureRetrieveRequest, None] = Route(
@@ -386,7 +373,6 @@ ATTACH_MODEL = _post(
     Pool.TRAIN,
     path=f"{PREFIX}/tinkex/attach_model",
 )
-
 # Telemetry keeps a failed batch itself, so the call is not retried underneath.
 TELEMETRY = _post(
     "telemetry",
@@ -414,10 +400,10 @@ LIST_TRAINING_RUNS = _rest(
     t.TrainingRunsResponse,
     query=("limit", "offset", "access_scope", "project_id"),
 )
-GET_TRAINING_RUN = _rest("get_training_run", "GET", _RUN, t.TrainingRun, query=("access_scope",))
 LIST_RUN_CHECKPOINTS = _rest(
     "list_run_checkpoints", "GET", f"{_RUN}/checkpoints", t.CheckpointsListResponse
 )
+GET_TRAINING_RUN = _rest("get_training_run", "GET", _RUN, t.TrainingRun, query=("access_scope",))
 LIST_CHECKPOINTS = _rest(
     "list_checkpoints",
     "GET",
@@ -425,7 +411,6 @@ LIST_CHECKPOINTS = _rest(
     t.CheckpointsListResponse,
     query=("limit", "offset"),
 )
-DELETE_CHECKPOINT: Route[None, None] = _rest("delete_checkpoint", "DELETE", _CHECKPOINT, None)
 PUBLISH_CHECKPOINT: Route[None, None] = _rest(
     "publish_checkpoint", "POST", f"{_CHECKPOINT}/publish", None
 )
@@ -439,6 +424,10 @@ GET_EXTERNAL_WEIGHTS_URLS = _rest(
     f"{_CHECKPOINT}/external_weights_urls",
     t.ExternalWeightsUrlsResponse,
 )
+GET_CHECKPOINT_ARCHIVE = _rest(
+    "get_checkpoint_archive", "GET", f"{_CHECKPOINT}/archive", b.ArchiveUrlResponse, legacy=True
+)
+DELETE_CHECKPOINT: Route[None, None] = _rest("delete_checkpoint", "DELETE", _CHECKPOINT, None)
 
 # Administration.
 GET_AUDIT_LOG = _rest(
@@ -469,9 +458,6 @@ FORWARD = _submit("forward", t.ForwardRequest, t.ForwardBackwardOutput, "Forward
 UNLOAD_MODEL = _submit(
     "unload_model", t.UnloadModelRequest, t.UnloadModelResponse, "UnloadModel", legacy=True
 )
-GET_CHECKPOINT_ARCHIVE = _rest(
-    "get_checkpoint_archive", "GET", f"{_CHECKPOINT}/archive", b.ArchiveUrlResponse, legacy=True
-)
 LIST_MODEL_CHECKPOINTS = _rest(
     "list_model_checkpoints",
     "GET",
@@ -480,60 +466,9 @@ LIST_MODEL_CHECKPOINTS = _rest(
     legacy=True,
 )
 
-# Fixed paths come before templates that would also match them.
-ROUTES: tuple[Route[Any, Any], ...] = (
-    CLIENT_CONFIG,
-    CLIENT_DYNAMIC_CONFIG,
-    AUTH_TOKEN,
-    GET_API_KEY,
-    DELETE_API_KEY,
-    CREATE_SESSION,
-    SESSION_HEARTBEAT,
-    SEARCH_SESSIONS,
-    LIST_SESSIONS,
-    FINISH_SESSION,
-    SET_SESSION_PROJECT,
-    EXPORT_TRACE,
-    GET_SESSION,
-    CREATE_MODEL,
-    FORWARD_BACKWARD,
-    OPTIM_STEP,
-    CREATE_CUSTOM_LOSS,
-    GET_INFO,
-    SAVE_WEIGHTS,
-    SAVE_WEIGHTS_FOR_SAMPLER,
-    SAVE_WEIGHTS_EXTERNAL,
-    LOAD_WEIGHTS,
-    WEIGHTS_INFO,
-    COPY_WEIGHTS,
-    IMPORT_WEIGHTS,
-    CREATE_SAMPLING_SESSION,
-    JOIN_SAMPLING_SESSION,
-    ASAMPLE,
-    GET_SAMPLER,
-    GET_TOKENIZER,
-    RETRIEVE_FUTURE,
-    RETRIEVE_FUTURES,
-    CANCEL_FUTURE,
-    RELEASE_NUMBERS,
-    ATTACH_MODEL,
-    TELEMETRY,
-    GET_SERVER_CAPABILITIES,
-    HEALTHZ,
-    LIST_TRAINING_RUNS,
-    LIST_RUN_CHECKPOINTS,
-    GET_TRAINING_RUN,
-    LIST_CHECKPOINTS,
-    PUBLISH_CHECKPOINT,
-    UNPUBLISH_CHECKPOINT,
-    SET_CHECKPOINT_TTL,
-    GET_EXTERNAL_WEIGHTS_URLS,
-    GET_CHECKPOINT_ARCHIVE,
-    DELETE_CHECKPOINT,
-    GET_AUDIT_LOG,
-    GET_BILLING_USAGE,
-    GET_CHECKPOINT_STORAGE_USAGE,
-    FORWARD,
-    UNLOAD_MODEL,
-    LIST_MODEL_CHECKPOINTS,
+# In the order of their definition: a fixed path comes before a template that would match it, too.
+ROUTES: tuple[Route[Any, Any], ...] = tuple(
+    cast("Route[Any, Any]", route)
+    for route in tuple(globals().values())
+    if isinstance(route, Route)
 )

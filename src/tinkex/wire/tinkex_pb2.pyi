@@ -1,4 +1,4 @@
-"""Message classes of `proto/tinkex.proto`. Written by `python -m tinkex.wire.generate`."""
+"""Message classes of `proto/tinkex.proto`. Written by `python tools/generate_proto.py`."""
 
 from collections.abc import Iterable, MutableMapping, MutableSequence
 from typing import Final, TypeVar

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tinkex.cli.commands import DONE, FAILED
-from tinkex.testing import API_KEY, FakeServer, faults
-from tinkex.transport.credentials import (
+from tinkex.credentials import (
     CredentialStore,
     StoredKey,
     credentials_path,
     read_store,
     write_store,
 )
+from tinkex.testing import API_KEY, FakeServer, faults
 from tinkex.types import ClientConfigResponse
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 from tinkex.clients.connection import Connection
 from tinkex.config import Config
-from tinkex.transport.base import Reply, Request
+from tinkex.transport.base import HttpRequest, Reply
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -56,14 +56,14 @@ class Script:
 
     # -- as a transport -----------------------------------------------------------------------
 
-    async def send(self, request: Request) -> Reply:
+    async def send(self, request: HttpRequest) -> Reply:
         body = json.loads(request.body) if request.body else None
         headers = {name.lower(): value for name, value in request.headers.items()}
         query = dict(parse_qsl(request.query))
         status, data = self.answer(Asked(request.method, request.path, query, headers, body))
         return Reply(status, {"content-length": str(len(data))}, data)
 
-    def stream(self, request: Request) -> Any:
+    def stream(self, request: HttpRequest) -> Any:
         raise NotImplementedError
 
     async def aclose(self) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tests.patience import PATIENCE_S
-from tinkex.clients.operations import Operations, blocking, submitting
-from tinkex.clients.portal import CurrentLoop, LoopThread
+from tinkex.clients.portal import CurrentLoop, LoopThread, Operations
+from tinkex.clients.twins import blocking, submitting
 from tinkex.clock import SystemClock
 from tinkex.errors import ClosedError, ForkedError
 
@@ -112,7 +112,7 @@ def test_a_bug_in_a_posted_action_ends_its_future_and_not_the_loop(operations: O
     def broken() -> None:
         raise AttributeError("a bug")
 
-    operations.post(promise, broken)
+    operations.portal.post(broken, promise)
     with pytest.raises(AttributeError):
         promise.future.result(PATIENCE_S)
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.unit.clients.world import MODEL, World, datum
 from tinkex import ModelInput, SamplingParams
-from tinkex.futures.budget import ByteBudget
+from tinkex.futures.admission import ByteBudget
 from tinkex.metrics import RETRIES, WAIT, Measurement, subscribe
 from tinkex.testing import Delays, faults
 

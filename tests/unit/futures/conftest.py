@@ -19,7 +19,7 @@ from tinkex.transport.base import Reply
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
-    from tinkex.transport.base import Request
+    from tinkex.transport.base import HttpRequest
 
 
 def reply(value: object = None, status: int = 200, media: str = "application/json", **headers: str):
@@ -43,7 +43,7 @@ class Script:
         self.requests: list[dict[str, Any]] = []
         self.times: list[float] = []
 
-    async def send(self, request: Request) -> Reply:
+    async def send(self, request: HttpRequest) -> Reply:
         self.requests.append(msgspec.json.decode(request.body or b"{}"))
         self.times.append(self.clock.now())
         if self.held_s:
@@ -54,7 +54,7 @@ class Script:
         return answer
 
     @asynccontextmanager
-    async def stream(self, request: Request):
+    async def stream(self, request: HttpRequest):
         raise NotImplementedError
         yield
 

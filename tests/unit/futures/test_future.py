@@ -33,7 +33,7 @@ def test_a_future_is_a_standard_future_with_status_cancel_and_callbacks():
 def test_status_says_where_it_stands_and_since_when():
     times = iter([1.0, 7.0, 9.0])
     promise: Promise[int] = Promise(now=lambda: next(times))
-    promise.standing.ahead = lambda: 2
+    promise.operation.ahead = lambda: 2
     assert (promise.future.status().since, promise.future.status().position) == (1.0, 2)
     promise.note(state="running", request_id="r1")
     status = promise.future.status()
@@ -146,7 +146,7 @@ def test_then_computes_once_and_passes_errors_and_cancellation_on():
 
 def test_waiting_on_the_loop_thread_is_refused_instead_of_hanging():
     promise: Promise[int] = Promise()
-    promise.standing.loop_thread = threading.get_ident()
+    promise.operation.loop_thread = threading.get_ident()
     with pytest.raises(ClosedError, match="own loop thread"):
         promise.future.result()
     promise.finish(1)

@@ -16,15 +16,15 @@ from tinkex.errors import (
     RequestFailedError,
     ServerSilentError,
 )
-from tinkex.futures.budget import ByteBudget
+from tinkex.futures.admission import ByteBudget
 from tinkex.futures.future import Promise
-from tinkex.futures.lifecycle import Lifecycle, Wire
-from tinkex.futures.results import Ticket, charge
+from tinkex.futures.lifecycle import CallContext, Lifecycle, charge
+from tinkex.futures.results import Ticket
 from tinkex.wire import routes
 
 if TYPE_CHECKING:
     from tests.unit.futures.conftest import Stage
-    from tinkex.wire.results import Pending
+    from tinkex.wire.results import PendingResult
 
 STEP = Ticket("r", "OptimStep")
 DONE = reply({"metrics": {"loss": 1.0}}, x_tinkex_usage='{"queue_s": 1.5, "device_s": 0.25}')
@@ -55,24 +55,26 @@ class Announced:
 class Heard:
     """Keeps every "pending" answer."""
 
-    def __init__(self, heard: list[Pending]) -> None:
+    def __init__(self, heard: list[PendingResult]) -> None:
         self._heard = heard
 
-    def observe(self, promise: Promise[Any], pending: Pending) -> None:
+    def observe(self, promise: Promise[Any], pending: PendingResult) -> None:
         self._heard.append(pending)
 
 
 def wait(stage: Stage, *answers: Any, held_s: float = 0.0, **options: Any):
     api = stage.api(*answers, held_s=held_s)
-    heard: list[Pending] = options.pop("heard", [])
+    heard: list[PendingResult] = options.pop("heard", [])
     known_size = options.pop("known_size", None)
     budget = options.pop("budget", ByteBudget(100))
     limits = {"silence_s": 300.0, "submit_s": 300.0, **options}
-    wire = Wire(api, stage.clock, budget, lambda request_id: None, **limits)
+    wire = CallContext(api, stage.clock, budget, lambda request_id: None, **limits)
 
     async def result() -> Any:
         feed = None if known_size is None else Announced(known_size)
-        life = Lifecycle(wire, routes.OPTIM_STEP, "OptimStep", Promise(), Heard(heard), feed=feed)
+        life = Lifecycle(
+            wire, routes.OPTIM_STEP, "OptimStep", Promise(), Heard(heard).observe, feed=feed
+        )
         async with wire.limit("optim_step", stage.clock.now()):
             return await life.result(STEP)
 
@@ -82,7 +84,7 @@ def wait(stage: Stage, *answers: Any, held_s: float = 0.0, **options: Any):
 def test_a_result_carries_what_it_cost(stage: Stage):
     result = wait(stage, DONE)
     assert result.value.metrics == {"loss": 1.0}
-    usage = charge(result, result.value, trained_tokens=3)
+    usage = charge(result, trained_tokens=3)
     assert (usage.queue_s, usage.device_s, usage.trained_tokens) == (1.5, 0.25, 3)
     assert result.value.usage == usage
 
@@ -90,7 +92,7 @@ def test_a_result_carries_what_it_cost(stage: Stage):
 @pytest.mark.req("S17")
 def test_pending_is_waited_for_however_long_it_takes(stage: Stage):
     held = [PENDING] * 200
-    heard: list[Pending] = []
+    heard: list[PendingResult] = []
     result = wait(stage, *held, DONE, held_s=30.0, heard=heard)
     assert result.value.metrics == {"loss": 1.0}
     assert len(heard) == 200
@@ -100,7 +102,7 @@ def test_pending_is_waited_for_however_long_it_takes(stage: Stage):
 @pytest.mark.req("S17")
 def test_a_408_with_a_queue_state_is_an_honest_pending(stage: Stage):
     paused = reply({"queue_state": "paused_capacity", "queue_state_reason": "full"}, status=408)
-    heard: list[Pending] = []
+    heard: list[PendingResult] = []
     wait(stage, paused, DONE, heard=heard)
     assert [(item.queue_state, item.reason) for item in heard] == [("paused_capacity", "full")]
 
@@ -125,11 +127,13 @@ def test_waiting_for_the_byte_budget_is_no_silence(stage: Stage):
     async def main() -> Any:
         held = asyncio.ensure_future(hold())
         api = stage.api(announced, reply({}, 503), reply({}, 503), DONE)
-        wire = Wire(api, stage.clock, budget, lambda _: None, silence_s=300.0, submit_s=300.0)
-        await asyncio.sleep(0)
-        result = await Lifecycle(wire, routes.OPTIM_STEP, "OptimStep", Promise(), Heard([])).result(
-            STEP
+        wire = CallContext(
+            api, stage.clock, budget, lambda _: None, silence_s=300.0, submit_s=300.0
         )
+        await asyncio.sleep(0)
+        result = await Lifecycle(
+            wire, routes.OPTIM_STEP, "OptimStep", Promise(), Heard([]).observe
+        ).result(STEP)
         await held
         return result
 

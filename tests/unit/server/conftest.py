@@ -13,13 +13,10 @@ import pytest
 from tinkex.server import Settings
 from tinkex.server.api.identity import owner_of_key
 from tinkex.testing import FakeClock, FakeEngine, FakeServer
-from tinkex.transport.base import Pool, Reply, Request
+from tinkex.transport.base import HttpRequest, Pool, Reply
 from tinkex.types import Datum, ModelInput
-from tinkex.wire.proto_codec import (
-    decode_forward_backward_output,
-    decode_sample_response,
-    encode_forward_backward,
-)
+from tinkex.wire.proto_sampling import decode_sample_response
+from tinkex.wire.proto_training import decode_forward_backward_output, encode_forward_backward
 
 if TYPE_CHECKING:
     from tinkex.testing.fake_engine import Delays
@@ -71,7 +68,7 @@ class Api:
     ) -> Reply:
         data = body if isinstance(body, bytes) or body is None else msgspec.json.encode(body)
         sent = {"x-api-key": self.key, "accept": "application/json", **(headers or {})}
-        request = Request(method, f"/api/v1{path}", Pool.REST, 3600, query, sent, data)
+        request = HttpRequest(method, f"/api/v1{path}", Pool.REST, 3600, query, sent, data)
         return await self.transport.send(request)
 
     async def post(self, path: str, body: Any = None, **options: Any) -> Any:

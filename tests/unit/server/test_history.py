@@ -21,7 +21,7 @@ from tinkex.server.api.identity import owner_of_key
 from tinkex.server.store.records import UsageEntry
 from tinkex.server.store.sql import SqlStore
 from tinkex.testing import FakeServer
-from tinkex.transport.base import Pool, Request
+from tinkex.transport.base import HttpRequest, Pool
 from tinkex.types import Usage
 
 from .conftest import Api
@@ -150,7 +150,7 @@ async def list_checkpoints(api: Api) -> None:
 
 
 async def read_metrics(api: Api) -> None:
-    reply = await api.transport.send(Request("GET", "/metrics", Pool.REST, 60))
+    reply = await api.transport.send(HttpRequest("GET", "/metrics", Pool.REST, 60))
     assert b"tinkex_sessions_active" in reply.body
 
 

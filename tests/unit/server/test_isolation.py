@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from tinkex.transport.base import Pool, Request
-from tinkex.wire.proto_codec import encode_forward_backward
+from tinkex.transport.base import HttpRequest, Pool
+from tinkex.wire.proto_training import encode_forward_backward
 from tinkex.wire.routes import ROUTES
 
 from .conftest import PROTOBUF, Api, datum
@@ -458,7 +458,9 @@ async def test_publishing_opens_a_checkpoint_for_reading_and_nothing_else(
 async def ask_openai(api: Api, method: str, path: str, body: Any = None, **headers: str) -> Reply:
     data = None if body is None else msgspec.json.encode(body)
     sent = {"authorization": f"Bearer {api.key}", **headers}
-    return await api.transport.send(Request(method, f"/v1{path}", Pool.REST, 60, "", sent, data))
+    return await api.transport.send(
+        HttpRequest(method, f"/v1{path}", Pool.REST, 60, "", sent, data)
+    )
 
 
 OPENAI: list[Ask] = [

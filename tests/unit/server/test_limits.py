@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from tinkex.testing.fake_engine import Delays
-from tinkex.wire.proto_codec import encode_forward_backward
+from tinkex.wire.proto_training import encode_forward_backward
 
 from .conftest import PROTOBUF, Api, Start, datum
 

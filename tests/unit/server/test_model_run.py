@@ -13,7 +13,7 @@ from tinkex.errors import EngineDiedError, RequestFailedError
 from tinkex.server.scheduler.engine_access import EngineAccess
 from tinkex.testing import FakeClock, FakeEngine
 from tinkex.testing.fake_engine import Delays
-from tinkex.transport.base import Pool, Request
+from tinkex.transport.base import HttpRequest, Pool
 
 from .conftest import Api, datum
 from .mortal import Fate, World, logprobs, publish, save_state, train
@@ -157,7 +157,7 @@ async def test_openai_samples_run_where_the_engine_is_watched(monkeypatch: Any) 
         body = {"model": "tinkex/tiny", "prompt": [1, 2, 3], "max_tokens": 2}
         headers = {"authorization": f"Bearer {api.key}"}
         data = msgspec.json.encode(body)
-        request = Request("POST", "/v1/completions", Pool.REST, 3600, "", headers, data)
+        request = HttpRequest("POST", "/v1/completions", Pool.REST, 3600, "", headers, data)
         reply = await api.transport.send(request)
         assert reply.status == 200, reply
         assert len(seen) == 1

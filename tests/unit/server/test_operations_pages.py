@@ -15,7 +15,7 @@ from tinkex.errors import EngineDiedError, StorageError
 from tinkex.server.api.identity import make_key
 from tinkex.server.observability.meters import Meters
 from tinkex.testing.fake_engine import Delays
-from tinkex.transport.base import Pool, Reply, Request
+from tinkex.transport.base import HttpRequest, Pool, Reply
 
 if TYPE_CHECKING:
     from .conftest import Api, Start
@@ -27,7 +27,7 @@ PAGE = page_named("metrics.md")
 
 async def page(api: Api, path: str, **headers: str) -> Reply:
     """A page at the root, asked for without a key."""
-    return await api.transport.send(Request("GET", path, Pool.REST, 60, headers=headers))
+    return await api.transport.send(HttpRequest("GET", path, Pool.REST, 60, headers=headers))
 
 
 async def metrics(api: Api) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:

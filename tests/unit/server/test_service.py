@@ -12,8 +12,8 @@ from starlette.routing import Mount
 
 from tinkex.server.app import HANDLERS
 from tinkex.testing import FakeClock, FakeServer
-from tinkex.transport.asgi import AsgiTransport
-from tinkex.transport.base import Pool, Reply, Request
+from tinkex.testing.asgi import AsgiTransport
+from tinkex.transport.base import HttpRequest, Pool, Reply
 from tinkex.types import ClientConfigResponse
 from tinkex.wire.routes import ROUTES
 
@@ -119,7 +119,9 @@ async def test_the_app_works_below_a_path_prefix_and_its_links_say_so() -> None:
 
     async def send(method: str, path: str, body: bytes | None = None) -> Reply:
         headers = {"x-api-key": "tml-one"}
-        return await outer.send(Request(method, path, Pool.REST, 60, headers=headers, body=body))
+        return await outer.send(
+            HttpRequest(method, path, Pool.REST, 60, headers=headers, body=body)
+        )
 
     async with clock.running(), server:
         opened = b'{"tags":[],"user_metadata":{},"sdk_version":"x"}'

@@ -17,10 +17,10 @@ from tinkex.testing.plugin import (  # also without an installation
     tinkex_service,  # noqa: F401
 )
 from tinkex.testing.recorder import route_name
-from tinkex.transport.base import Pool, Request
+from tinkex.transport.base import HttpRequest, Pool
 from tinkex.types import Datum, ModelInput
 from tinkex.wire.compression import compress
-from tinkex.wire.proto_codec import encode_forward_backward
+from tinkex.wire.proto_training import encode_forward_backward
 
 if TYPE_CHECKING:
     from tinkex.clients.service import ServiceClient
@@ -30,9 +30,9 @@ pytestmark = [pytest.mark.anyio, pytest.mark.req("S37")]
 OPEN = msgspec.json.encode({"tags": [], "user_metadata": {}, "sdk_version": "x"})
 
 
-def opening(**headers: str) -> Request:
+def opening(**headers: str) -> HttpRequest:
     given = {"X-API-Key": "tml-secret-canary", **headers}
-    return Request("POST", "/api/v1/create_session", Pool.SESSION, 60, headers=given, body=OPEN)
+    return HttpRequest("POST", "/api/v1/create_session", Pool.SESSION, 60, headers=given, body=OPEN)
 
 
 async def test_requests_are_recorded_without_their_key() -> None:
@@ -56,7 +56,7 @@ async def test_a_training_batch_is_recorded_decoded() -> None:
     headers = {"content-type": "application/x-protobuf", "content-encoding": "zstd"}
     async with clock.running(), FakeServer(clock=clock) as server:
         await server.transport().send(
-            Request(
+            HttpRequest(
                 "POST",
                 "/api/v1/forward_backward",
                 Pool.TRAIN,

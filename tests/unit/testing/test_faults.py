@@ -12,7 +12,7 @@ import pytest
 
 from tinkex.errors import APIConnectionError, APITimeoutError
 from tinkex.testing import API_KEY, FakeClock, FakeServer, faults
-from tinkex.transport.base import Pool, Reply, Request
+from tinkex.transport.base import HttpRequest, Pool, Reply
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
@@ -31,7 +31,7 @@ async def server() -> AsyncIterator[FakeServer]:
 
 async def send(server: FakeServer, path: str = "create_session", body: bytes = OPEN) -> Reply:
     headers = {"x-api-key": API_KEY, "content-type": "application/json"}
-    request = Request("POST", f"/api/v1/{path}", Pool.REST, 45, headers=headers, body=body)
+    request = HttpRequest("POST", f"/api/v1/{path}", Pool.REST, 45, headers=headers, body=body)
     return await server.transport().send(request)
 
 

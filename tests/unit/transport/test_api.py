@@ -366,7 +366,7 @@ async def test_the_servers_flags_turn_the_exchange_on(clock: StillClock):
         json_reply(f'{{"jwt": "{token}"}}'),
         OK,
     )
-    api.client_config = await api.call(routes.CLIENT_CONFIG, CONFIG)
+    api.follow(await api.call(routes.CLIENT_CONFIG, CONFIG))
     await api.call(routes.OPTIM_STEP, body=optim_step())
     await api.call(routes.OPTIM_STEP, body=optim_step())
     asked = [(r.path[8:], r.headers["X-API-Key"]) for r in transport.requests]

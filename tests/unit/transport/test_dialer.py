@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from tinkex import urls
 from tinkex.testing import FakeClock
-from tinkex.transport import urls
 from tinkex.transport.pool import Dialer
 
 pytestmark = pytest.mark.anyio

@@ -15,8 +15,8 @@ import pytest
 from transport_fakes import read_request, reply_bytes, serve
 
 from tinkex.errors import APIConnectionError, APITimeoutError, InputError, RequestInfo
-from tinkex.transport.base import Pool, Request
-from tinkex.transport.connection import MAX_HEAD_BYTES, Connection
+from tinkex.transport.base import HttpRequest, Pool
+from tinkex.transport.connection import MAX_HEAD_BYTES, HttpConnection
 from tinkex.transport.http import HttpTransport, describe
 
 if sys.version_info >= (3, 14):
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.anyio
 
 
-def post(body: bytes | None = b"{}", pool: Pool = Pool.TRAIN, **options) -> Request:
+def post(body: bytes | None = b"{}", pool: Pool = Pool.TRAIN, **options) -> HttpRequest:
     options = {"timeout_s": 5.0, **options}
-    return Request("POST", "/api/v1/x", pool, body=body, **options)
+    return HttpRequest("POST", "/api/v1/x", pool, body=body, **options)
 
 
 def always(*pieces: bytes, close: bool = True):
@@ -51,7 +51,7 @@ def always(*pieces: bytes, close: bool = True):
     return handle
 
 
-async def ask(handler, request: Request | None = None, **options):
+async def ask(handler, request: HttpRequest | None = None, **options):
     async with serve(handler) as url:
         transport = HttpTransport(url, **options)
         try:
@@ -72,7 +72,7 @@ async def test_a_request_is_written_as_asked():
 
     async with serve(handle) as url:
         transport = HttpTransport(url + "/prefix/")
-        request = Request(
+        request = HttpRequest(
             "POST", "/api/v1/x", Pool.SAMPLE, 5.0, "a=1", {"X-One": "1", "Accept": "x/y"}, b"{}"
         )
         reply = await transport.send(request)
@@ -98,7 +98,7 @@ async def test_a_body_less_post_says_so_and_a_get_does_not():
         writer.write(reply_bytes(b""))
 
     await ask(handle, post(body=None))
-    await ask(handle, Request("GET", "/api/v1/x", Pool.REST, 5.0))
+    await ask(handle, HttpRequest("GET", "/api/v1/x", Pool.REST, 5.0))
     assert b"Content-Length: 0" in heads[0]
     assert b"Content-Length" not in heads[1]
 
@@ -301,7 +301,7 @@ async def test_an_endpoint_that_never_accepts_times_out_within_the_connect_time(
 
 async def test_plain_http_where_tls_is_expected_says_so():
     async def handle(reader, writer):
-        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        writer.write(b"HTTP/1.1 400 Bad HttpRequest\r\n\r\n")
 
     with pytest.raises(APIConnectionError, match="speak https"):
         async with serve(handle) as url:
@@ -474,7 +474,7 @@ async def test_a_connection_the_server_closes_is_not_used_again():
 
 
 async def test_a_connection_is_not_used_again_from_the_moment_the_server_says_goodbye():
-    connection = Connection(asyncio.get_running_loop())
+    connection = HttpConnection(asyncio.get_running_loop())
     assert connection.reusable
     # Between this and the connection's end a request would be lost.
     connection.eof_received()
@@ -541,13 +541,13 @@ async def test_redirects_are_followed_only_when_asked_and_carry_no_credentials_e
             await read_request(reader)
             writer.write(reply_bytes(b"", "307 There", Location=f"{there}/signed?x=1"))
 
-        request = Request(
+        request = HttpRequest(
             "GET", "/api/v1/audit", Pool.REST, 5.0,
             headers={"X-API-Key": "tml-canary", "Accept": "application/json"},
             follow_redirects=True,
         )  # fmt: skip
         assert (await ask(handle, request)).body == b"log"
-        plain = Request("GET", "/api/v1/audit", Pool.REST, 5.0)
+        plain = HttpRequest("GET", "/api/v1/audit", Pool.REST, 5.0)
         assert (await ask(handle, plain)).status == 307
     assert heads[0].startswith(b"GET /signed?x=1 HTTP/1.1")
     assert b"tml-canary" not in heads[0]
@@ -556,14 +556,14 @@ async def test_redirects_are_followed_only_when_asked_and_carry_no_credentials_e
 @pytest.mark.parametrize("location", ["ftp://h/x", "http://[::1", "//user:pw@h/", "http://h:0/"])
 async def test_a_redirect_to_nowhere_is_a_connection_error(location: str):
     handler = always(reply_bytes(b"", "302 There", Location=location))
-    request = Request("GET", "/api/v1/audit", Pool.REST, 5.0, follow_redirects=True)
+    request = HttpRequest("GET", "/api/v1/audit", Pool.REST, 5.0, follow_redirects=True)
     with pytest.raises(APIConnectionError, match="no URL"):
         await ask(handler, request)
 
 
 async def test_a_redirect_loop_ends():
     loop = always(reply_bytes(b"", "302 Again", Location="/api/v1/audit"), close=False)
-    request = Request("GET", "/api/v1/audit", Pool.REST, 5.0, follow_redirects=True)
+    request = HttpRequest("GET", "/api/v1/audit", Pool.REST, 5.0, follow_redirects=True)
     with pytest.raises(APIConnectionError, match="redirects"):
         await ask(loop, request)
 
@@ -571,7 +571,7 @@ async def test_a_redirect_loop_ends():
 # -- streams --------------------------------------------------------------------------------------
 
 
-async def drain(transport: HttpTransport, request: Request, received: list[bytes]) -> None:
+async def drain(transport: HttpTransport, request: HttpRequest, received: list[bytes]) -> None:
     async with transport.stream(request) as reply:
         async for chunk in reply.chunks:
             received.append(chunk)

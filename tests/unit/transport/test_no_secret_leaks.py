@@ -16,8 +16,8 @@ from transport_fakes import read_request, reply_bytes, serve
 from tinkex.clock import SystemClock
 from tinkex.config import Config
 from tinkex.errors import TinkerError
+from tinkex.testing.asgi import AsgiTransport
 from tinkex.transport.api import connect
-from tinkex.transport.asgi import AsgiTransport
 from tinkex.transport.http import HttpTransport
 from tinkex.types import ClientConfigResponse
 from tinkex.wire import routes
@@ -161,7 +161,7 @@ async def test_a_failed_exchange_shows_neither_key_nor_token(caplog: pytest.LogC
 
     config = Config(api_key=CANARY, base_url="http://h")
     api = connect(config, AsgiTransport(app, "http://h"), SystemClock())
-    api.client_config = ClientConfigResponse(pjwt_auth_enabled=True)
+    api.follow(ClientConfigResponse(pjwt_auth_enabled=True))
     for _ in range(2):
         with pytest.raises(TinkerError) as caught:
             await api.call(routes.GET_INFO, body=b"{}")

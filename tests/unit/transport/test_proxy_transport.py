@@ -19,10 +19,10 @@ from tests.forward_proxy import ForwardProxy
 from tinkex.clock import SystemClock
 from tinkex.config import Config
 from tinkex.errors import APIConnectionError, APIError, APITimeoutError, ProxyError, TinkerError
+from tinkex.proxy import ProxyRules
 from tinkex.transport.api import connect
-from tinkex.transport.base import Pool, Request
+from tinkex.transport.base import HttpRequest, Pool
 from tinkex.transport.http import HttpTransport
-from tinkex.transport.proxy import ProxyRules
 from tinkex.wire import routes
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.anyio
 
-REQUEST = Request("POST", "/api/v1/x", Pool.TRAIN, 5.0, query="a=1", body=b"{}")
+REQUEST = HttpRequest("POST", "/api/v1/x", Pool.TRAIN, 5.0, query="a=1", body=b"{}")
 FORBIDDEN = b"HTTP/1.1 403 Forbidden\r\nContent-Type: text/html\r\nContent-Length: 2\r\n\r\nno"
 BAD_GATEWAY = b"HTTP/1.1 502 Bad Gateway\r\nContent-Type: text/html\r\nContent-Length: 0\r\n\r\n"
 UNAUTHORIZED = b"HTTP/1.1 407 X\r\nProxy-Authenticate: Basic\r\nContent-Length: 0\r\n\r\n"
@@ -166,7 +166,7 @@ async def test_a_proxy_may_be_reached_over_tls(certificate):
             assert (await one.send(REQUEST)).body == b"ok"
             assert (await two.send(REQUEST)).body == b"ok"
             # TLS in TLS is the fragile one: a body larger than all buffers on the way.
-            large = Request("POST", "/api/v1/x", Pool.TRAIN, 5.0, body=bytes(3_000_000))
+            large = HttpRequest("POST", "/api/v1/x", Pool.TRAIN, 5.0, body=bytes(3_000_000))
             assert (await two.send(large)).body == b"ok"
 
 
@@ -183,7 +183,7 @@ async def test_a_redirect_is_followed_by_the_way_of_its_own_server():
                 proxy.upstream = url[7:]
                 way = transport_to("http://tinker.invalid", ProxyRules.from_variables(variables))
                 async with way as transport:
-                    hop = Request("GET", "/api/v1/x", Pool.REST, 5.0, follow_redirects=True)
+                    hop = HttpRequest("GET", "/api/v1/x", Pool.REST, 5.0, follow_redirects=True)
                     assert (await transport.send(hop)).body == b"there"
     assert proxy.request_lines == ["GET http://tinker.invalid/api/v1/x HTTP/1.1"]
     assert heads[0].startswith(b"GET /y HTTP/1.1")
@@ -288,7 +288,7 @@ async def test_a_plain_proxy_that_was_written_with_https_is_explained():
 @pytest.mark.req("S22")
 @pytest.mark.parametrize("server", SERVERS)
 async def test_a_silent_proxy_ends_in_a_time_out(server):
-    request = Request("POST", "/api/v1/x", Pool.TRAIN, 0.05, body=b"{}")
+    request = HttpRequest("POST", "/api/v1/x", Pool.TRAIN, 0.05, body=b"{}")
     with ForwardProxy(silent=True) as proxy:
         async with transport_to(server, proxy.url(), connect_timeout_s=0.05) as transport:
             with pytest.raises(APITimeoutError, match=f"{proxy.url()}"):

@@ -9,15 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.docs.blocks import page_named
-from tinkex.transport import retry
-from tinkex.transport.retry import Decision, Limits, Outcome, Progress, decide
+from tests.docs.retry_table import retry_table
+from tinkex.transport.retry import AttemptOutcome, Decision, RetryLimits, RetryProgress, decide
 
 CLASSES = ("full", "submit", "none", "sample", "poll")
 HTTP_RETRIED = {408, 409, 429, *range(500, 600)}
 
 
-def status(code: int, **headers: str) -> Outcome:
-    return Outcome("status", code, {name.replace("_", "-"): text for name, text in headers.items()})
+def status(code: int, **headers: str) -> AttemptOutcome:
+    return AttemptOutcome(
+        "status", code, {name.replace("_", "-"): text for name, text in headers.items()}
+    )
 
 
 @pytest.mark.req("S13")
@@ -36,7 +38,7 @@ def test_every_status_is_the_callers_error_or_retried_as_the_table_says(code: in
 def test_class_none_is_never_retried(code: int):
     assert not decide(status(code, x_should_retry="true"), "none").retry
     for outcome in ("connection", "timeout"):
-        assert not decide(Outcome(outcome), "none").retry
+        assert not decide(AttemptOutcome(outcome), "none").retry
 
 
 @pytest.mark.req("S13")
@@ -49,17 +51,17 @@ def test_a_callers_error_is_never_retried_by_any_class(kind: str, code: int):
 @pytest.mark.req("S13")
 @pytest.mark.parametrize("kind", CLASSES)
 def test_category_user_bad_answers_and_missing_credentials_are_never_retried(kind: str):
-    assert not decide(Outcome("failed", category="user"), kind).retry
-    assert not decide(Outcome("bad_response"), kind).retry
-    assert not decide(Outcome("credential"), kind).retry
+    assert not decide(AttemptOutcome("failed", category="user"), kind).retry
+    assert not decide(AttemptOutcome("bad_response"), kind).retry
+    assert not decide(AttemptOutcome("credential"), kind).retry
 
 
 @pytest.mark.req("S13")
 @pytest.mark.parametrize("category", ["server", "unknown", "something new"])
 def test_a_server_failure_is_sent_again_as_a_new_sample_within_limits(category: str):
-    outcome = Outcome("failed", category=category)
-    assert decide(outcome, "sample").fresh
-    assert not decide(outcome, "sample", Progress(retries=2)).retry
+    outcome = AttemptOutcome("failed", category=category)
+    assert decide(outcome, "sample").retry
+    assert not decide(outcome, "sample", RetryProgress(retries=2)).retry
     assert not decide(outcome, "full").retry
 
 
@@ -67,49 +69,51 @@ def test_a_server_failure_is_sent_again_as_a_new_sample_within_limits(category: 
 @pytest.mark.parametrize("kind", ["full", "submit", "sample", "poll"])
 @pytest.mark.parametrize("lost", ["connection", "timeout"])
 def test_lost_connections_are_retried_with_backoff(kind: str, lost: str):
-    waits = [decide(Outcome(lost), kind, Progress(n)).wait_s for n in range(4)]
+    waits = [decide(AttemptOutcome(lost), kind, RetryProgress(n)).wait_s for n in range(4)]
     assert waits == [0.5, 1.0, 2.0, 4.0]
 
 
 def test_a_lost_result_is_sent_for_again_and_a_410_to_anything_else_is_an_error():
     for kind, tries in (("sample", 10), ("full", 4), ("submit", 4)):
-        answers = [decide(Outcome("lost"), kind, Progress(n)).fresh for n in range(tries)]
+        answers = [
+            decide(AttemptOutcome("lost"), kind, RetryProgress(n)).retry for n in range(tries)
+        ]
         assert answers == [True] * (tries - 1) + [False]
     for kind in ("none", "poll"):
-        assert not decide(Outcome("lost"), kind).retry
+        assert not decide(AttemptOutcome("lost"), kind).retry
     for kind in CLASSES:
         assert not decide(status(410), kind).retry
 
 
 @pytest.mark.req("S17")
 def test_a_408_without_a_queue_state_is_polled_again_soon_until_the_deadline_not_a_count():
-    assert decide(status(408), "poll", Progress(retries=10_000, elapsed_s=299)).wait_s == 1.0
-    assert not decide(status(408), "poll", Progress(elapsed_s=300)).retry
+    assert decide(status(408), "poll", RetryProgress(retries=10_000, elapsed_s=299)).wait_s == 1.0
+    assert not decide(status(408), "poll", RetryProgress(elapsed_s=300)).retry
 
 
 def test_a_conflict_is_looked_at_three_times_only():
-    answers = [decide(status(409), "full", Progress(n)).retry for n in range(4)]
+    answers = [decide(status(409), "full", RetryProgress(n)).retry for n in range(4)]
     assert answers == [True, True, False, False]
 
 
 def test_submit_makes_eleven_attempts_at_most():
-    answers = [decide(status(503), "submit", Progress(n)).retry for n in range(12)]
+    answers = [decide(status(503), "submit", RetryProgress(n)).retry for n in range(12)]
     assert answers == [True] * 10 + [False] * 2
 
 
 def test_the_last_attempt_is_made_when_the_budget_ends():
-    late = Progress(retries=9, elapsed_s=299.0)
+    late = RetryProgress(retries=9, elapsed_s=299.0)
     assert decide(status(503), "full", late).wait_s == 1.0
-    assert not decide(status(503), "full", Progress(9, 300.0)).retry
-    assert not decide(status(503), "full", limits=Limits(budget_s=0.0)).retry
+    assert not decide(status(503), "full", RetryProgress(9, 300.0)).retry
+    assert not decide(status(503), "full", limits=RetryLimits(budget_s=0.0)).retry
 
 
 def test_a_billing_pause_has_its_own_limit_and_uses_up_no_other():
-    limits = Limits(budget_s=300.0, billing_s=3600.0)
-    waited = Progress(retries=100, elapsed_s=3000.0, billing_s=3000.0)
+    limits = RetryLimits(budget_s=300.0, billing_s=3600.0)
+    waited = RetryProgress(retries=100, elapsed_s=3000.0, billing_s=3000.0)
     assert decide(status(402), "full", waited, limits).wait_s == 5.0
     assert decide(status(503), "full", waited, limits).retry
-    assert not decide(status(402), "full", Progress(0, 3600.0, 3596.0), limits).retry
+    assert not decide(status(402), "full", RetryProgress(0, 3600.0, 3596.0), limits).retry
     assert not decide(status(402), "submit").retry
 
 
@@ -129,11 +133,11 @@ def test_x_should_retry_means_nothing_to_other_loops():
 
 @pytest.mark.req("S14")
 def test_without_a_hint_the_wait_doubles_with_jitter_up_to_a_cap():
-    waits = [decide(status(429), "full", Progress(n)).wait_s for n in range(8)]
+    waits = [decide(status(429), "full", RetryProgress(n)).wait_s for n in range(8)]
     assert waits == [0.5, 1, 2, 4, 8, 16, 30, 30]
-    short = decide(status(429), "full", Progress(3), jitter=1.0).wait_s
+    short = decide(status(429), "full", RetryProgress(3), jitter=1.0).wait_s
     assert short == pytest.approx(3.0)
-    assert decide(status(500), "sample", Progress(20)).wait_s == 10.0
+    assert decide(status(500), "sample", RetryProgress(20)).wait_s == 10.0
 
 
 @pytest.mark.req("S14")
@@ -144,7 +148,7 @@ def test_the_servers_hint_is_used_for_429_and_5xx():
 
 
 def test_the_printed_table_has_a_row_per_event_and_a_column_per_class():
-    lines = retry.retry_table().splitlines()
+    lines = retry_table().splitlines()
     assert lines[0] == "| event | `full` | `submit` | `none` | `sample` | `poll` |"
     assert len(lines) == 2 + 15
     assert all(line.count("|") == 7 for line in lines)
@@ -153,9 +157,7 @@ def test_the_printed_table_has_a_row_per_event_and_a_column_per_class():
 
 
 def test_the_printed_table_says_what_the_function_does():
-    rows = {
-        row.split(" | ")[0][2:]: row.split(" | ")[1:] for row in retry.retry_table().splitlines()
-    }
+    rows = {row.split(" | ")[0][2:]: row.split(" | ")[1:] for row in retry_table().splitlines()}
     outcomes = {
         "408 (of a poll: without a queue state)": status(408),
         "409": status(409),
@@ -182,7 +184,10 @@ def test_no_input_makes_it_crash_or_wait_longer_than_a_minute(
     kind, code, retries, elapsed_s, jitter, headers
 ):
     decision = decide(
-        Outcome("status", code, headers), kind, Progress(retries, elapsed_s), jitter=jitter
+        AttemptOutcome("status", code, headers),
+        kind,
+        RetryProgress(retries, elapsed_s),
+        jitter=jitter,
     )
     assert decision.wait_s is None or 0 <= decision.wait_s <= 60
 
@@ -191,4 +196,4 @@ def test_no_input_makes_it_crash_or_wait_longer_than_a_minute(
 def test_the_docs_show_the_table_the_function_prints():
     page = page_named("retries.md").read_text()
     shown = page.split("<!-- retry table: begin -->\n")[1].split("<!-- retry table: end -->")[0]
-    assert shown == retry.retry_table()
+    assert shown == retry_table()

@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tinkex.errors import ClosedError, ResultError
-from tinkex.transport.sse import Event, EventStream, SseParser
+from tinkex.transport.sse import SseEvent, SseParser, SseStream
 
 pytestmark = [pytest.mark.anyio, pytest.mark.req("S31")]
 
 
-def parse(*chunks: bytes) -> list[Event]:
+def parse(*chunks: bytes) -> list[SseEvent]:
     parser = SseParser()
     return [event for chunk in chunks for event in parser.feed(chunk)]
 
@@ -22,15 +22,15 @@ def parse(*chunks: bytes) -> list[Event]:
 @pytest.mark.parametrize("end", [b"\n", b"\r\n", b"\r"])
 def test_every_line_ending_separates_lines_and_events(end: bytes):
     lines = [b"event: a", b"data: 1", b"data: 2", b"", b"data: 3", b"", b""]
-    assert parse(end.join(lines)) == [Event("1\n2", "a"), Event("3")]
+    assert parse(end.join(lines)) == [SseEvent("1\n2", "a"), SseEvent("3")]
 
 
 def test_comments_and_unknown_fields_are_skipped():
-    assert parse(b": hello\nfoo: bar\ndata: x\n:\n\n") == [Event("x")]
+    assert parse(b": hello\nfoo: bar\ndata: x\n:\n\n") == [SseEvent("x")]
 
 
 def test_only_one_space_after_the_colon_is_dropped():
-    assert parse(b"data:  x\n\ndata:y\n\ndata\n\n") == [Event(" x"), Event("y"), Event("")]
+    assert parse(b"data:  x\n\ndata:y\n\ndata\n\n") == [SseEvent(" x"), SseEvent("y"), SseEvent("")]
 
 
 def test_ids_stay_until_changed_and_ignore_null():
@@ -45,21 +45,21 @@ def test_retry_is_a_number_of_milliseconds_or_ignored():
 
 def test_a_leading_bom_is_ignored_and_a_later_one_is_data():
     assert parse(b"\xef\xbb\xbfdata: x\n\ndata: \xef\xbb\xbfy\n\n") == [
-        Event("x"),
-        Event("\ufeffy"),
+        SseEvent("x"),
+        SseEvent("\ufeffy"),
     ]
 
 
 def test_events_without_data_are_not_events_and_forget_their_name():
-    assert parse(b"event: a\n\ndata: x\n\n") == [Event("x")]
+    assert parse(b"event: a\n\ndata: x\n\n") == [SseEvent("x")]
 
 
 def test_an_unfinished_event_is_dropped():
-    assert parse(b"data: x\n\ndata: y\n") == [Event("x")]
+    assert parse(b"data: x\n\ndata: y\n") == [SseEvent("x")]
 
 
 def test_invalid_utf8_is_replaced():
-    assert parse(b"data: \xff\n\n") == [Event("\ufffd")]
+    assert parse(b"data: \xff\n\n") == [SseEvent("\ufffd")]
 
 
 def test_an_event_without_end_is_refused():
@@ -106,7 +106,7 @@ async def test_a_stream_is_consumed_once_and_says_so():
         yield b"data: a\n"
         yield b"\ndata: b\n\n"
 
-    stream = EventStream(chunks())
+    stream = SseStream(chunks())
     assert [event.data async for event in stream] == ["a", "b"]
     with pytest.raises(ClosedError, match="already consumed"):
         async for _ in stream:

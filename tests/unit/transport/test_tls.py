@@ -9,11 +9,11 @@ import pytest
 from transport_fakes import read_request, reply_bytes
 
 from tinkex.errors import APIConnectionError
-from tinkex.transport.base import Pool, Request
+from tinkex.transport.base import HttpRequest, Pool
 from tinkex.transport.http import HttpTransport
 
 pytestmark = pytest.mark.anyio
-REQUEST = Request("POST", "/api/v1/x", Pool.TRAIN, 5.0, body=b"{}")
+REQUEST = HttpRequest("POST", "/api/v1/x", Pool.TRAIN, 5.0, body=b"{}")
 
 
 async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

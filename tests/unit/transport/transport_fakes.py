@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 
 from tinkex.errors import APIConnectionError
-from tinkex.transport.base import Reply, Request
+from tinkex.transport.base import HttpRequest, Reply
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
@@ -58,17 +58,17 @@ class ScriptedTransport:
     """Gives its answers in order, the last one for ever, and remembers what was asked."""
 
     answers: list[Answer]
-    requests: list[Request] = field(default_factory=list[Request])
+    requests: list[HttpRequest] = field(default_factory=list[HttpRequest])
     closed: bool = False
 
-    async def send(self, request: Request) -> Reply:
+    async def send(self, request: HttpRequest) -> Reply:
         self.requests.append(request)
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         if isinstance(answer, APIConnectionError):
             raise answer
         return answer
 
-    def stream(self, request: Request):
+    def stream(self, request: HttpRequest):
         raise NotImplementedError
 
     async def aclose(self) -> None:

@@ -14,7 +14,7 @@ from tinkex.types.datum import copy_datum
 from tinkex.types.sampling import copy_request
 from tinkex.types.training import batch_to_send
 from tinkex.wire import json_codec
-from tinkex.wire.proto_codec import encode_forward_backward
+from tinkex.wire.proto_training import encode_forward_backward
 
 
 def private(tensor: types.TensorData) -> types.TensorData:

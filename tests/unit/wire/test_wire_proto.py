@@ -6,13 +6,12 @@ import pytest
 from tinkex import types
 from tinkex.errors import InputError
 from tinkex.wire import tinkex_pb2 as pb
-from tinkex.wire.proto_codec import (
+from tinkex.wire.proto_sampling import decode_sample_response, encode_sample_response
+from tinkex.wire.proto_training import (
     decode_forward_backward,
     decode_forward_backward_output,
-    decode_sample_response,
     encode_forward_backward,
     encode_forward_backward_output,
-    encode_sample_response,
     renumber_forward_backward,
 )
 

@@ -6,13 +6,14 @@ import pytest
 
 from tinkex import types
 from tinkex.errors import InputError
-from tinkex.wire.proto_codec import encode_forward_backward_output, encode_sample_response
+from tinkex.wire.proto_sampling import encode_sample_response
+from tinkex.wire.proto_training import encode_forward_backward_output
 from tinkex.wire.results import (
-    Failed,
+    ACCEPT,
+    FailedResult,
     MetadataOnly,
-    Pending,
-    Ready,
-    accept_for,
+    PendingResult,
+    ReadyResult,
     decode_pending,
     decode_result,
     encode_result,
@@ -44,29 +45,29 @@ def read(body: object, request_type: str = "OptimStep", **options: object):
 def test_protobuf_is_a_result_whatever_else_the_header_says():
     media = "Application/X-Protobuf; charset=binary"
     outcome = decode_result("Sample", media, encode_sample_response(SAMPLE), ["q-0"])
-    assert outcome == Ready(SAMPLE)
+    assert outcome == ReadyResult(SAMPLE)
     for kind in ("Forward", "ForwardBackward"):
         outcome = decode_result(kind, media, encode_forward_backward_output(OUTPUT))
-        assert outcome == Ready(OUTPUT)
+        assert outcome == ReadyResult(OUTPUT)
 
 
 def test_try_again_comes_before_every_other_reading():
     answer = {"type": "try_again", "status": "complete_metadata", "error": "x"}
-    assert read(answer) == Pending("unknown", None)
+    assert read(answer) == PendingResult("unknown", None)
 
 
 @pytest.mark.req("S17")
 @pytest.mark.parametrize("state", ["active", "paused_rate_limit", "paused_capacity"])
 def test_the_queue_state_and_its_reason_are_read(state: str):
     answer = {"type": "try_again", "queue_state": state, "queue_state_reason": "busy"}
-    assert read(answer) == Pending(state, "busy")
+    assert read(answer) == PendingResult(state, "busy")
 
 
 @pytest.mark.req("S17")
 @pytest.mark.parametrize("state", ["on_holiday", None, 3, ["active"]])
 def test_an_unheard_of_queue_state_is_unknown(state: object):
     answer = {"type": "try_again", "queue_state": state, "queue_state_reason": 5}
-    assert read(answer) == Pending("unknown", None)
+    assert read(answer) == PendingResult("unknown", None)
 
 
 def test_metadata_only_comes_before_failure():
@@ -84,13 +85,15 @@ def test_a_size_that_is_none_is_an_input_error(size: object):
 @pytest.mark.parametrize(
     ("answer", "expected"),
     [
-        ({"error": "bad", "category": "user"}, Failed("bad", "user")),
-        ({"error": None}, Failed("", "unknown")),
-        ({"error": {"code": 3}, "category": "server"}, Failed('{"code":3}', "server")),
-        ({"error": "bad", "category": "USER", "metrics": {}}, Failed("bad", "user")),
+        ({"error": "bad", "category": "user"}, FailedResult("bad", "user")),
+        ({"error": None}, FailedResult("", "unknown")),
+        ({"error": {"code": 3}, "category": "server"}, FailedResult('{"code":3}', "server")),
+        ({"error": "bad", "category": "USER", "metrics": {}}, FailedResult("bad", "user")),
     ],
 )
-def test_a_member_named_error_is_a_failure_whatever_it_holds(answer: object, expected: Failed):
+def test_a_member_named_error_is_a_failure_whatever_it_holds(
+    answer: object, expected: FailedResult
+):
     assert read(answer) == expected
 
 
@@ -136,10 +139,10 @@ def test_categories_are_read_in_any_case(value: object, category: str):
 def test_anything_else_is_the_result_of_its_request_type(
     request_type: str, answer: dict, value: object
 ):
-    assert read(answer, request_type) == Ready(value)
-    assert read({**answer, "unheard_of": [1]}, request_type) == Ready(value)
-    media, body = encode_result(request_type, Ready(value))
-    assert decode_result(request_type, media, body) == Ready(value)
+    assert read(answer, request_type) == ReadyResult(value)
+    assert read({**answer, "unheard_of": [1]}, request_type) == ReadyResult(value)
+    media, body = encode_result(request_type, ReadyResult(value))
+    assert decode_result(request_type, media, body) == ReadyResult(value)
 
 
 def test_every_kind_of_future_has_a_reader():
@@ -175,11 +178,11 @@ def test_a_sample_without_sequence_ids_is_an_input_error():
 @pytest.mark.parametrize(
     "outcome",
     [
-        Pending("active", None),
-        Pending("paused_capacity", "no free slots"),
-        Pending(),
+        PendingResult("active", None),
+        PendingResult("paused_capacity", "no free slots"),
+        PendingResult(),
         MetadataOnly(1234),
-        Failed("out of memory", "server"),
+        FailedResult("out of memory", "server"),
     ],
 )
 def test_what_the_server_answers_is_what_the_client_reads(outcome: object):
@@ -189,17 +192,17 @@ def test_what_the_server_answers_is_what_the_client_reads(outcome: object):
 
 
 def test_the_readers_accept_header_decides_the_form_of_a_sample():
-    assert accept_for("Sample") == MEDIA_PROTOBUF
-    media, body = encode_result("Sample", Ready(SAMPLE), accept="application/x-protobuf")
+    assert ACCEPT["Sample"] == MEDIA_PROTOBUF
+    media, body = encode_result("Sample", ReadyResult(SAMPLE), accept="application/x-protobuf")
     assert media == MEDIA_PROTOBUF
-    assert decode_result("Sample", media, body, ["q-0"]) == Ready(SAMPLE)
-    media, body = encode_result("Sample", Ready(SAMPLE), accept="application/json")
+    assert decode_result("Sample", media, body, ["q-0"]) == ReadyResult(SAMPLE)
+    media, body = encode_result("Sample", ReadyResult(SAMPLE), accept="application/json")
     assert media == MEDIA_JSON
-    assert decode_result("Sample", media, body, ["q-0"]) == Ready(SAMPLE)
+    assert decode_result("Sample", media, body, ["q-0"]) == ReadyResult(SAMPLE)
 
 
 def test_an_old_readers_sample_has_the_old_shape():
-    _, body = encode_result("Sample", Ready(SAMPLE), accept="application/json")
+    _, body = encode_result("Sample", ReadyResult(SAMPLE), accept="application/json")
     assert json.loads(body) == {
         "type": "sample",
         "sequences": [
@@ -217,19 +220,19 @@ def test_an_old_readers_sample_has_the_old_shape():
 
 
 def test_an_old_readers_training_result_has_no_sparse_members():
-    _, body = encode_result("Forward", Ready(OUTPUT), accept="application/json")
+    _, body = encode_result("Forward", ReadyResult(OUTPUT), accept="application/json")
     assert json.loads(body) == {
         "loss_fn_output_type": "ArrayRecord",
         "loss_fn_outputs": [{"logprobs": {"data": [-1.0, -2.0], "dtype": "float32", "shape": [2]}}],
         "metrics": {"loss:sum": 3.0, "odd:max": "Infinity"},
     }
-    assert decode_result("Forward", MEDIA_JSON, body) == Ready(OUTPUT)
+    assert decode_result("Forward", MEDIA_JSON, body) == ReadyResult(OUTPUT)
 
 
 def test_a_metric_that_is_not_finite_reaches_the_reader():
     value = types.OptimStepResponse(metrics={"grad_norm": math.inf})
-    media, body = encode_result("OptimStep", Ready(value))
-    assert decode_result("OptimStep", media, body) == Ready(value)
+    media, body = encode_result("OptimStep", ReadyResult(value))
+    assert decode_result("OptimStep", media, body) == ReadyResult(value)
 
 
 @pytest.mark.parametrize("metrics", [{"a": "fast"}, {"a": None}, {"a": [1]}, [1]])
@@ -242,11 +245,11 @@ def test_a_metric_that_is_no_number_is_an_input_error(metrics: object, kind: str
 
 def test_a_408_may_say_what_the_queue_does():
     body = json.dumps({"queue_state": "paused_capacity", "queue_state_reason": "full"}).encode()
-    assert decode_pending(body) == Pending("paused_capacity", "full")
+    assert decode_pending(body) == PendingResult("paused_capacity", "full")
 
 
 def test_a_408_of_the_api_that_says_nothing_is_still_pending():
-    assert decode_pending(b"{}") == Pending("unknown", None)
+    assert decode_pending(b"{}") == PendingResult("unknown", None)
 
 
 @pytest.mark.parametrize("body", [b"", b"<html>", b"[]"])

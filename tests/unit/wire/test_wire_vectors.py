@@ -14,15 +14,14 @@ from tinkex.types import (
     TensorData,
 )
 from tinkex.wire import tinkex_pb2 as pb
-from tinkex.wire.arrays import fill_tensor, read_tensor
-from tinkex.wire.proto_codec import (
+from tinkex.wire.proto_sampling import decode_sample_response, encode_sample_response
+from tinkex.wire.proto_training import (
     decode_forward_backward,
     decode_forward_backward_output,
-    decode_sample_response,
     encode_forward_backward,
     encode_forward_backward_output,
-    encode_sample_response,
 )
+from tinkex.wire.values import fill_tensor, read_tensor
 
 REQUEST = (
     "0a09733a747261696e3a3010011a380a0c0a0a0a08050000000600000012280a0d7461726765745f746f6b65"

@@ -13,12 +13,11 @@ import msgspec
 from tinkex.cli.command_errors import describe, next_step
 from tinkex.cli.connect import load_config
 from tinkex.cli.doctor.machine_checks import Finding
-from tinkex.clients.base_client import Owned
 from tinkex.clients.connection import Connection
 from tinkex.config import DATA_DIR, DEFAULT_BASE_URL, server_environment
+from tinkex.credentials import credentials_path
 from tinkex.errors import APIError, MissingPackageError, ProxyError, TinkerError
 from tinkex.transport.auth import choose
-from tinkex.transport.credentials import credentials_path
 from tinkex.wire import routes
 from tinkex.wire.routes import Pool, Route
 
@@ -165,11 +164,11 @@ def embedded_server(config: Config) -> Finding:
 
 def look(config: Config) -> ServerAnswer:
     """Ask a server for its models; raises the error if it cannot be reached."""
-    owned = Owned(Connection(config))
+    connection = Connection(config)
     try:
-        return owned.connection.operations.block(lambda: _ask(owned.connection))
+        return connection.operations.block(lambda: _ask(connection))
     finally:
-        owned.close().result()
+        connection.close().result()
 
 
 async def _ask(connection: Connection) -> ServerAnswer:

@@ -72,7 +72,7 @@ async def retrieve_future(call: Call) -> Response:
     outcome = cast("OperationOutcome", done.outcome)
     headers = {USAGE_HEADER: encode(outcome.usage).decode()}
     if outcome.error is not None:
-        failed = results.Failed(outcome.error, outcome.category)
+        failed = results.FailedResult(outcome.error, outcome.category)
         return _answer(done, failed, headers)
     if outcome.body is None:
         raise refuse(410, f"The result of {done.op_id!r} is no longer kept.")

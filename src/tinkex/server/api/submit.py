@@ -29,7 +29,7 @@ from tinkex.types import (
 )
 from tinkex.wire import routes
 from tinkex.wire.json_requests import decode_request, decode_training_request
-from tinkex.wire.proto_codec import decode_forward_backward
+from tinkex.wire.proto_training import decode_forward_backward
 from tinkex.wire.routes import MEDIA_JSON
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from tinkex.server.api.call import Call
     from tinkex.server.store.records import OpKind
     from tinkex.types import LoraConfig
-    from tinkex.wire.proto_codec import DecodedForwardBackward
+    from tinkex.wire.proto_training import DecodedForwardBackward
 
 
 def accepted(operation: Operation) -> Response:

@@ -30,14 +30,14 @@ from tinkex.types import (
 from tinkex.wire import routes
 from tinkex.wire.json_codec import decode_object
 from tinkex.wire.json_requests import decode_request
-from tinkex.wire.messages import parse
+from tinkex.wire.values import parse
 
 if TYPE_CHECKING:
     from starlette.responses import Response
 
     from tinkex.server.api.call import Call
     from tinkex.server.store.records import OpKind
-    from tinkex.wire.proto_codec import DecodedForwardBackward
+    from tinkex.wire.proto_training import DecodedForwardBackward
 
 MAX_LOSS_NODES = 4096
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from tinkex.transport.base import Pool, Reply, Request
+from tinkex.transport.base import HttpRequest, Pool, Reply
 
 if TYPE_CHECKING:
     from tests.unit.server.conftest import Api
@@ -25,10 +25,10 @@ class V1:
     async def call(self, method: str, path: str, body: Any = None, **headers: str) -> Reply:
         return await self.api.transport.send(self.request(method, path, body, **headers))
 
-    def request(self, method: str, path: str, body: Any = None, **headers: str) -> Request:
+    def request(self, method: str, path: str, body: Any = None, **headers: str) -> HttpRequest:
         data = None if body is None else msgspec.json.encode(body)
         sent = headers or {"authorization": f"Bearer {self.api.key}"}
-        return Request(method, f"/v1{path}", Pool.REST, 3600, "", sent, data)
+        return HttpRequest(method, f"/v1{path}", Pool.REST, 3600, "", sent, data)
 
     async def get(self, path: str) -> Any:
         """A GET that must succeed."""

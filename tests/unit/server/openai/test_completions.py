@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.unit.server.conftest import datum
-from tinkex.transport.base import Pool, Request
+from tinkex.transport.base import HttpRequest, Pool
 
 if TYPE_CHECKING:
     from .conftest import V1
@@ -208,5 +208,5 @@ async def test_a_token_outside_the_vocabulary_is_the_callers_mistake(v1: V1, tok
 async def test_half_a_character_is_the_callers_mistake(v1: V1) -> None:
     headers = {"authorization": "Bearer tml-one"}
     body = b'{"model": "tinkex/tiny", "prompt": "\\ud800"}'
-    request = Request("POST", "/v1/completions", Pool.REST, 60, "", headers, body)
+    request = HttpRequest("POST", "/v1/completions", Pool.REST, 60, "", headers, body)
     assert (await v1.api.transport.send(request)).status == 400

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from tinkex.errors import EngineDiedError, RequestFailedError, StorageError
-from tinkex.transport.base import Pool, Request
+from tinkex.transport.base import HttpRequest, Pool
 
 from .conftest import V1
 
@@ -56,7 +56,7 @@ async def test_what_is_not_there_is_a_404(v1: V1, method: str, path: str) -> Non
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff"])
 async def test_a_body_that_is_no_object_is_a_400(v1: V1, body: bytes) -> None:
     headers = {"authorization": "Bearer tml-a"}
-    request = Request("POST", "/v1/completions", Pool.REST, 60, "", headers, body)
+    request = HttpRequest("POST", "/v1/completions", Pool.REST, 60, "", headers, body)
     reply = await v1.api.transport.send(request)
     assert reply.status == 400
     assert "not a JSON object" in error_of(reply.body)["message"]

@@ -8,7 +8,7 @@ import anyio
 import pytest
 
 from tinkex.testing.fake_engine import Delays
-from tinkex.transport.base import Pool, Request
+from tinkex.transport.base import HttpRequest, Pool
 
 from .conftest import V1, completion
 
@@ -21,7 +21,7 @@ SLOW = Delays(token_s=1.0)
 
 
 async def metrics(v1: V1) -> str:
-    reply = await v1.api.transport.send(Request("GET", "/metrics", Pool.REST, 60))
+    reply = await v1.api.transport.send(HttpRequest("GET", "/metrics", Pool.REST, 60))
     assert reply.status == 200
     return reply.body.decode()
 

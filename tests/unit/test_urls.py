@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tinkex import urls
 from tinkex.errors import InputError
-from tinkex.transport import urls
 
 
 @pytest.mark.req("S29")
@@ -72,8 +72,8 @@ def test_paths_are_appended_to_the_base_path_and_never_replace_it():
 
 
 def test_pools_are_shared_per_origin_and_limits_per_base_url_and_key():
-    assert urls.pool_key("http://h/a") == urls.pool_key("http://H:80/b")
-    assert urls.pool_key("http://h") != urls.pool_key("https://h")
+    assert urls.parse("http://h/a").origin == urls.parse("http://H:80/b").origin
+    assert urls.parse("http://h").origin != urls.parse("https://h").origin
     one = urls.limiter_key("http://h/a/", "tml-1")
     assert one == urls.limiter_key("http://H:80/a", "tml-1")
     assert one != urls.limiter_key("http://h/b", "tml-1")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tinkex.clock import Clock
     from tinkex.futures.future import Promise
     from tinkex.telemetry.events import Telemetry
-    from tinkex.wire.results import Pending
+    from tinkex.wire.results import PendingResult
 
 _log = logging.getLogger(__name__)
 _EVERY_S = 60.0
@@ -57,7 +57,7 @@ class QueueNotices:
             self._heard[key] = state
             self._counts[state] += 1
 
-    def observe(self, promise: Promise[Any], pending: Pending) -> None:
+    def observe(self, promise: Promise[Any], pending: PendingResult) -> None:
         """Take a "pending" answer of an operation; it counts until the future ends."""
         key = id(promise)
         if key not in self._heard:
@@ -85,7 +85,7 @@ class QueueNotices:
             reason = pending.reason or _DEFAULT_REASONS.get(state, "no reason given")
             _log.warning("%s is paused (%s): %s", self._subject, state, reason)
         if changed:
-            self._report(state, pending.reason, promise.standing.request_id)
+            self._report(state, pending.reason, promise.operation.request_id)
 
     def _report(self, state: str, reason: str | None, request_id: str | None) -> None:
         if self._on_change is not None:

@@ -1,6 +1,6 @@
 """Writes `tinkex_pb2.py` and its stub from `proto/tinkex.proto`; run after editing that file.
 
-    python -m tinkex.wire.generate
+    python tools/generate_proto.py
 
 Only the descriptor comes from the protobuf compiler (any `grpcio-tools`). Code that the
 compiler writes refuses to load with an older runtime than its own and with much newer ones;
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
         FileDescriptorProto,
     )
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1] / "src" / "tinkex" / "wire"
 PROTO = HERE / "proto" / "tinkex.proto"
 
 _MODULE = '''\
-"""Message classes of `proto/tinkex.proto`. Written by `python -m tinkex.wire.generate`."""
+"""Message classes of `proto/tinkex.proto`. Written by `python tools/generate_proto.py`."""
 
 import base64
 
@@ -50,7 +50,7 @@ def _message(name):
 '''
 
 _STUB = '''\
-"""Message classes of `proto/tinkex.proto`. Written by `python -m tinkex.wire.generate`."""
+"""Message classes of `proto/tinkex.proto`. Written by `python tools/generate_proto.py`."""
 
 from collections.abc import Iterable, MutableMapping, MutableSequence
 from typing import Final, TypeVar

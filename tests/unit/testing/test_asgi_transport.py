@@ -8,16 +8,16 @@ import anyio
 import pytest
 
 from tinkex.errors import APIConnectionError, APITimeoutError
+from tinkex.testing.asgi import AsgiTransport
 from tinkex.testing.fake_clock import FakeClock
-from tinkex.transport.asgi import AsgiTransport
-from tinkex.transport.base import Pool, Request
+from tinkex.transport.base import HttpRequest, Pool
 
 pytestmark = pytest.mark.anyio
 
 
-def request(body: bytes | None = b"{}", **options) -> Request:
+def request(body: bytes | None = b"{}", **options) -> HttpRequest:
     options = {"timeout_s": 45.0, **options}
-    return Request("POST", "/api/v1/x", Pool.FUTURES, body=body, **options)
+    return HttpRequest("POST", "/api/v1/x", Pool.FUTURES, body=body, **options)
 
 
 async def answer(send, body: bytes = b"ok", status: int = 200, headers=()):
@@ -33,7 +33,9 @@ async def test_the_app_sees_the_request_a_server_would_show_it():
         await answer(send, headers=[(b"X-A", b"1"), (b"x-a", b"2")])
 
     transport = AsgiTransport(app, "http://h:1/base")
-    asked = Request("POST", "/api/v1/runs/a%20b", Pool.REST, 5.0, "a=1", {"X-Key": "v"}, b"body")
+    asked = HttpRequest(
+        "POST", "/api/v1/runs/a%20b", Pool.REST, 5.0, "a=1", {"X-Key": "v"}, b"body"
+    )
     reply = await transport.send(asked)
     assert (reply.status, reply.body, reply.headers) == (200, b"ok", {"x-a": "1, 2"})
     assert (seen["method"], seen["path"], seen["root_path"]) == (

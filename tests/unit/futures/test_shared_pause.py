@@ -2,18 +2,42 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import threading
-from typing import TYPE_CHECKING
 
 import pytest
 
-from tinkex.transport.sampling_pause import Pauses, process_pauses
-
-if TYPE_CHECKING:
-    from transport_fakes import StillClock
+from tinkex.futures.admission import Pauses, process_pauses
 
 pytestmark = pytest.mark.anyio
+
+
+class StillClock:
+    """A clock whose sleeps take no time."""
+
+    def __init__(self) -> None:
+        self.time = 0.0
+
+    def now(self) -> float:
+        return self.time
+
+    def wall(self) -> float:
+        return self.time
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(0)
+        self.time += seconds
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture
+def clock() -> StillClock:
+    return StillClock()
 
 
 @pytest.mark.req("S16")

@@ -12,13 +12,13 @@ from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_add
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
+from tinkex import urls
 from tinkex.errors import InputError
-from tinkex.transport import urls
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from tinkex.transport.urls import BaseUrl
+    from tinkex.urls import BaseUrl
 
 SETTING = "proxy"
 _FORM = (

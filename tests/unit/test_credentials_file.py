@@ -8,8 +8,7 @@ import stat
 
 import pytest
 
-from tinkex.errors import CredentialError
-from tinkex.transport.credentials import (
+from tinkex.credentials import (
     CredentialStore,
     KeyDetails,
     OrgDetails,
@@ -19,6 +18,7 @@ from tinkex.transport.credentials import (
     read_store,
     write_store,
 )
+from tinkex.errors import CredentialError
 
 
 def test_a_missing_file_is_an_empty_store(tmp_path):

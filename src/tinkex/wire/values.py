@@ -1,40 +1,43 @@
-"""Numbers in bytes: packed arrays and protobuf tensors to numpy and back.
+"""Values inside bodies: packed arrays and tensors, and errors that name a value's place.
 
-Arrays on the wire are little-endian and C-contiguous. Everything decoded here is checked
-first, so that bytes from a stranger end in an InputError and never in a large allocation.
-Decoded arrays own their memory and can be written to.
+Arrays on the wire are little-endian and C-contiguous. Everything decoded here is checked first, so
+that malformed bytes end in an InputError and never in a large allocation. Decoded arrays own their
+memory and can be written to.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tinkex.errors import InputError
 from tinkex.types import TensorData
-from tinkex.wire.messages import construct
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import numpy.typing as npt
+    from google.protobuf.message import Message
 
     from tinkex.types import TensorDtype
     from tinkex.wire import tinkex_pb2 as pb
 
     AnyArray = npt.NDArray[Any]
 
+T = TypeVar("T")
+MessageT = TypeVar("MessageT", bound="Message")
+
 FLOAT32 = 1
 INT64 = 2
 INT32 = 3
 BFLOAT16 = 4
 
-# A sparse tensor is small on the wire and as large as its shape says once somebody fills it.
+# A sparse tensor is small on the wire and as large as its shape says once it is filled.
 MAX_DENSE_BYTES = 1 << 31
 
-_NATIVE = sys.byteorder == "little"
-_ITEM_BYTES = {FLOAT32: 4, INT64: 8, INT32: 4, BFLOAT16: 2}
+NATIVE = sys.byteorder == "little"
+ITEM_BYTES = {FLOAT32: 4, INT64: 8, INT32: 4, BFLOAT16: 2}
 _WIDTHS = {"<f4": 4, "<i8": 8, "<i4": 4, "<u2": 2}
 _CODES: dict[str, int] = {"float32": FLOAT32, "int64": INT64}
 PACKED: dict[str, str] = {"float32": "<f4", "int64": "<i8"}
@@ -42,7 +45,7 @@ PACKED: dict[str, str] = {"float32": "<f4", "int64": "<i8"}
 
 def little_endian(array: AnyArray) -> AnyArray:
     """The array in the wire's byte order: itself, except on a big-endian machine."""
-    return array if _NATIVE else array.astype(array.dtype.newbyteorder("<"))
+    return array if NATIVE else array.astype(array.dtype.newbyteorder("<"))
 
 
 def pack(array: AnyArray, dtype: str) -> bytes:
@@ -65,7 +68,7 @@ def unpack(data: bytes, dtype: str, path: str) -> AnyArray:
         raise InputError(f"{len(data)} bytes are no whole number of {dtype} values", path)
     # A bytearray makes the array writable: torch warns about sharing one that is not.
     array = np.frombuffer(bytearray(data), dtype)
-    return array if _NATIVE else array.astype(array.dtype.newbyteorder("="))
+    return array if NATIVE else array.astype(array.dtype.newbyteorder("="))
 
 
 def widen(data: bytes, code: int, path: str) -> tuple[AnyArray, TensorDtype]:
@@ -85,10 +88,10 @@ def widen(data: bytes, code: int, path: str) -> tuple[AnyArray, TensorDtype]:
 
 def item_bytes(code: int, path: str) -> int:
     """How many bytes one value takes on the wire."""
-    try:
-        return _ITEM_BYTES[code]
-    except KeyError:
-        raise InputError(f"unknown dtype number {code}; known are 1 to 4", path) from None
+    size = ITEM_BYTES.get(code)
+    if size is None:
+        raise InputError(f"unknown dtype number {code}; known are 1 to 4", path)
+    return size
 
 
 def dtype_code(dtype: str) -> int:
@@ -97,7 +100,7 @@ def dtype_code(dtype: str) -> int:
 
 
 def reshape(array: AnyArray, shape: Sequence[int], path: str) -> AnyArray:
-    """The array in a shape that a stranger chose."""
+    """The array in a shape that came with it; raises InputError when it does not fit."""
     if any(size < 0 for size in shape):
         raise InputError(f"shape {list(shape)} has a negative size", path)
     if math.prod(shape) != array.size:
@@ -124,11 +127,6 @@ def fill_tensor(message: pb.Tensor, tensor: TensorData) -> None:
         message.shape.extend(tensor.shape)
 
 
-def wrap(array: AnyArray, shape: list[int]) -> TensorData:
-    """A tensor of an array that was just decoded, so that nothing is left to check."""
-    return TensorData._make(array, shape)  # pyright: ignore[reportPrivateUsage]  # for this
-
-
 def read_tensor(message: pb.Tensor, path: str) -> TensorData:
     """Read a tensor; without a shape it is one-dimensional."""
     encoding = message.WhichOneof("encoding")
@@ -139,7 +137,7 @@ def read_tensor(message: pb.Tensor, path: str) -> TensorData:
         return _read_csr(message, shape, path)
     values, _ = widen(message.dense, message.dtype, path)
     shape = shape or [values.size]
-    return wrap(reshape(values, shape, path), shape)
+    return TensorData._make(reshape(values, shape, path), shape)  # pyright: ignore[reportPrivateUsage] - checked above
 
 
 def _read_csr(message: pb.Tensor, shape: list[int], path: str) -> TensorData:
@@ -159,3 +157,35 @@ def _read_csr(message: pb.Tensor, shape: list[int], path: str) -> TensorData:
         sparse_crow_indices=unpack(csr.crow_indices, "<i8", path),
         sparse_col_indices=unpack(csr.col_indices, "<i8", path),
     )
+
+
+# -- messages and places ---------------------------------------------------------------------
+
+
+def parse(kind: type[MessageT], data: bytes) -> MessageT:
+    """Parse one message; raises InputError for bytes that are none."""
+    try:
+        return kind.FromString(data)
+    except _decode_error() as error:  # evaluated, and imported, only when something was raised
+        raise InputError(f"the body is not a valid {kind.__name__}: {error}") from error
+
+
+def _decode_error() -> type[Exception]:
+    from google.protobuf.message import DecodeError
+
+    return DecodeError
+
+
+def construct(path: str, make: Callable[..., T], **fields: Any) -> T:
+    """Call a constructor; its InputError then names the value's place in the body."""
+    try:
+        return make(**fields)
+    except InputError as error:
+        raise placed(error, make.__name__, path) from error
+
+
+def placed(error: InputError, name: str, path: str) -> InputError:
+    """The error of a constructor with `path` in place of the name of its class."""
+    inner = error.path.removeprefix(name).removeprefix(".")
+    glue = "." if path and inner and not inner.startswith("[") else ""
+    return type(error)(error.reason, f"{path}{glue}{inner}")

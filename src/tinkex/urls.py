@@ -1,7 +1,7 @@
 """Base URLs: the only place that takes them apart, compares them or puts them together.
 
 Owns normalisation (default ports, host case, trailing slashes, path prefix), joining, query
-strings, and the keys by which connections and rate limits are shared.
+strings, and the key by which clients share a rate limit.
 """
 
 from __future__ import annotations
@@ -103,11 +103,6 @@ def encode_query(values: Mapping[str, object]) -> str:
     """Percent-encoded `key=value` pairs: lists with commas, objects as `a[b]`, nothing empty."""
     pairs = (pair for name, value in values.items() for pair in _flatten(name, value))
     return "&".join(f"{quote(name, safe='[]')}={quote(value, safe='')}" for name, value in pairs)
-
-
-def pool_key(url: str | BaseUrl) -> str:
-    """Requests with equal keys may share connections."""
-    return (url if isinstance(url, BaseUrl) else parse(url)).origin
 
 
 def limiter_key(url: str, credential: str | None) -> tuple[str, str]:

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from tinkex.futures.budget import ByteBudget
+from tinkex.futures.admission import ByteBudget
 
 
 def test_one_oversized_item_passes_and_the_next_waits_for_it():

@@ -8,10 +8,10 @@ import ssl
 
 import pytest
 
+from tinkex import urls
 from tinkex.errors import InputError
-from tinkex.transport import urls
+from tinkex.proxy import ProxyRules, parse, rules
 from tinkex.transport.connection import BrokenReply
-from tinkex.transport.proxy import ProxyRules, parse, rules
 from tinkex.transport.proxy_failure import ProxyFailure, refusal
 
 CANARY = "canary-p4ss"

@@ -13,10 +13,10 @@ from urllib.parse import unquote
 
 import anyio
 
+from tinkex import urls
 from tinkex.clock import SystemClock, time_limit
 from tinkex.errors import APIConnectionError, APITimeoutError, RequestInfo
-from tinkex.transport import urls
-from tinkex.transport.base import Reply, Request, StreamedReply
+from tinkex.transport.base import HttpRequest, Reply, StreamedReply
 from tinkex.transport.connection import BrokenReply
 from tinkex.transport.decode import decode_body, decode_chunks
 
@@ -48,7 +48,7 @@ class AsgiTransport:
         self._base = urls.parse(base_url)
         self._clock = clock or SystemClock()
 
-    async def send(self, request: Request) -> Reply:
+    async def send(self, request: HttpRequest) -> Reply:
         """One call of the app; its reply counts as soon as it is complete."""
         exchange = _Exchange(request)
         async with time_limit(self._clock, request.timeout_s) as limit:
@@ -68,7 +68,7 @@ class AsgiTransport:
         return Reply(exchange.status, exchange.headers, body)
 
     @asynccontextmanager
-    async def stream(self, request: Request) -> AsyncGenerator[StreamedReply]:
+    async def stream(self, request: HttpRequest) -> AsyncGenerator[StreamedReply]:
         """One call of the app whose body is read as it comes; leaving early cancels the call."""
         pieces, arriving = anyio.create_memory_object_stream[bytes](0)
         exchange = _StreamedExchange(request, pieces)
@@ -95,7 +95,7 @@ class AsgiTransport:
 
     async def _streamed(
         self,
-        request: Request,
+        request: HttpRequest,
         exchange: _StreamedExchange,
         arriving: MemoryObjectReceiveStream[bytes],
     ) -> StreamedReply:
@@ -112,7 +112,7 @@ class AsgiTransport:
 
     async def _chunks(
         self,
-        request: Request,
+        request: HttpRequest,
         exchange: _StreamedExchange,
         arriving: MemoryObjectReceiveStream[bytes],
     ) -> AsyncGenerator[bytes]:
@@ -126,7 +126,7 @@ class AsgiTransport:
             raise self._broken(request, exchange.broken) from exchange.error
 
     async def _pieces(
-        self, request: Request, arriving: MemoryObjectReceiveStream[bytes]
+        self, request: HttpRequest, arriving: MemoryObjectReceiveStream[bytes]
     ) -> AsyncGenerator[bytes]:
         """The body as the app sends it; each silence is bounded by the request's time-out."""
         while True:
@@ -140,7 +140,7 @@ class AsgiTransport:
                 return
             yield received[0]
 
-    def _scope(self, request: Request) -> dict[str, Any]:
+    def _scope(self, request: HttpRequest) -> dict[str, Any]:
         base = self._base
         raw_path = base.target(request.path)
         headers = [(b"host", base.authority.encode())]
@@ -162,17 +162,17 @@ class AsgiTransport:
             "server": (base.host, base.port),
         }
 
-    def _info(self, request: Request) -> RequestInfo:
+    def _info(self, request: HttpRequest) -> RequestInfo:
         return RequestInfo(request.method, urls.join(self._base, request.path, request.query))
 
-    def _timed_out(self, request: Request) -> APITimeoutError:
+    def _timed_out(self, request: HttpRequest) -> APITimeoutError:
         return APITimeoutError(
             self._info(request),
             f"{self._base} accepted the request but gave no complete reply within "
             f"{request.timeout_s:g} s.",
         )
 
-    def _broken(self, request: Request, how: str) -> APIConnectionError:
+    def _broken(self, request: HttpRequest, how: str) -> APIConnectionError:
         return APIConnectionError(
             self._info(request), f"The reply of {self._base} is unusable: {how}."
         )
@@ -181,7 +181,7 @@ class AsgiTransport:
 class _Exchange:
     """One call of an app: what it sent, and how it ended."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: HttpRequest) -> None:
         self._request = request
         self._body_given = False
         self.status = 0
@@ -242,7 +242,7 @@ class _Exchange:
 class _StreamedExchange(_Exchange):
     """The same, with the body handed on as it comes."""
 
-    def __init__(self, request: Request, pieces: MemoryObjectSendStream[bytes]) -> None:
+    def __init__(self, request: HttpRequest, pieces: MemoryObjectSendStream[bytes]) -> None:
         super().__init__(request)
         self._pieces = pieces
         self.started = anyio.Event()

@@ -8,8 +8,8 @@ transformers or numpy. `__init__.pyi` lists them.
 from __future__ import annotations
 
 from tinkex._version import __version__ as __version__
-from tinkex.lazy_imports import lazy_imports
+from tinkex.lazy_imports import import_lazily
 
 __title__ = "tinkex"
 
-__getattr__, __dir__ = lazy_imports(__name__)
+__getattr__, __dir__ = import_lazily(__name__)

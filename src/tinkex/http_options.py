@@ -5,7 +5,7 @@ No client takes them. They exist for scripts that build them or use them in anno
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, Any, Final, TypedDict
 
 from tinkex.errors import InputError, InputTypeError
 
@@ -14,13 +14,7 @@ if TYPE_CHECKING:
 
 Seconds = float | None
 
-
-class _Unset:
-    def __repr__(self) -> str:
-        return "unset"
-
-
-_UNSET = _Unset()
+_UNSET: Final[Any] = object()
 _PARTS = ("connect", "read", "write", "pool")
 
 
@@ -38,20 +32,27 @@ class Timeout:
 
     def __init__(
         self,
-        timeout: Timeout | Seconds | tuple[Seconds, ...] | _Unset = _UNSET,
+        timeout: Timeout | Seconds | tuple[Seconds, ...] = _UNSET,
         *,
-        connect: Seconds | _Unset = _UNSET,
-        read: Seconds | _Unset = _UNSET,
-        write: Seconds | _Unset = _UNSET,
-        pool: Seconds | _Unset = _UNSET,
+        connect: Seconds = _UNSET,
+        read: Seconds = _UNSET,
+        write: Seconds = _UNSET,
+        pool: Seconds = _UNSET,
     ) -> None:
-        defaults = _defaults(timeout)
-        for name, given in zip(_PARTS, (connect, read, write, pool), strict=True):
-            value = defaults[name] if isinstance(given, _Unset) else given
-            if isinstance(value, _Unset):
+        if isinstance(timeout, Timeout):
+            defaults = tuple(timeout.as_dict().values())
+        elif isinstance(timeout, tuple):
+            defaults = (*timeout, None, None, None, None)[: len(_PARTS)]
+        else:
+            defaults = (timeout,) * len(_PARTS)
+        given: tuple[Any, ...] = (connect, read, write, pool)
+        for name, value, default in zip(_PARTS, given, defaults, strict=True):
+            seconds: Any = default if value is _UNSET else value
+            if seconds is _UNSET:
                 raise InputError(f"give a default, or all of {', '.join(_PARTS)}", name)
-            _check(name, value)
-            setattr(self, name, value)
+            if seconds is not None and not isinstance(seconds, int | float):
+                raise InputTypeError("must be a number of seconds or None", name)
+            setattr(self, name, seconds)
 
     def as_dict(self) -> dict[str, Seconds]:
         """The four parts by name."""
@@ -68,22 +69,6 @@ class Timeout:
         if len(set(parts.values())) == 1:
             return f"Timeout(timeout={self.connect})"
         return f"Timeout({', '.join(f'{name}={value}' for name, value in parts.items())})"
-
-
-def _check(name: str, value: object) -> None:
-    if value is not None and not isinstance(value, int | float):
-        raise InputTypeError("must be a number of seconds or None", name)
-
-
-def _defaults(
-    timeout: Timeout | Seconds | tuple[Seconds, ...] | _Unset,
-) -> Mapping[str, Seconds | _Unset]:
-    if isinstance(timeout, Timeout):
-        return timeout.as_dict()
-    if isinstance(timeout, tuple):
-        filled = (*timeout, *(None,) * (len(_PARTS) - len(timeout)))
-        return dict(zip(_PARTS, filled, strict=False))
-    return dict.fromkeys(_PARTS, timeout)
 
 
 class RequestOptions(TypedDict, total=False):

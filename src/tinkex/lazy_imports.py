@@ -3,7 +3,7 @@
 A package lists its public names once, as imports in its `__init__.pyi`. Type checkers and editors
 read that file as any other stub; the package's `__getattr__` reads it to find a name's module:
 
-    __getattr__, __dir__ = lazy_imports(__name__)
+    __getattr__, __dir__ = import_lazily(__name__)
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-def lazy_imports(package: str) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
+def import_lazily(package: str) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
     """The `__getattr__` and the `__dir__` of a package with an `__init__.pyi`."""
     homes: dict[str, str] = {}
 

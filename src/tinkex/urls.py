@@ -1,4 +1,4 @@
-"""Base URLs: the only place that takes them apart, compares them or puts them together.
+"""Base URLs: the only module that parses, compares and joins them.
 
 Owns normalisation (default ports, host case, trailing slashes, path prefix), joining, query
 strings, and the key by which clients share a rate limit.

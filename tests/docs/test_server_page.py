@@ -11,8 +11,10 @@ import torch
 from tests.docs.blocks import ROOT, page_named
 from tinkex.adapters import folder, tensor_header
 from tinkex.clients import local_loss
+from tinkex.engine.backends.torch import TORCH
+from tinkex.engine.backends.torch.adamw import fresh_moments
 from tinkex.engine.training import custom_loss, custom_loss_limits, losses, results
-from tinkex.engine.training.optim import adamw_step, fresh_moments
+from tinkex.engine.training.optim import adamw_step
 from tinkex.server import Settings
 from tinkex.server.api import imports
 from tinkex.server.api.call import MAX_JSON_PARTS, MAX_PROTOBUF_PARTS
@@ -85,7 +87,7 @@ def test_every_metric_of_a_training_step_is_listed() -> None:
     page = page_named("metrics.md").read_text().partition("## What a training step reports")[2]
     listed = set(re.findall(r"^\| `([\w:]+)`", page, re.MULTILINE))
     flat = torch.ones(2)
-    _, _, step = adamw_step(flat, flat, fresh_moments(flat), AdamParams())
+    _, _, step = adamw_step(flat, flat, fresh_moments(flat), AdamParams(), TORCH)
     assert listed == step.keys() | folded_names()
 
 

@@ -3,6 +3,6 @@
 Names are loaded when they are first used: a server needs the template and none of the clients.
 """
 
-from tinkex.lazy_imports import lazy_imports
+from tinkex.lazy_imports import import_lazily
 
-__getattr__, __dir__ = lazy_imports(__name__)
+__getattr__, __dir__ = import_lazily(__name__)

@@ -14,7 +14,7 @@ _INT64 = 1 << 63
 
 
 def given_text(value: object, name: str) -> str:
-    """`value`, which must be a string that says something and can be encoded."""
+    """`value`, which must be a non-empty string that can be encoded."""
     if not isinstance(value, str):
         raise InputTypeError(f"must be a string, not {type(value).__name__}", name)
     if not value:
@@ -28,7 +28,7 @@ def given_text(value: object, name: str) -> str:
 
 
 def optional_text(value: object, name: str) -> str | None:
-    """As `given_text`; None and an empty string stand for nothing."""
+    """As `given_text`; None and an empty string give None."""
     return (
         None if value is None or (isinstance(value, str) and not value) else given_text(value, name)
     )
@@ -43,7 +43,7 @@ def header_text(value: object, name: str) -> str:
 
 
 def whole_number(value: object, name: str) -> int:
-    """`value`, which must be an int of 64 bits; a bool is none."""
+    """`value`, which must be an int of 64 bits and not a bool."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise InputTypeError(f"must be an int, not {type(value).__name__}", name)
     if not -_INT64 <= value < _INT64:

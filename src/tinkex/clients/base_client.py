@@ -63,7 +63,7 @@ class ClosableClient(BaseClient[ConnT]):
 
     @abstractmethod
     def _leave(self, error: BaseException | None) -> APIFuture[None]:
-        """Close at the end of a block, which `error` has ended unless it is None."""
+        """Close at the end of a block; `error` is what the block raised, if it did."""
 
     def _closed(self) -> ClosedError:
         return ClosedError(f"{type(self).__name__} is closed")

@@ -77,8 +77,8 @@ class Connection:
         portal: Portal | None = None,
         transport: Callable[[Config, Clock], Transport] | None = None,
     ) -> None:
-        # Mutable state, touched on the loop only: the api and what hangs on it, made by the
-        # first call that needs them.
+        # Mutable state, touched on the loop only: the api, made by the first call that
+        # needs it.
         if config.log_level is not None:
             # Asked for by the user through TINKER_LOG; nothing is installed otherwise.
             logging.basicConfig()
@@ -115,7 +115,7 @@ class Connection:
 
         meter.find_opentelemetry()
         if self.config.embedded:
-            # The one seam to the other half: nothing of it is loaded before it is needed.
+            # The only import of the server from the client; it loads nothing before this.
             from tinkex.embedded import connect as embedded
 
             self.config = await embedded(self.config)
@@ -134,7 +134,7 @@ class Connection:
         return api
 
     def spawn_loop(self, work: Coroutine[Any, Any, None]) -> None:
-        """Start what runs as long as the connection does: no part of the first caller's trace."""
+        """Start a background loop, outside the trace of the call that connected first."""
         self.portal.spawn(work, contextvars.Context())
 
     async def _ask_for_flags(self, api: Api) -> None:
@@ -149,7 +149,7 @@ class Connection:
             api.dynamic_config = ClientDynamicConfigResponse()
 
     def report(self, error: BaseException) -> None:
-        """Tell telemetry and metrics about an error that ended a call; returns at once."""
+        """Record an error that ended a call in telemetry and metrics; returns at once."""
         if meter.on:
             meter.failed(error)
         if self.telemetry is not None:
@@ -192,7 +192,7 @@ class Connection:
         return promise.future
 
     def abandon(self) -> None:
-        """Close without a goodbye, from any thread: the last client was dropped."""
+        """Close without finishing the session, from any thread: the last client was dropped."""
         if not self.closed and self.portal.started():
             with contextlib.suppress(ClosedError):
                 self.portal.post(self._let_go)
@@ -206,15 +206,15 @@ class Connection:
         self.closed = True
         await self.portal.end_work(ClosedError(self._closed_message), keep=promise)
         if self._api is not None:
-            await self._say_goodbye(reason, detail)
+            await self._finish_session(reason, detail)
             if self.telemetry is not None:
                 await self.telemetry.flush()
             await self._api.aclose()
         promise.finish(None)
         self.portal.stop()
 
-    async def _say_goodbye(self, reason: str | None, detail: str | None) -> None:
-        """Finish what the server keeps for this connection; None means that it was dropped."""
+    async def _finish_session(self, reason: str | None, detail: str | None) -> None:
+        """End what the server keeps for this connection; `reason` is None after `abandon()`."""
 
 
 ConnT = TypeVar("ConnT", bound=Connection, covariant=True)

@@ -1,4 +1,4 @@
-"""Sampler handles: how a sampling client travels to another process.
+"""Sampler handles: text that makes a copy of a sampling client in another process.
 
 A handle is URL-safe base64 of a small JSON object. It names the session, the sampler, the server
 and the caller's extra headers; it never holds a credential. In the process that made the session
@@ -12,24 +12,20 @@ import binascii
 import re
 import threading
 import weakref
-from typing import TYPE_CHECKING
 
 import msgspec
 
+from tinkex.clients.connection import Lease
+from tinkex.clients.session import Session
+from tinkex.config import Config
 from tinkex.errors import InputError
-
-if TYPE_CHECKING:
-    from tinkex.clients.connection import Lease
-    from tinkex.clients.sampling import SamplingClient
-    from tinkex.clients.session import Session
-
 
 # Extra headers travel with a handle, but none that could be a credential.
 _SECRET = re.compile("auth|key|token|secret|cookie|cf-access", re.IGNORECASE)
 
 
-class _Handle(msgspec.Struct, frozen=True):
-    """What a handle says."""
+class Handle(msgspec.Struct, frozen=True):
+    """The content of a handle."""
 
     session_id: str
     sampling_session_id: str
@@ -39,66 +35,54 @@ class _Handle(msgspec.Struct, frozen=True):
     version: int = 1
 
 
-def handle_of(client: SamplingClient) -> str:
-    """The handle of a sampling client."""
-    session = client.holder
+def write_handle(
+    lease: Lease[Session], sampling_session_id: str, *, record_stability_info: bool
+) -> str:
+    """The handle of a sampling client; in this process its copies share the lease."""
+    session = lease.connection
     if session.session_id is None:
         raise InputError("the client has no session yet; create it through a ServiceClient")
-    handle = _Handle(
+    handle = Handle(
         session_id=session.session_id,
-        sampling_session_id=client.sampling_session_id,
+        sampling_session_id=sampling_session_id,
         base_url=session.config.base_url,
         headers={k: v for k, v in session.config.headers.items() if not _SECRET.search(k)},
-        record_stability_info=client.record_stability_info,
+        record_stability_info=record_stability_info,
     )
-    _keep(handle, client.lease)
+    _keep(handle, lease)
     return base64.urlsafe_b64encode(msgspec.json.encode(handle)).decode()
 
 
-def from_handle(text: str, *, api_key: str | None = None) -> SamplingClient:
-    """A copy of the client behind a handle; makes no request yet."""
-    from tinkex.clients.sampling import SamplingClient
-
+def read_handle(text: str, api_key: str | None) -> tuple[Handle, Lease[Session]]:
+    """What a handle says, and a lease on its session; makes no request."""
     try:
-        handle = msgspec.json.decode(base64.urlsafe_b64decode(text), type=_Handle)
+        handle = msgspec.json.decode(base64.urlsafe_b64decode(text), type=Handle)
     except (binascii.Error, ValueError, TypeError) as error:
         raise InputError(
             "is not a sampler handle; pass what get_sampler_handle() returned", "handle"
         ) from error
     lease = _find(handle) if api_key is None else None
-    return SamplingClient(
-        lease or _join(handle, api_key),
-        handle.sampling_session_id,
-        record_stability_info=handle.record_stability_info,
-        clone_id=None,
-    )
+    if lease is None:
+        config = Config.load(base_url=handle.base_url, api_key=api_key, headers=handle.headers)
+        lease = Lease(Session(config, session_id=handle.session_id))
+        if api_key is None:
+            # A key given for this copy alone must not serve the next one.
+            _keep(handle, lease)
+    return handle, lease
 
 
-def _join(handle: _Handle, api_key: str | None) -> Lease[Session]:
-    from tinkex.clients.connection import Lease
-    from tinkex.clients.session import Session
-    from tinkex.config import Config
-
-    config = Config.load(base_url=handle.base_url, api_key=api_key, headers=handle.headers)
-    lease = Lease(Session(config, session_id=handle.session_id))
-    if api_key is None:
-        # A key given for this copy alone must not serve the next one.
-        _keep(handle, lease)
-    return lease
-
-
-def _keep(handle: _Handle, lease: Lease[Session]) -> None:
+def _keep(handle: Handle, lease: Lease[Session]) -> None:
     with _lock:
         _leases[handle.base_url, handle.session_id] = lease
 
 
-def _find(handle: _Handle) -> Lease[Session] | None:
+def _find(handle: Handle) -> Lease[Session] | None:
     with _lock:
         lease = _leases.get((handle.base_url, handle.session_id))
     return lease if lease is not None and lease.connection.usable() else None
 
 
-# Sessions of this process by what a handle says of them; held weakly, guarded by the lock.
+# Leases of this process by server and session; held weakly, guarded by the lock.
 _lock = threading.Lock()
 _leases: weakref.WeakValueDictionary[tuple[str, str], Lease[Session]] = (
     weakref.WeakValueDictionary()

@@ -1,7 +1,7 @@
 """Evaluates a custom loss in the caller's thread.
 
-Takes a batch to log-probabilities, runs the loss on them, and takes its gradient back to a batch:
-a cross-entropy with the weights `-g` has the gradient `g` with respect to the log-probabilities.
+Turns a batch into log-probabilities, runs the loss on them, and turns its gradient into a batch: a
+cross-entropy with the weights `-g` has the gradient `g` with respect to the log-probabilities.
 Sends nothing itself.
 """
 
@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
-from tinkex.clients.training_requests import given
 from tinkex.errors import InputError, InputTypeError, ResultError
+from tinkex.futures.results import given
 from tinkex.spans import span
 from tinkex.types.training import datum_list
 
@@ -166,7 +166,7 @@ def numbers(metrics: Mapping[Any, Any]) -> dict[str, float]:
     plain: dict[str, float] = {}
     for name, value in metrics.items():
         try:
-            # Only of tensors that still hang on the graph; numpy has no `detach`.
+            # Tensors of the autograd graph must be detached; numpy arrays have no `detach`.
             plain[str(name)] = float(value.detach() if hasattr(value, "detach") else value)
         except (TypeError, ValueError, RuntimeError) as error:
             raise InputTypeError(

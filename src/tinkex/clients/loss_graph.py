@@ -1,4 +1,4 @@
-"""Traces a loss written in torch into a graph, checks it, and writes it down as plain data.
+"""Traces a loss written in torch into a graph, checks it, and encodes it as plain data.
 
 What is traced must be able to run elsewhere: it reads its arguments and calls torch, `math` and
 `operator`, nothing else. Every refusal is an `InputError` that says what to change.

@@ -62,7 +62,7 @@ class Portal(ABC):
 
     @abstractmethod
     def stop(self) -> None:
-        """The last act, on the loop: nothing runs here afterwards."""
+        """End the loop, from the loop itself: nothing runs here afterwards."""
 
     def on_loop(self) -> bool:
         """True when the caller is running on this loop."""
@@ -99,7 +99,7 @@ class Portal(ABC):
                 if promise is not None:
                     promise.fail(error)
                 else:
-                    # A bug in the client; it must not end the loop for everybody else.
+                    # A bug in the client; it must not end the loop of the other calls.
                     _log.exception("posted action failed")
 
     def settle(self) -> None:

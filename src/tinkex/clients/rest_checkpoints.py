@@ -82,7 +82,7 @@ class CheckpointCalls(ResourceClient):
     delete_checkpoint_from_tinker_path = submitting(delete_checkpoint_from_tinker_path_async)
 
     async def publish_checkpoint_from_tinker_path_async(self, tinker_path: str) -> None:
-        """Let everybody use a checkpoint; `ConflictError` when it is public already."""
+        """Make a checkpoint public; `ConflictError` when it is public already."""
         await self._call(
             "publish_checkpoint_from_tinker_path",
             routes.PUBLISH_CHECKPOINT,

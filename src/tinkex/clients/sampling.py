@@ -1,4 +1,4 @@
-"""`SamplingClient`: draws from one frozen set of weights."""
+"""`SamplingClient`: samples from one fixed set of weights."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import msgspec
 
 from tinkex.clients.arguments import given_text
 from tinkex.clients.base_client import BaseClient
+from tinkex.clients.handles import read_handle, write_handle
 from tinkex.clients.sampling_checks import (
     RetryConfig,
     check_kinds,
@@ -28,6 +29,7 @@ from tinkex.futures.admission import input_bytes, text_tokens
 from tinkex.futures.feed import CompletionFeed
 from tinkex.futures.lifecycle import Lifecycle, RetryPolicy, charge
 from tinkex.futures.queue_notices import QueueNotices
+from tinkex.futures.results import given
 from tinkex.metrics import meter
 from tinkex.spans import span
 from tinkex.types import (
@@ -75,7 +77,7 @@ class SamplingClient(BaseClient[Session]):
         clone_id: int | None = 0,
     ) -> None:
         # Mutable state, touched on the loop only: the next request number (once the clone id is
-        # known), the completion feed, and the places for samples under way.
+        # known), the completion feed, and the slots for samples under way.
         super().__init__(lease.connection, lease.operations())
         self.lease = lease  # keeps the session alive
         self._sampling_session_id = sampling_session_id
@@ -298,7 +300,7 @@ class SamplingClient(BaseClient[Session]):
 
     @on_loop
     async def get_base_model_async(self) -> str:
-        """The name of the model under the weights."""
+        """The name of the base model."""
         api = await self.holder.opened()
         sampler = await api.call(routes.GET_SAMPLER, params={"sampler": self._sampling_session_id})
         return sampler.base_model
@@ -320,16 +322,22 @@ class SamplingClient(BaseClient[Session]):
 
     def get_sampler_handle(self) -> str:
         """Text from which another process can make a copy of this client; holds no credential."""
-        from tinkex.clients.handles import handle_of
-
-        return handle_of(self)
+        return write_handle(
+            self.lease,
+            self._sampling_session_id,
+            record_stability_info=self._record_stability_info,
+        )
 
     @staticmethod
     def from_sampler_handle(handle: str, *, api_key: str | None = None) -> SamplingClient:
         """A copy of the client that `handle` was made from; makes no request yet."""
-        from tinkex.clients.handles import from_handle
-
-        return from_handle(handle, api_key=api_key)
+        said, lease = read_handle(handle, api_key)
+        return SamplingClient(
+            lease,
+            said.sampling_session_id,
+            record_stability_info=said.record_stability_info,
+            clone_id=None,
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (SamplingClient.from_sampler_handle, (self.get_sampler_handle(),))
@@ -376,6 +384,4 @@ async def open_sampler(
 
 
 def _prompt_logprobs(response: SampleResponse) -> list[float | None]:
-    from tinkex.clients.training_requests import given
-
     return given(response.prompt_logprobs, "prompt_logprobs", "compute_logprobs")

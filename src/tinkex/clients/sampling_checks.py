@@ -85,7 +85,7 @@ def check_options(retry_config: object, record_stability_info: object) -> None:
 
 
 def check_kinds(prompt: object, sampling_params: object) -> None:
-    """What a request is made of; the error names the argument."""
+    """Check the types of the two main arguments; the error names the argument."""
     if not isinstance(prompt, ModelInput):
         raise InputTypeError(
             f"must be a ModelInput (see ModelInput.from_ints), not {type(prompt).__name__}",

@@ -1,4 +1,4 @@
-"""`ServiceClient`: the way in. Makes the other clients, and ends their session."""
+"""`ServiceClient`: makes the other clients, and ends their session."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from tinkex.clients.connection import Lease
 from tinkex.clients.sampling import SamplingClient, open_sampler
 from tinkex.clients.session import Session, session_url
 from tinkex.clients.training import TrainingClient
-from tinkex.clients.training_requests import given
 from tinkex.clients.twins import awaited, blocking, on_loop
 from tinkex.config import Config
 from tinkex.errors import APIStatusError, InputError, NotFoundError, NothingToTrain
+from tinkex.futures.results import given
 from tinkex.types import (
     AdamOptimizerConfig,
     CreateModelRequest,
@@ -300,7 +300,7 @@ class ServiceClient(ClosableClient[Session]):
         return await api.call(routes.WEIGHTS_INFO, request, headers=headers)
 
     async def _submit(self, route: routes.Route[Any, Any], request: Any) -> Any:
-        """Send a request outside any run's turn order and wait for its result."""
+        """Send a request outside the order of any run and wait for its result."""
         kind: routes.RequestType = given(route.request_type, "type", route.name)
         return await self.holder.request(route, request, "the new training run", kind)
 
@@ -374,7 +374,7 @@ class ServiceClient(ClosableClient[Session]):
     # -- the end ------------------------------------------------------------------------------
 
     def close(self, status: CloseStatus = "success", detail: str | None = None) -> APIFuture[None]:
-        """Finish the session and let go of everything; pending calls end with `ClosedError`."""
+        """Finish the session and close its connections; pending calls end with `ClosedError`."""
         if self._closing is None:
             self._closing = self.holder.close(status, detail)
         return self._closing

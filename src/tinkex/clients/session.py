@@ -1,4 +1,4 @@
-"""A session: the server-side life of one `ServiceClient`.
+"""A session: what the server keeps for one `ServiceClient`.
 
 Owns the session id, the heartbeat, the counters whose numbers must never repeat, and the queue of
 requests to cancel on the server.
@@ -73,7 +73,7 @@ class Session(Connection):
     ) -> None:
         super().__init__(config, clock=clock, portal=portal, transport=transport)
         # Mutable state: the id once the server gave it, counters, totals, the custom losses made
-        # so far, and requests whose callers have gone away. A given `session_id` is shared with
+        # so far, and requests whose callers were cancelled. A given `session_id` is shared with
         # another process, which created it and will finish it.
         self.user_metadata = dict(user_metadata or {})
         self.display_name = display_name
@@ -92,7 +92,7 @@ class Session(Connection):
         self.context: CallContext | None = None
         self.admission: SampleAdmission | None = None
         self._opened = Once(self.portal, self._open)
-        # Each names a training run, a sampler or a custom loss of this session for ever.
+        # Each names a training run, a sampler or a custom loss of this session; none is used twice.
         self.model_seq_ids = itertools.count()
         self.sampling_session_seq_ids = itertools.count()
         self.custom_loss_seq_ids = itertools.count()
@@ -118,7 +118,7 @@ class Session(Connection):
         context = self.context
         assert context is not None  # `opened()` comes first
         notices = QueueNotices(subject, self.clock, telemetry=self.telemetry)
-        # Of no caller: the lifecycle writes the call's state to it.
+        # No caller holds its future; the lifecycle writes the state of the call to it.
         promise: Promise[None] = Promise(now=self.clock.now)
         life = Lifecycle(context, route, kind, promise, notices.observe)
         post = context.api.prepared(route, json_codec.encode(request))
@@ -175,13 +175,13 @@ class Session(Connection):
         _log.info("session %s created", self.session_id)
 
     async def _heartbeat(self) -> None:
-        """Beat until the session is over; a lost beat is no reason to stop."""
+        """Send heartbeats until the session is over; a lost one does not stop them."""
         assert self.session_id is not None
         request = SessionHeartbeatRequest(session_id=self.session_id)
         last_success = due = self.clock.now()
         last_warning = float("-inf")
         while True:
-            # Counted from when a beat was due, not from when it ended: beats do not drift.
+            # Counted from when the last one was due, not from when it ended: they do not drift.
             due = max(due + _HEARTBEAT_S, self.clock.now())
             await self.clock.sleep(due - self.clock.now())
             try:
@@ -207,7 +207,7 @@ class Session(Connection):
     # -- abandoned samples --------------------------------------------------------------------
 
     def cancel_on_server(self, request_id: str) -> None:
-        """On the loop: cancel a request whose caller has gone, soon and in batches."""
+        """On the loop: cancel a request of a cancelled caller on the server, soon, in batches."""
         if self.closed or not self.api.dynamic_config.sample_cancel_enabled:
             return
         self._abandoned.add(request_id)
@@ -234,7 +234,7 @@ class Session(Connection):
 
     # -- the end ------------------------------------------------------------------------------
 
-    async def _say_goodbye(self, reason: str | None, detail: str | None) -> None:
+    async def _finish_session(self, reason: str | None, detail: str | None) -> None:
         # A dropped session is not finished: the server sees its heartbeat end.
         if reason is not None:
             async with time_limit(self.clock, _FINISH_S):

@@ -15,10 +15,11 @@ from tinkex.clients.base_client import BaseClient
 from tinkex.clients.sampling import SamplingClient, open_sampler
 from tinkex.clients.sampling_checks import check_options
 from tinkex.clients.session import Session, training_run_url
-from tinkex.clients.training_requests import TrainingRequests, given, vocabulary
+from tinkex.clients.training_requests import TrainingRequests, vocabulary
 from tinkex.clients.twins import blocking, deferred, hint_async, on_loop
 from tinkex.errors import APIError, InputError, InputTypeError, TinkerError
 from tinkex.futures.future import APIFuture, requests_in
+from tinkex.futures.results import given
 from tinkex.types import (
     AdamParams,
     ForwardBackwardOutput,

@@ -3,8 +3,8 @@
 Calls are sent strictly in the order in which they were made, from whatever thread; results are
 waited for concurrently. A call takes its `seq_id`s when it is sent, not when it is made, so a call
 that is cancelled while it waits leaves no gap. A number that the server has definitely not accepted
-is used again; one whose fate is unknown is released on servers that can do that. Whatever happens
-to a call, the next one goes ahead.
+is used again; one whose fate is unknown is released on servers that can do that. A call that
+fails does not stop the next one.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 # Above this a body is compressed off the loop, where heartbeats must not wait for it.
 _COMPRESS_ASIDE_BYTES = 1 << 20
-# So many chunks of one call are sent at once; their bytes have a budget of their own.
+# Chunks of one call that are sent in parallel; their bytes have a budget of their own.
 _CHUNKS_AT_ONCE = 16
 
 # The place that the custom loss which runs now has reserved for its backward pass.
@@ -120,7 +120,7 @@ class TrainingQueue:
 
     @property
     def expected_seq_id(self) -> int:
-        """What a call's number most likely is if it is made now: a guess, without a lock."""
+        """The number that a call made now gets if none before it fails; read without a lock."""
         return self._next_seq_id + self._queued - self._sent
 
     def take(
@@ -128,7 +128,7 @@ class TrainingQueue:
     ) -> APIFuture[Any]:
         """Queue a call behind all earlier ones; returns at once.
 
-        What a custom loss calls goes ahead of its own backward pass, which waits for it.
+        Calls made by a custom loss are sent before its backward pass, which waits for them.
         """
         promise = self._operations.promise(parts=len(requests))
         call = QueuedCall(promise, contextvars.copy_context(), promise.operation.since)
@@ -161,14 +161,14 @@ class TrainingQueue:
         return call.promise.future
 
     def give_up(self, call: QueuedCall) -> None:
-        """Nothing will be sent in the place that was reserved, unless it was filled."""
+        """Free the place that was reserved, unless it was filled."""
 
         def free() -> None:
             if call.requests is None:
                 call.promise.future.cancel()
                 self._wake()
 
-        with contextlib.suppress(ClosedError):  # and so nothing waits behind it
+        with contextlib.suppress(ClosedError):  # a closed client sends nothing
             self._operations.portal.post(free)
 
     # -- on the loop ----------------------------------------------------------------------------
@@ -290,7 +290,7 @@ class TrainingQueue:
     # -- numbers --------------------------------------------------------------------------------
 
     def _give_back(self, sent: list[_Sent]) -> None:
-        """After a call that was not submitted whole: no number may be waited for."""
+        """Free the numbers of a call that failed half-way: the server must not wait for any."""
         for one in sent:
             if one.life.fate == "accepted":
                 if one.ticket is not None:
@@ -312,7 +312,7 @@ class TrainingQueue:
             except APIError as error:
                 _log.debug("numbers %s were not released: %s", numbers, error)
                 if getattr(error, "status_code", 0) not in (404, 405, 501):
-                    return  # perhaps the server cannot be reached: the next call tries again
+                    return  # the server may be unreachable: the next call tries again
                 self._releases = False
         self._unresolved.difference_update(numbers)
 
@@ -343,5 +343,5 @@ async def bounded(
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for one in work:
-            one.close()  # what never got its place
+            one.close()  # those that never started
         raise

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from msgspec.structs import replace
 
 from tinkex.clients.training_queue import Outgoing, TrainingQueue, inside
-from tinkex.errors import ResultError, TinkerError
+from tinkex.errors import TinkerError
 from tinkex.futures.admission import input_bytes, text_tokens
 from tinkex.futures.lifecycle import charge
 from tinkex.futures.queue_notices import QueueNotices
@@ -196,13 +196,6 @@ def vocabulary(tokenizer: object) -> int | None:
     except TypeError:
         size = getattr(tokenizer, "vocab_size", None)
         return size if isinstance(size, int) else None
-
-
-def given(value: T | None, field: str, answer: str) -> T:
-    """`value`, which the protocol says must be there."""
-    if value is None:
-        raise ResultError(f"the server's answer to {answer} lacks {field}")
-    return value
 
 
 # -- sizes ------------------------------------------------------------------------------------

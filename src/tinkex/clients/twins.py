@@ -1,4 +1,4 @@
-"""Derives the other colour of a client's method, so that no body is written twice."""
+"""Derives the blocking or async twin of a method, so that no body is written twice."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def deferred(
 
     @functools.wraps(method)
     async def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> APIFuture[T]:
-        # Looked up at the call: programs replace the method and expect both colours to follow.
+        # Looked up at the call: programs replace the method and expect both twins to follow.
         return getattr(self, name)(*args, **kwargs)
 
     return _renamed(call, name, f"{name}_async")

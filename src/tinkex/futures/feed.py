@@ -147,7 +147,7 @@ class CompletionFeed:
                         self._give_up(error)
                         return
                     failures += 1
-                    # Unlike a single result, the feed is in no hurry: it never asks at once.
+                    # Unlike the poll for one result, the feed never asks again at once.
                     await self._clock.sleep(max(decision.wait_s, _PAUSE_S))
         finally:
             self._running = False

@@ -1,7 +1,7 @@
 """`Lifecycle`: the one owner of a logical call, from submission to result.
 
-It owns the call's patience: its last sign of life, since when the account has been out of credit,
-and how often each kind of failure was retried. Nothing below it retries.
+It owns the deadlines of the call: its last sign of life, since when the account has been out of
+credit, and how often each kind of failure was retried. Nothing below it retries.
 
 | state | what happens | leads to |
 |---|---|---|
@@ -146,7 +146,7 @@ class CallContext:
 
 
 class Lifecycle:
-    """One request and its result. `send` and `result` are called one after the other."""
+    """One request and its result: `submit` first, then `result` or `finish`."""
 
     __slots__ = (
         "_admission",
@@ -299,7 +299,7 @@ class Lifecycle:
             return 0.0
         if self._trouble_at is not None:
             self._trouble_at += BILLING_STEP_S
-        return self._told(Decision(BILLING_STEP_S, "status 402", billing=True))
+        return self._logged(Decision(BILLING_STEP_S, "status 402", billing=True))
 
     def _retry_wait_s(self, error: TinkerError, outcome: AttemptOutcome, now: float) -> float:
         """The wait that the table or the user's policy asks for, within the deadline."""
@@ -320,15 +320,15 @@ class Lifecycle:
         self._counts[event] = tries + 1
         if decision.wait_s is not None:
             if policy is None or retry_after_s(outcome.headers, context.clock.wall()) is not None:
-                return self._told(decision)
+                return self._logged(decision)
             wait_s = min(self._policy_delay_s(tries), budget_s - elapsed_s)
             return self._measured(wait_s, "backoff")
         if self._extended(error, tries):
             return self._measured(self._policy_delay_s(tries), "backoff")
         raise self._final(error, decision.reason)
 
-    def _told(self, decision: Decision) -> float:
-        """The wait that was decided on, after log and metrics have heard of it."""
+    def _logged(self, decision: Decision) -> float:
+        """The wait that was decided on, after it was logged and measured."""
         self._context.api.notices.waiting(self._route.name, decision)
         return decision.wait_s or 0.0
 
@@ -424,7 +424,7 @@ class Lifecycle:
         return result
 
     def _abandon(self, request_id: str) -> None:
-        """The server has accepted what nobody waits for any more."""
+        """Cancel an accepted request on the server: its caller was cancelled."""
         self._context.cancel(request_id)
         if self._feed is not None:
             self._feed.abandoned(request_id)

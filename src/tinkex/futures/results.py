@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from tinkex.types import Usage
+from tinkex.errors import ResultError
 from tinkex.types.training import ForwardBackwardOutput
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from tinkex.types import LossFnOutput
-    from tinkex.types.value import Usage
+    from tinkex.types import LossFnOutput, Usage
     from tinkex.wire import routes
 
+T = TypeVar("T")
 _log = logging.getLogger(__name__)
 _UINT64 = (1 << 64) - 1
 
@@ -37,6 +37,13 @@ class CallResult:
     value: Any
     queue_s: float | None = None
     device_s: float | None = None
+
+
+def given(value: T | None, field: str, answer: str) -> T:
+    """`value`, which the protocol says must be there."""
+    if value is None:
+        raise ResultError(f"the server's answer to {answer} lacks {field}")
+    return value
 
 
 def combine(outputs: Sequence[ForwardBackwardOutput]) -> ForwardBackwardOutput:

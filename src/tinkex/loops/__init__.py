@@ -5,6 +5,6 @@ the same adapter. The jobs (`sft`, `dpo`, `rl`) define a step; `training_loop` o
 Names are loaded when they are first used, so that a run imports only its own kind.
 """
 
-from tinkex.lazy_imports import lazy_imports
+from tinkex.lazy_imports import import_lazily
 
-__getattr__, __dir__ = lazy_imports(__name__)
+__getattr__, __dir__ = import_lazily(__name__)

@@ -5,6 +5,6 @@ See `tinkex.testing.fake_server` for the server, `tinkex.testing.faults` for the
 they are first used: pytest loads the plugin in every run, also where no server can be installed.
 """
 
-from tinkex.lazy_imports import lazy_imports
+from tinkex.lazy_imports import import_lazily
 
-__getattr__, __dir__ = lazy_imports(__name__)
+__getattr__, __dir__ = import_lazily(__name__)

@@ -1,6 +1,6 @@
 """One socket: HTTP/1.1 on asyncio, parsed by httptools (llhttp, in C).
 
-A `HttpConnection` carries one request at a time and knows nothing of pools, retries or headers'
+An `HttpConnection` carries one request at a time and knows nothing of pools, retries or headers'
 meaning. It raises `OSError`, `TimeoutError` and `BrokenReply`; `http.py` translates them.
 """
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import ssl
     from collections.abc import AsyncIterator
 
-# No server needs more for its headers; without a limit a stranger could fill our memory.
+# No server needs more for its headers; without a limit a reply could fill the memory.
 MAX_HEAD_BYTES = 256 * 1024
 # How far a streamed reply may run ahead of its reader.
 _STREAM_AHEAD_BYTES = 256 * 1024
@@ -117,7 +117,7 @@ class HttpConnection(asyncio.Protocol):
         return done
 
     def _check(self) -> None:
-        """Time out unless something moved; called when the time could be up."""
+        """Time out unless bytes have moved; called when the time could be up."""
         self._alarm, done = None, self._done
         if done is None or done.done() or self._sink is not None:
             return  # nothing under way, or a stream, whose reader watches the time
@@ -136,7 +136,7 @@ class HttpConnection(asyncio.Protocol):
             done.set_exception(TimeoutError(f"no complete reply within {self._timeout_s:g} s"))
 
     def abort(self) -> None:
-        """Close now, without saying goodbye; whatever is under way has failed."""
+        """Close at once; the exchange under way fails."""
         self.reusable = False
         if self._transport is not None:
             self._transport.abort()
@@ -147,7 +147,7 @@ class HttpConnection(asyncio.Protocol):
             self._transport.pause_reading()
 
     def resume(self) -> None:
-        """Read on."""
+        """Continue to read."""
         if self._transport is not None and not self._transport.is_closing():
             self._transport.resume_reading()
 
@@ -231,7 +231,7 @@ class HttpConnection(asyncio.Protocol):
                 future.set_exception(error)
         if self._head_done is not None:
             assert self._done is not None
-            self._done.exception()  # a stream's reader hears it from the stream
+            self._done.exception()  # the reader of a stream gets it from the stream
         self.abort()
 
     # -- httptools ----------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from tinkex.transport.connection import BrokenReply
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterable
 
-# A reply larger than this is no result of ours but a bomb.
+# No result is larger; a compressed reply that grows beyond it is an attack or damaged.
 MAX_BODY_BYTES = 2 * 1024**3
 
 

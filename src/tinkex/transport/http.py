@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 REDIRECTS = frozenset({301, 302, 303, 307, 308})
 MAX_REDIRECTS = 5
-# What may be said to another server than the one the user chose.
+# The only headers that are sent to a server that the user did not choose.
 _PORTABLE_HEADERS = frozenset({"accept", "accept-encoding", "user-agent"})
 _MAX_CONNECTIONS = 2048
 
@@ -195,7 +195,7 @@ class HttpTransport:
         """Start afresh in a forked child or on another loop.
 
         Sockets of the old home are neither used nor closed here: the parent may still be
-        talking on them, so they are kept from the garbage collector.
+        using them, so they are kept from the garbage collector.
         """
         if self._home is not None:
             self._left_behind.extend((self._home[1], self._pools, self._dialers))
@@ -203,7 +203,7 @@ class HttpTransport:
         self._pools, self._dialers = {}, {}
 
     async def _follow(self, request: HttpRequest, reply: Reply) -> Reply:
-        """Follow redirects of a read; another server hears no credentials."""
+        """Follow redirects of a read; another server is sent no credentials."""
         here = self._base.origin + self._base.target(request.path, request.query)
         for _ in range(MAX_REDIRECTS):
             try:

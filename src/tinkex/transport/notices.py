@@ -1,4 +1,4 @@
-"""What the user is told while calls go wrong: cause and next step, not a line per retry."""
+"""Log lines about calls that fail: cause and next step, not a line per retry."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class Notices:
     """Log lines of one connection set, each kind at most once a minute."""
 
     def __init__(self, clock: Clock) -> None:
-        # Mutable state: when each kind was last logged, and the deprecations already told.
+        # Mutable state: when each kind was last logged, and the deprecations logged.
         self._clock = clock
         self._last: dict[str, float] = {}
-        self._told: set[str] = set()
+        self._deprecations: set[str] = set()
 
     def unreachable(self, call: str, error: APIConnectionError) -> None:
         """A connection failed."""
@@ -61,9 +61,9 @@ class Notices:
             _log.debug("%s: trying again in %.1f s (%s)", call, decision.wait_s, decision.reason)
 
     def deprecated(self, note: str, level: str) -> None:
-        """The server says that something will go away; told once."""
-        if note not in self._told and len(self._told) < _MAX_NOTES:
-            self._told.add(note)
+        """The server announces a deprecation; logged once."""
+        if note not in self._deprecations and len(self._deprecations) < _MAX_NOTES:
+            self._deprecations.add(note)
             _log.log(logging.ERROR if level == "error" else logging.WARNING, "%s", note)
 
     def _due(self, kind: str) -> bool:

@@ -195,7 +195,7 @@ class ConnectionPool:
             raise
 
     def give_back(self, connection: HttpConnection) -> None:
-        """Keep it when it can carry another exchange, and let the next caller in."""
+        """Keep it when it can carry another exchange, and admit the next caller."""
         if connection.reusable and not self._closed:
             connection.idle_since = self._clock.now()
             self._idle.append(connection)
@@ -213,7 +213,7 @@ class ConnectionPool:
             await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
-                self._leave()  # the place was given in the moment the caller went away
+                self._leave()  # the place was given while the caller was being cancelled
             raise
 
     def _leave(self) -> None:
@@ -236,7 +236,7 @@ async def _connect(loop: asyncio.AbstractEventLoop, address: Address) -> socket.
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setblocking(False)
-        # Long polls are silent for most of a minute; this keeps address translators awake.
+        # Long polls are silent for most of a minute; this keeps the entries of NAT tables alive.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         await loop.sock_connect(sock, where)
     except BaseException:

@@ -1,4 +1,4 @@
-"""What is said when a proxy fails, so that its failures are never taken for the server's.
+"""Messages for failures of a proxy, so that they are never taken for the server's.
 
 Pure: `http.py` turns a `ProxyFailure` into an error of the tree.
 """
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from tinkex.proxy import Proxy
 
-# Answers that may be different a little later; any other one is a refusal. A proxy that knows no
-# tunnels answers 501.
+# Statuses that may change when tried again; any other one is a refusal. A proxy without tunnels
+# answers 501.
 _PASSING = frozenset({408, 425, 429, *range(500, 600)}) - {501}
 
 

@@ -61,7 +61,7 @@ class RetryProgress:
 
 @dataclass(frozen=True, slots=True)
 class RetryLimits:
-    """When patience ends. Time in a 402 pause has a limit of its own and counts for no other."""
+    """When to give up. Time in a 402 pause has a limit of its own and counts for no other."""
 
     budget_s: float = 300.0
     billing_s: float = 3600.0
@@ -167,7 +167,7 @@ def decide(
 
 
 def outcome_of(error: TinkerError, *, of_result: bool = False) -> AttemptOutcome:
-    """How an attempt ended, told from the error it raised.
+    """How an attempt ended, by the error it raised.
 
     `of_result`: it was raised by asking for the result of an accepted request.
     """

@@ -15,7 +15,7 @@ from tinkex.errors import ClosedError, ResultError
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterable, Iterator
 
-# One event of ours is a few kilobytes; this only keeps a broken server from filling our memory.
+# Events are a few kilobytes; the limit keeps a broken server from filling the memory.
 MAX_EVENT_CHARS = 64 * 1024 * 1024
 
 

@@ -1,5 +1,5 @@
 """Every value that travels, by the names the API uses; `__init__.pyi` lists them."""
 
-from tinkex.lazy_imports import lazy_imports
+from tinkex.lazy_imports import import_lazily
 
-__getattr__, __dir__ = lazy_imports(__name__)
+__getattr__, __dir__ = import_lazily(__name__)

@@ -1,1 +1,1 @@
-"""What travels between the two halves: the endpoints, and the bodies as bytes."""
+"""What client and server exchange: the endpoints, and the bodies as bytes."""

@@ -1,7 +1,7 @@
-"""Bodies that travel but are no part of the public types.
+"""Bodies of requests and answers that are no part of the public types.
 
 The public types in `tinkex.types` describe what a user handles. These few exist only between
-the two halves: small hand-built requests, and answers a client turns into something else.
+client and server: small hand-built requests, and answers a client turns into something else.
 """
 
 # Without `from __future__ import annotations`: msgspec resolves these annotations.
@@ -54,7 +54,7 @@ class CancelFutureRequest(WireBody, frozen=True):
 
 
 class ReleaseNumbersRequest(WireBody, frozen=True):
-    """These training requests will not come, or are not wanted any more if they have."""
+    """Training requests that will not be sent, or are to be dropped if they were."""
 
     model_id: str
     seq_ids: list[int]

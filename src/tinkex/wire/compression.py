@@ -1,7 +1,7 @@
 """Zstandard bodies: one frame, its content size in the header.
 
-Decompression is for bytes from strangers, so its memory is bounded before the work starts
-and while it runs.
+Decompression handles untrusted bytes, so its memory is bounded before the work starts and while it
+runs.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""JSON requests as a server must read them: from every client there has been.
+"""JSON requests as a server must read them: from every released client.
 
 Clients before 0.18 leave out whatever their caller did not set, chunk kinds included, and yet
 send nulls that were passed on purpose. So a null member means an absent one here, and a chunk
-without a kind is recognised by its members. Current clients never come this way: what
-decodes as it is, is taken as it is.
+without a kind is recognised by its members. A request of a current
+client decodes as it is, and is never changed.
 """
 
 # Without `from __future__ import annotations`: msgspec resolves these annotations.
@@ -31,7 +31,7 @@ from tinkex.wire.values import construct
 T = TypeVar("T")
 _Kinds = tuple[type[msgspec.Struct], ...]
 
-# The member that gives a chunk away. Text comes last: the oldest pictures also say how many
+# The member by which a chunk is recognised. Text comes last: the oldest pictures also say how many
 # tokens they are.
 _CHUNK_MEMBERS: tuple[tuple[str, type[msgspec.Struct]], ...] = (
     ("data", ImageChunk),

@@ -1,8 +1,8 @@
 """How many parts a message has, found before it is parsed.
 
 Two bytes of protobuf can be an empty message, and parsed it takes thirty times that, so a body
-within its limit could still fill the memory. Only tags and lengths are read here; whatever is
-malformed is left for the parser to complain about.
+within its limit could still fill the memory. Only tags and lengths are read here; malformed
+bytes are left to the parser, which refuses them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def has_more_parts(data: bytes, most: int) -> bool:
 
 
 def _fields(data: bytes, at: int, end: int) -> Iterator[tuple[int, int]]:
-    """Where the content of each field lies; nothing for numbers. Ends at the first oddity."""
+    """Where the content of each field lies; nothing for numbers. Ends at malformed bytes."""
     while at < end:
         tag, at = _varint(data, at, end)
         kind = tag & 7

@@ -47,9 +47,9 @@ _CATEGORIES: dict[str, ErrorCategory] = {"unknown": "unknown", "server": "server
 
 @dataclass(frozen=True, slots=True)
 class PendingResult:
-    """Not done yet. Without a word from the server the state is `unknown`.
+    """Not done yet. The state is `unknown` where the server does not give one.
 
-    `position` is how many operations go first, where the server says so.
+    `position` is how many operations run first, where the server says so.
     """
 
     queue_state: QueueState = "unknown"

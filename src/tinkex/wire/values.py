@@ -107,7 +107,10 @@ def reshape(array: AnyArray, shape: Sequence[int], path: str) -> AnyArray:
         raise InputError(f"shape {list(shape)} does not fit {array.size} values", path)
     try:
         return array.reshape(tuple(shape))
-    except (ValueError, OverflowError) as error:  # too many dimensions, or an empty giant
+    except (
+        ValueError,
+        OverflowError,
+    ) as error:  # too many or huge dimensions
         raise InputError(f"shape {list(shape)} is not possible: {error}", path) from error
 
 
@@ -163,7 +166,7 @@ def _read_csr(message: pb.Tensor, shape: list[int], path: str) -> TensorData:
 
 
 def parse(kind: type[MessageT], data: bytes) -> MessageT:
-    """Parse one message; raises InputError for bytes that are none."""
+    """Parse one message; raises InputError for malformed bytes."""
     try:
         return kind.FromString(data)
     except _decode_error() as error:  # evaluated, and imported, only when something was raised

@@ -300,7 +300,6 @@ class StoreSuite:
         for each in (first, second, sampler("s:sample:2", location="z")):
             await store.put_sampler(each)
         await store.put_sampler(replace(sampler("q:sample:0", size_bytes=9), owner="p"))
-        assert await store.sampler_bytes("o") == 5
         await store.close_samplers([first.sampler_id], "superseded")
         await store.close_samplers([first.sampler_id, second.sampler_id, "unknown"], "over")
         gone = [
@@ -312,8 +311,6 @@ class StoreSuite:
         assert await store.samplers(unsaved=True) == []
         assert await store.samplers(location="x") == []
         assert len(await store.samplers(location="z")) == 1
-        assert (await store.sampler_bytes("o"), await store.sampler_bytes("p")) == (0, 9)
-        assert await store.sampler_bytes("nobody") == 0
         await store.close_samplers([])
 
     async def test_samplers_are_kept_and_their_copies_counted(self, store: Store) -> None:

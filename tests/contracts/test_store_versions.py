@@ -9,6 +9,7 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import create_engine, inspect, text
 from sqlalchemy.pool import NullPool
 
+from tests.contracts.first_schema import create_first_schema
 from tinkex.errors import StorageError
 from tinkex.server.store.sql import SqlStore
 from tinkex.server.store.sql.schema import METADATA, VERSION
@@ -38,6 +39,12 @@ def run(place: str, work: Callable[[Connection], Any]) -> Any:
         return work(connection)
 
 
+def migrated_from_first(connection: Connection, to: str = "head") -> None:
+    """A database of the first version, brought up to another."""
+    create_first_schema(connection)
+    migrate(connection, to)
+
+
 def schema_of(connection: Connection) -> dict[str, Any]:
     """Everything the database itself says about its tables."""
     found = inspect(connection)
@@ -57,7 +64,7 @@ def schema_of(connection: Connection) -> dict[str, Any]:
 
 def test_migrating_gives_the_schema_of_a_new_database(new_place: Callable[[], str]) -> None:
     migrated, fresh = new_place(), new_place()
-    run(migrated, migrate)
+    run(migrated, migrated_from_first)
     run(fresh, lambda c: bring_up(c, "here"))
     shape = run(fresh, schema_of)
     assert shape.keys() == METADATA.tables.keys()
@@ -90,7 +97,7 @@ def fill(connection: Connection, table: str, *rows: str) -> None:
 
 def old_store(connection: Connection) -> None:
     """What version 0002 left behind: a session that goes on and one that is over."""
-    migrate(connection, "0002")
+    migrated_from_first(connection, "0002")
     session = "'o', 1, 2, '', '[]', '{}', TRUE"
     active, cancelled = """'{"type": "active"}'""", """'{"type": "cancelled", "detail": "x"}'"""
     fill(

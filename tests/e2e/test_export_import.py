@@ -268,10 +268,10 @@ def test_rounding_that_costs_too_much_of_a_faint_adapter_is_refused(tiny: World,
 def test_an_export_that_computes_something_else_is_refused(
     tiny: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    from tinkex.cli import export
+    from tinkex.cli import checkpoint_files
     from tinkex.cli.main import main
 
-    honest = export.fetch_adapter
+    honest = checkpoint_files.fetch_adapter
 
     def tampered(service: Any, path: str, folder: Path, base_model: str | None = None) -> Any:
         adapter = honest(service, path, folder, base_model)
@@ -281,7 +281,7 @@ def test_an_export_that_computes_something_else_is_refused(
         save_file({**tensors, name: tensors[name] * 0.5}, file)
         return adapter
 
-    monkeypatch.setattr(export, "fetch_adapter", tampered)
+    monkeypatch.setattr(checkpoint_files, "fetch_adapter", tampered)
     monkeypatch.setenv("TINKER_BASE_URL", tiny.url)
     monkeypatch.setenv("TINKER_API_KEY", KEY)
     monkeypatch.chdir(tmp_path)

@@ -11,7 +11,7 @@ import pytest
 from tinkex import urls
 from tinkex.errors import InputError
 from tinkex.proxy import ProxyRules, parse, rules
-from tinkex.transport.connection import BrokenReply
+from tinkex.transport.http_connection import BrokenReply
 from tinkex.transport.proxy_failure import ProxyFailure, refusal
 
 CANARY = "canary-p4ss"

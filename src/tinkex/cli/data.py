@@ -13,6 +13,7 @@ from tinkex.cli.commands import Argument, Command, whole_number
 from tinkex.cli.connect import service_client
 from tinkex.cli.output import print_json, show_one
 from tinkex.errors import DataError
+from tinkex.tracking.views import CYAN, DIM, painted, shows_colour
 
 if TYPE_CHECKING:
     import argparse
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from tinkex.tokenizers import Tokenizer
 
 _NO_LIMIT = 2**62
-_TRAINED, _CONTEXT = "bold green", "dim"
+_BOLD_GREEN = "\033[1;32m"
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,48 +141,29 @@ def _plain(loaded: RenderedFile, count: int) -> list[dict[str, Any]]:
 
 
 def _print(loaded: RenderedFile, count: int) -> None:
-    page = _Page()
+    colour = shows_colour(sys.stdout)
     for line, each in zip(loaded.lines[:count], loaded.examples[:count], strict=True):
         for name, one in each.items():
             what = f"line {line}, {name}" if name else f"line {line}"
-            page.heading(f"{what}: {len(one.tokens)} tokens, {one.trained} trained")
-            page.example(one, loaded.tokenizer)
-            page.line()
+            heading = f"--- {what}: {len(one.tokens)} tokens, {one.trained} trained"
+            print(painted(heading, CYAN, colour=colour))
+            print(_marked(one, loaded.tokenizer, colour=colour), end="\n\n")
     summary = loaded.summary()
     noun = "example" if summary["examples"] == 1 else "examples"
-    page.line(
+    print(
         f"{summary['examples']} {noun}, {summary['tokens']} tokens, "
         f"{summary['trained_tokens']} of them trained, the longest has {summary['longest']}"
     )
 
 
-class _Page:
-    """Standard output; trained tokens are in colour where the terminal has it, else in brackets."""
-
-    def __init__(self) -> None:
-        self._console = _colour_console()
-
-    def heading(self, text: str) -> None:
-        """A line above an example."""
-        if self._console is None:
-            print(f"--- {text}")
-        else:
-            self._console.print(f"--- {text}", style="cyan", soft_wrap=True)
-
-    def example(self, rendered: Rendered, tokenizer: Tokenizer) -> None:
-        """One example; control characters are escaped."""
-        runs = _runs(rendered, tokenizer)
-        if self._console is None:
-            print("".join(f"[[{text}]]" if trained else text for text, trained in runs))
-            return
-        from rich.text import Text
-
-        pieces = [(text, _TRAINED if trained else _CONTEXT) for text, trained in runs]
-        self._console.print(Text.assemble(*pieces), soft_wrap=True)
-
-    def line(self, text: str = "") -> None:
-        """A line that is not part of an example."""
-        print(text)
+def _marked(rendered: Rendered, tokenizer: Tokenizer, *, colour: bool) -> str:
+    """The text of an example; trained tokens in green, or in brackets without colour."""
+    runs = _runs(rendered, tokenizer)
+    if not colour:
+        return "".join(f"[[{text}]]" if trained else text for text, trained in runs)
+    return "".join(
+        painted(text, _BOLD_GREEN if trained else DIM, colour=True) for text, trained in runs
+    )
 
 
 def _runs(rendered: Rendered, tokenizer: Tokenizer) -> Iterator[tuple[str, bool]]:
@@ -197,18 +179,6 @@ def _safe(text: str) -> str:
         else character.encode("unicode_escape").decode()
         for character in text
     )
-
-
-def _colour_console() -> Any:
-    """A console that shows colours, or None: no terminal, NO_COLOR, or no rich."""
-    if not sys.stdout.isatty():
-        return None
-    try:
-        from rich.console import Console
-    except ImportError:
-        return None
-    console = Console(emoji=False, markup=False, highlight=False)
-    return None if console.no_color or console.color_system is None else console
 
 
 _FILE = Argument("file DATA.jsonl", "one JSON object per line")

@@ -28,8 +28,13 @@ from tinkex.tracking.series import series_of
 from tinkex.tracking.state import RunState
 from tinkex.tracking.terminal_plot import plot
 from tinkex.tracking.views import (
+    BOLD,
+    CYAN,
+    DIM,
+    GREEN,
     PLAIN_WIDTH,
     can_redraw,
+    painted,
     shows_colour,
     speaks_unicode,
     terminal_size,
@@ -59,7 +64,6 @@ _WIDEST, _PLOT_ROWS = 80, 14
 _PLAIN_LINES = 4
 _BAR_WIDTH = 50
 _CLEAR_LINE = "\r\033[K"
-_BOLD, _DIM, _GREEN, _CYAN, _NORMAL = "\033[1m", "\033[2m", "\033[32m", "\033[36m", "\033[0m"
 
 
 def demo(args: argparse.Namespace) -> int | None:
@@ -183,9 +187,10 @@ def _show(args: argparse.Namespace, folder: Path, story: dict[str, Any]) -> None
     if args.format == "json":
         print_json({"folder": str(folder), **story, "next": [command for _, command in commands]})
         return
-    width = min(terminal_size(sys.stdout)[0], _WIDEST)
-    _print_curve(folder, width)
-    _print_answers(story, width)
+    width, colour = min(terminal_size(sys.stdout)[0], _WIDEST), shows_colour(sys.stdout)
+    series, unicode = series_of(read_metrics(folder)), speaks_unicode(sys.stdout)
+    print(f"\n{plot(series, width, _PLOT_ROWS, unicode, colour=colour)}")
+    _print_answers(story, width, colour=colour)
     loss = story["held_out_loss"]
     print(f"\nLoss on questions it has never seen: {loss['before']:.2f} -> {loss['after']:.2f}")
     places = [
@@ -195,37 +200,25 @@ def _show(args: argparse.Namespace, folder: Path, story: dict[str, Any]) -> None
     ]
     for name, place in places:
         print(f"{name:{_LABEL}}{place}")
-    print(f"\n{_painted('Try next:', _BOLD)}")
+    print(f"\n{painted('Try next:', BOLD, colour=colour)}")
     for why, command in commands:
-        print(f"  {_painted(command, _CYAN)}\n      {why}")
+        print(f"  {painted(command, CYAN, colour=colour)}\n      {why}")
 
 
-def _print_curve(folder: Path, width: int) -> None:
-    """The loss of each step and of the evaluations."""
-    series = series_of(read_metrics(folder))
-    unicode, colour = speaks_unicode(sys.stdout), shows_colour(sys.stdout)
-    print(f"\n{plot(series, width, _PLOT_ROWS, unicode, colour=colour)}")
-
-
-def _print_answers(story: dict[str, Any], width: int) -> None:
+def _print_answers(story: dict[str, Any], width: int, *, colour: bool) -> None:
     """Each question with the answer before and after training."""
     for answer in story["answers"]:
-        print(f"\n{_painted(answer['prompt'], _BOLD)}")
-        for when, style in (("before", _DIM), ("after", _GREEN)):
+        print(f"\n{painted(answer['prompt'], BOLD, colour=colour)}")
+        for when, style in (("before", DIM), ("after", GREEN)):
             for at, row in enumerate(wrap(answer[when], max(width - _LABEL, 20))):
                 label = f"  {when}" if at == 0 else ""
-                print(_painted(f"{label:{_LABEL}}{row}".rstrip(), style))
-
-
-def _painted(text: str, style: str) -> str:
-    """The text in a style, where standard output shows colours."""
-    return f"{style}{text}{_NORMAL}" if shows_colour(sys.stdout) else text
+                print(painted(f"{label:{_LABEL}}{row}".rstrip(), style, colour=colour))
 
 
 def _next_commands(folder: Path, story: dict[str, Any]) -> list[tuple[str, str]]:
     mine = folder.parent / "mine"
     return [
-        ("chat with it; type /compare base to see both at once", f"{_program()} chat {folder}"),
+        ("talk to it; type /compare base to see both at once", f"{_program()} chat {folder}"),
         (
             "train on a file of your own; this one shows the format",
             f"{_program()} train sft {story['data']} --output {mine} --steps 20",

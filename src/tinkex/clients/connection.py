@@ -183,9 +183,7 @@ class Connection:
         """End everything, from any thread; calls under way end with `ClosedError`."""
         promise: Promise[None] = self.operations.promise()
         if self.portal.started():
-            self.portal.post(
-                lambda: self.portal.spawn(self._close(promise, reason, detail)), promise
-            )
+            self.portal.post(lambda: self._begin_to_close(promise, reason, detail), promise)
         else:
             self.closed = True
             promise.finish(None)
@@ -199,11 +197,17 @@ class Connection:
 
     def _let_go(self) -> None:
         if not self.closed:
-            self.portal.spawn(self._close(self.operations.promise(), None, None))
+            self._begin_to_close(self.operations.promise(), None, None)
+
+    def _begin_to_close(
+        self, promise: Promise[None], reason: str | None, detail: str | None
+    ) -> None:
+        # Before the task runs: a client that is dropped right after `close()` closes once.
+        self.closed = True
+        self.portal.spawn(self._close(promise, reason, detail))
 
     async def _close(self, promise: Promise[None], reason: str | None, detail: str | None) -> None:
         """On the loop: pending calls first, then the session, the sockets, and the loop."""
-        self.closed = True
         await self.portal.end_work(ClosedError(self._closed_message), keep=promise)
         if self._api is not None:
             await self._finish_session(reason, detail)

@@ -18,7 +18,7 @@ from tinkex.clients.local_loss import LocalLoss, datums_of, numbers
 from tinkex.clients.loss_graph import load_torch, trace
 from tinkex.clients.portal import wait_for
 from tinkex.errors import InputError, InputTypeError, TinkerError
-from tinkex.futures.results import given
+from tinkex.futures.call_results import given
 from tinkex.spans import span
 from tinkex.types import CreateCustomLossRequest, CustomLossInput, Datum
 from tinkex.wire import routes

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from tinkex.errors import InputError, InputTypeError, ResultError
-from tinkex.futures.results import given
+from tinkex.futures.call_results import given
 from tinkex.spans import span
 from tinkex.types.training import datum_list
 

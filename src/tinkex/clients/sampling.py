@@ -26,10 +26,10 @@ from tinkex.clients.session import Session
 from tinkex.clients.twins import awaited, blocking, on_loop
 from tinkex.errors import InputError, TinkerError
 from tinkex.futures.admission import input_bytes, text_tokens
+from tinkex.futures.call_results import given
 from tinkex.futures.feed import CompletionFeed
 from tinkex.futures.lifecycle import Lifecycle, RetryPolicy, charge
 from tinkex.futures.queue_notices import QueueNotices
-from tinkex.futures.results import given
 from tinkex.metrics import meter
 from tinkex.spans import span
 from tinkex.types import (
@@ -44,9 +44,9 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine
 
     from tinkex.clients.connection import Lease
+    from tinkex.futures.call_results import Ticket
     from tinkex.futures.future import APIFuture, Promise
     from tinkex.futures.lifecycle import CallContext
-    from tinkex.futures.results import Ticket
     from tinkex.tokenizers import Tokenizer
     from tinkex.types import ModelInput, SampleResponse, TensorData
 

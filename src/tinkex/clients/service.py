@@ -14,7 +14,7 @@ from tinkex.clients.training import TrainingClient
 from tinkex.clients.twins import awaited, blocking, on_loop
 from tinkex.config import Config
 from tinkex.errors import APIStatusError, InputError, NotFoundError, NothingToTrain
-from tinkex.futures.results import given
+from tinkex.futures.call_results import given
 from tinkex.types import (
     AdamOptimizerConfig,
     CreateModelRequest,

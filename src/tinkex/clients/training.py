@@ -18,8 +18,8 @@ from tinkex.clients.session import Session, training_run_url
 from tinkex.clients.training_requests import TrainingRequests, vocabulary
 from tinkex.clients.twins import blocking, deferred, hint_async, on_loop
 from tinkex.errors import APIError, InputError, InputTypeError, TinkerError
+from tinkex.futures.call_results import given
 from tinkex.futures.future import APIFuture, requests_in
-from tinkex.futures.results import given
 from tinkex.types import (
     AdamParams,
     ForwardBackwardOutput,

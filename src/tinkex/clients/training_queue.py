@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
     from tinkex.clients.portal import Operations
     from tinkex.clients.session import Session
+    from tinkex.futures.call_results import Ticket, TimedResult
     from tinkex.futures.future import APIFuture, Promise
     from tinkex.futures.lifecycle import Post
     from tinkex.futures.queue_notices import QueueNotices
-    from tinkex.futures.results import CallResult, Ticket
 
 _log = logging.getLogger(__name__)
 # Above this a body is compressed off the loop, where heartbeats must not wait for it.
@@ -73,7 +73,7 @@ class QueuedCall:
     context: contextvars.Context
     made_at: float
     requests: Sequence[Outgoing] | None = None
-    fold: Callable[[list[CallResult]], Any] | None = None
+    fold: Callable[[list[TimedResult]], Any] | None = None
     sent: list[_Sent] = field(default_factory=list[_Sent])
 
 
@@ -124,7 +124,7 @@ class TrainingQueue:
         return self._next_seq_id + self._queued - self._sent
 
     def take(
-        self, requests: Sequence[Outgoing], fold: Callable[[list[CallResult]], Any]
+        self, requests: Sequence[Outgoing], fold: Callable[[list[TimedResult]], Any]
     ) -> APIFuture[Any]:
         """Queue a call behind all earlier ones; returns at once.
 
@@ -147,7 +147,7 @@ class TrainingQueue:
         self,
         call: QueuedCall,
         requests: Sequence[Outgoing],
-        fold: Callable[[list[CallResult]], Any],
+        fold: Callable[[list[TimedResult]], Any],
     ) -> APIFuture[Any]:
         """Send these requests in the place that was reserved."""
 
@@ -278,7 +278,7 @@ class TrainingQueue:
             one.post = api.prepared(route, body, headers)
         return await one.post(retries)
 
-    async def _result(self, call: QueuedCall, index: int) -> CallResult:
+    async def _result(self, call: QueuedCall, index: int) -> TimedResult:
         one = call.sent[index]
         assert one.ticket is not None
         result = await one.life.finish(one.ticket, functools.partial(self._post, one))

@@ -12,9 +12,9 @@ from msgspec.structs import replace
 from tinkex.clients.training_queue import Outgoing, TrainingQueue, inside
 from tinkex.errors import TinkerError
 from tinkex.futures.admission import input_bytes, text_tokens
+from tinkex.futures.call_results import TimedResult, combine
 from tinkex.futures.lifecycle import charge
 from tinkex.futures.queue_notices import QueueNotices
-from tinkex.futures.results import CallResult, combine
 from tinkex.types.datum import copy_datum
 from tinkex.types.training import batch_to_send, loss_config
 from tinkex.wire import json_codec, routes
@@ -83,7 +83,7 @@ class TrainingRequests:
             tokens += text_tokens(datum.model_input)
         kind = "prompt_tokens" if forward_only else "trained_tokens"
 
-        def fold(results: list[CallResult]) -> ForwardBackwardOutput:
+        def fold(results: list[TimedResult]) -> ForwardBackwardOutput:
             outputs: list[ForwardBackwardOutput] = []
             # The longest queue time and all device time; None when the server gives none.
             queue_s = device_s = None
@@ -94,7 +94,7 @@ class TrainingRequests:
                 if result.device_s is not None:
                     device_s = (device_s or 0.0) + result.device_s
             whole = combine(outputs)
-            self._session.usage += charge(CallResult(whole, queue_s, device_s), **{kind: tokens})
+            self._session.usage += charge(TimedResult(whole, queue_s, device_s), **{kind: tokens})
             return whole
 
         if place is not None:
@@ -176,7 +176,7 @@ class TrainingRequests:
         except TinkerError as error:
             return self._operations.refuse(error)
 
-        def fold(results: list[CallResult]) -> T:
+        def fold(results: list[TimedResult]) -> T:
             self._session.usage += charge(results[0])
             value = results[0].value
             return value if convert is None else convert(value)

@@ -1,4 +1,4 @@
-"""Turns whatever went wrong on the device into the failure of one request."""
+"""Turns an error of the device into the failure of one request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _log = logging.getLogger(__name__)
 
 
 def user_error(message: str, request_id: str | None = None) -> RequestFailedError:
-    """A failure that the caller can mend."""
+    """A failure that the caller can correct."""
     return RequestFailedError(message, request_id, "user")
 
 
@@ -40,7 +40,7 @@ def is_memory(error: BaseException) -> bool:
 
 
 def forget_frames(error: BaseException) -> BaseException:
-    """Let go of the tracebacks: their frames hold the tensors that took the memory."""
+    """Clear the tracebacks: their frames refer to the tensors that took the memory."""
     link: BaseException | None = error
     while link is not None:
         link.__traceback__ = None

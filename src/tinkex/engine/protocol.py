@@ -1,4 +1,4 @@
-"""The seam between the server and whatever computes: protocol, operations, results.
+"""The protocol between the server and an engine: calls, operations, results.
 
 An engine owns weights, optimizer state, snapshots and caches. It knows no HTTP, no
 sessions and no owners; the server hands it operations in the right order per model.
@@ -112,6 +112,19 @@ class TrainOp:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EncodedTrainOp:
+    """A `TrainOp` whose data is still in the body of its request.
+
+    Only engines whose `takes_bodies` is true take one: their process has a decoder.
+    """
+
+    op_id: str
+    model_id: str
+    body: bytes
+    backward: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainResult:
     """Loss outputs in the order of the data; `device_s` is this operation's share."""
 
@@ -211,7 +224,7 @@ and of completions."""
 
 
 class Engine(Protocol):
-    """What the server needs from whatever computes.
+    """What the server needs of an engine.
 
     Every method may be cancelled. A batch answers operation by operation, in order: one
     bad operation is a `RequestFailedError` in its place and leaves the others alone.

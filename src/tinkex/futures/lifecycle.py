@@ -43,7 +43,7 @@ from tinkex.errors import (
     ServerSilentError,
     TinkerError,
 )
-from tinkex.futures.results import CallResult, Ticket
+from tinkex.futures.call_results import Ticket, TimedResult
 from tinkex.metrics import meter
 from tinkex.spans import span
 from tinkex.transport.notices import wait_reason
@@ -377,7 +377,7 @@ class Lifecycle:
 
     async def finish(
         self, ticket: Ticket, again: Callable[[], Coroutine[Any, Any, Ticket]]
-    ) -> CallResult:
+    ) -> TimedResult:
         """The result, submitting `again` when the server has lost it."""
         while True:
             try:
@@ -402,7 +402,7 @@ class Lifecycle:
             raise error
         return self._measured(decision.wait_s, "backoff")
 
-    async def result(self, ticket: Ticket) -> CallResult:
+    async def result(self, ticket: Ticket) -> TimedResult:
         """The result of an accepted request; cancelled with the caller."""
         feed = self._feed
         try:
@@ -429,7 +429,7 @@ class Lifecycle:
         if self._feed is not None:
             self._feed.abandoned(request_id)
 
-    async def _poll(self, ticket: Ticket, known_size: int | None) -> CallResult:
+    async def _poll(self, ticket: Ticket, known_size: int | None) -> TimedResult:
         """Ask until there is an answer; `known_size` is a payload size announced by the feed."""
         poll = _Poll(ticket, allow_metadata_only=not known_size)
         reserved = known_size or 0
@@ -438,7 +438,7 @@ class Lifecycle:
         try:
             while True:
                 answer = await self._ask(poll)
-                if isinstance(answer, CallResult):
+                if isinstance(answer, TimedResult):
                     return answer
                 if isinstance(answer, MetadataOnly):
                     await self._reserve(answer.size_bytes)
@@ -454,7 +454,7 @@ class Lifecycle:
         # Waiting in this process says nothing about the server.
         self.last_life += self._context.clock.now() - began
 
-    async def _ask(self, poll: _Poll) -> CallResult | MetadataOnly | None:
+    async def _ask(self, poll: _Poll) -> TimedResult | MetadataOnly | None:
         """One poll, with the pause that must follow it; None when it brought nothing."""
         api, asked, ticket = self._context.api, self._context.clock.now(), poll.ticket
         headers = {
@@ -493,7 +493,7 @@ class Lifecycle:
             return (
                 _with_times(answer.value, usage_header)
                 if usage_header
-                else CallResult(answer.value)
+                else TimedResult(answer.value)
             )
         if isinstance(answer, PendingResult):
             return await self._pending(poll, answer, asked)
@@ -558,7 +558,7 @@ class _Poll:
     unheld: int = 0
 
 
-def charge(result: CallResult, **tokens: int) -> Usage:
+def charge(result: TimedResult, **tokens: int) -> Usage:
     """Note on a result's value what it used: tokens as counted here, times as the server said."""
     usage = Usage(**tokens, queue_s=result.queue_s, device_s=result.device_s)
     # No caller has seen the value yet, so it may still be written to.
@@ -571,9 +571,9 @@ def charge(result: CallResult, **tokens: int) -> Usage:
     return usage
 
 
-def _with_times(value: Any, usage_header: str) -> CallResult:
+def _with_times(value: Any, usage_header: str) -> TimedResult:
     try:
         usage = msgspec.json.decode(usage_header, type=dict[str, float | None])
     except msgspec.MsgspecError:
-        return CallResult(value)  # another server's use of this header: the result still counts
-    return CallResult(value, usage.get("queue_s"), usage.get("device_s"))
+        return TimedResult(value)  # another server's use of this header: the result still counts
+    return TimedResult(value, usage.get("queue_s"), usage.get("device_s"))

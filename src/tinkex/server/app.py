@@ -34,8 +34,8 @@ from tinkex.server.api import (
     usage,
 )
 from tinkex.server.api.call import Call, Parts, Uploads, check_scope
+from tinkex.server.api.downloads import Exports
 from tinkex.server.api.errors import error_reply, refuse
-from tinkex.server.api.exports import Exports
 from tinkex.server.api.identity import Identity
 from tinkex.server.api.limits import TenantLimits
 from tinkex.server.api.submit import decode_operation
@@ -217,7 +217,7 @@ def _endpoint(parts: Parts, route: Any) -> Endpoint:
                     return await handler(call)
             return await handler(call)
         except ClientDisconnect:
-            return Response(status_code=499)  # nobody reads it
+            return Response(status_code=499)  # for the log; the client has disconnected
         except Exception as error:  # noqa: BLE001  # a request ends here, answered
             return error_reply(request, error)
 
@@ -275,7 +275,7 @@ class Direct:
         self._endpoints = endpoints
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # Below a prefix, the path is not only ours.
+        # Below a prefix, the path has more parts.
         if scope["type"] == "http" and not scope.get("root_path"):
             endpoint = self._endpoints.get((scope["method"], scope["path"]))
             if endpoint is not None:

@@ -33,9 +33,9 @@ def _older_flags() -> dict[str, bool]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """Limits, waits and what clients are told about themselves."""
+    """Limits, time-outs, keys, and the flags that clients get."""
 
-    # What clients are told. `older_client_flags` makes 0.19 to 0.24 send protobuf.
+    # The flags that clients get. `older_client_flags` makes 0.19 to 0.24 send protobuf.
     client_config: ClientConfigResponse = field(default_factory=_client_config)
     dynamic_config: ClientDynamicConfigResponse = field(
         default_factory=lambda: ClientDynamicConfigResponse(sample_cancel_enabled=True)
@@ -43,7 +43,7 @@ class ServerSettings:
     older_client_flags: Mapping[str, bool] = field(default_factory=_older_flags)
     session_messages: Mapping[str, str] = field(default_factory=dict[str, str])
 
-    # Who is let in: `open` any key, each as a tenant of its own; `single` any key, all of them
+    # Who has access: `open` any key, each as a tenant of its own; `single` any key, all of them
     # the tenant `local`; `fixed` only `keys`, as `local`; `stored` the keys in the store.
     key_mode: KeyMode = "open"
     keys: frozenset[str] = field(default_factory=frozenset[str], repr=False)
@@ -87,8 +87,8 @@ class ServerSettings:
     max_sessions: int = 1000
     max_models: int = 256
     max_samples_in_flight: int = 10_000
-    # Training operations queued and running. Above the first number clients are told that they
-    # are ahead of the server, above the second and above the bytes new ones are refused.
+    # Training operations queued and running. Above the first number polls say that the client
+    # is ahead of the server, above the second and above the bytes new ones are refused.
     max_training_ops: int = 512
     max_queued_ops: int = 4096
     max_queued_bytes: int = 2 * _GIB
@@ -98,19 +98,19 @@ class ServerSettings:
     # Tries with a bad key per second and address, on average; more are put off.
     max_bad_keys_per_s: float = 10.0
 
-    # A crash replays at most this much of a model: the engine's state is written down after so
-    # many operations, bytes of requests, or seconds with progress.
+    # A crash replays at most this much of a model: a snapshot is written after so many operations,
+    # bytes of requests, or seconds with progress.
     snapshot_ops: int = 64
     snapshot_bytes: int = 64 * _MIB
     snapshot_s: float = 30.0
-    # An operation that was running at so many deaths of the engine is taken for their cause.
+    # An operation that was running at so many deaths of the engine counts as their cause.
     max_engine_deaths: int = 3
     # Sequences that the engine is given at once; the rest wait here, owner by owner in turn.
     max_sequences_running: int = 2048
-    # An operation that has waited so long behind others is told that the server is busy.
+    # Polls for an operation that has waited so long behind others say that the server is busy.
     busy_after_s: float = 10.0
-    # How long an orderly end waits for what runs. What has not ended then is run again by the
-    # next server on the same store; with a store that forgets, waiting makes no sense.
+    # How long a shutdown waits for what runs. The next server on the same store runs again what has
+    # not ended by then.
     grace_s: float = 0.0
 
     def __post_init__(self) -> None:

@@ -25,7 +25,6 @@ from tinkex.server.server_settings import ServerSettings
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-
 Auth = Literal["keys", "none"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
@@ -64,7 +63,7 @@ class HostSettings:
     log_level: LogLevel = "info"
     log_format: LogFormat = "text"
     shutdown_s: float = 10.0
-    """How long what runs may take to finish once the server is told to end."""
+    """How long what runs may take to finish once the server shuts down."""
     server: ServerSettings = field(default_factory=ServerSettings)
 
     @property
@@ -96,7 +95,7 @@ _OWN: Final[dict[str, Any]] = {
     "log_format": LogFormat,
     "shutdown_s": float,
 }
-# The server's plain numbers; keys, secrets and what clients are told are made, not set.
+# Of the server's settings only plain numbers: keys, secrets and client flags are made, not set.
 _KINDS: Final[dict[str, Any]] = {
     "int": int,
     "float": float,

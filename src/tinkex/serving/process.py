@@ -38,13 +38,16 @@ if TYPE_CHECKING:
     from tinkex.serving.host_settings import HostSettings
     from tinkex.serving.web import Web
 
-
 _INTERRUPTED = 130
 _FORCED = 1
 # What a shutdown needs besides waiting for what runs: replies, snapshots, the engine's exit.
 _FORCE_AFTER_S = 15.0
 
 _log = logging.getLogger(__name__)
+
+_OPEN_FILES = 65_536
+# With the default of 700, almost all objects are still in use: a request makes a few hundred.
+_OBJECTS_BETWEEN_COLLECTIONS = 10_000
 
 
 def run_host(host: Host, data_dir: Path, *, wait_s: float = 0.0) -> None:
@@ -84,7 +87,7 @@ class Host:
         self._stopping = asyncio.Event()
         self._failure: Exception | None = None
         self._engine = RestartingEngine(  # pyright: ignore[reportAbstractUsage] - derived methods
-            self._start_engine, self._clock, self._on_change
+            self._start_engine, self._clock, self._on_change, takes_bodies=True
         )
 
     async def run(self) -> None:
@@ -177,7 +180,10 @@ class Host:
 
     async def _start_engine(self, on_phase: Callable[[str], None]) -> ProcessEngine:
         return await ProcessEngine.start(
-            _engine_spec(self._settings), clock=self._clock, on_phase=on_phase
+            _engine_spec(self._settings),
+            clock=self._clock,
+            on_phase=on_phase,
+            module="tinkex.serving.engine_child",
         )
 
 
@@ -211,11 +217,6 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
             return cast("Any", uvloop).new_event_loop
     return None
-
-
-_OPEN_FILES = 65_536
-# With the default of 700, almost all objects are still in use: a request makes a few hundred.
-_OBJECTS_BETWEEN_COLLECTIONS = 10_000
 
 
 def raise_file_limit() -> None:

@@ -33,12 +33,16 @@ if TYPE_CHECKING:
     from tinkex.server.store.protocol import Store
     from tinkex.serving.host_settings import HostSettings
 
-
 # How long requests under way may take once the server shuts down.
 _ANSWERS_S = 1
 # A request sent on a connection that the server is closing is lost. So clients and load balancers
 # close connections, which keep idle ones for up to a minute, and the server does not.
 _IDLE_S = 75
+
+_OPEN: Final = ("/healthz", "/readyz", "/metrics")
+_PATIENCE_S: Final = 20.0
+_RETRY_AFTER_S: Final = 1
+_log = logging.getLogger(__name__)
 
 
 @asynccontextmanager
@@ -101,11 +105,6 @@ class _Server(uvicorn.Server):
 
     def capture_signals(self) -> AbstractContextManager[None]:  # pyright: ignore[reportIncompatibleMethodOverride] - a context manager all the same
         return nullcontext()
-
-
-_OPEN: Final = ("/healthz", "/readyz", "/metrics")
-_PATIENCE_S: Final = 20.0
-_RETRY_AFTER_S: Final = 1
 
 
 class Gate:
@@ -173,9 +172,6 @@ async def _refuse(send: Send, reason: str) -> None:
     ]
     await send({"type": "http.response.start", "status": 503, "headers": headers})
     await send({"type": "http.response.body", "body": body})
-
-
-_log = logging.getLogger(__name__)
 
 
 @asynccontextmanager

@@ -17,8 +17,8 @@ from tinkex import urls
 from tinkex.clock import SystemClock, time_limit
 from tinkex.errors import APIConnectionError, APITimeoutError, RequestInfo
 from tinkex.transport.base import HttpRequest, Reply, StreamedReply
-from tinkex.transport.connection import BrokenReply
 from tinkex.transport.decode import decode_body, decode_chunks
+from tinkex.transport.http_connection import BrokenReply
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping

@@ -29,7 +29,8 @@ _QUIET_S = 30.0
 _REDRAW_S = 0.1
 _CHART_ROWS, _LEAST_CHART_ROWS, _CHART_COLUMNS = 14, 7, 100
 _UP, _CLEAR_LINE, _CLEAR_BELOW = "\033[{}A", "\033[K", "\033[J"
-_BOLD, _DIM, _NORMAL = "\033[1m", "\033[2m", "\033[0m"
+BOLD, DIM, GREEN, CYAN = "\033[1m", "\033[2m", "\033[32m", "\033[36m"
+_NORMAL = "\033[0m"
 
 
 def open_view(stream: TextIO, *, chart: bool) -> LiveView | PlainView:
@@ -55,6 +56,11 @@ def shows_colour(stream: TextIO) -> bool:
     """Whether to use colour: rich knows terminals and NO_COLOR. Without rich there is no colour."""
     console = _console(stream) if stream.isatty() else None
     return console is not None and console.color_system is not None and not console.no_color
+
+
+def painted(text: str, style: str, *, colour: bool) -> str:
+    """The text in a style, such as `BOLD`; as it is without colour."""
+    return f"{style}{text}{_NORMAL}" if colour else text
 
 
 def _console(stream: TextIO) -> Console | None:
@@ -149,20 +155,19 @@ class LiveView:
 
     def _lines(self, state: RunState, width: int, rows: int) -> list[str]:
         lines = live_lines(state, width, unicode=self._unicode)
-        painted = [self._paint(line, _DIM if at else _BOLD) for at, line in enumerate(lines)]
+        shown = [
+            painted(line, DIM if at else BOLD, colour=self._colour) for at, line in enumerate(lines)
+        ]
         room = min(rows - len(lines), _CHART_ROWS)
         if self._chart and room >= _LEAST_CHART_ROWS and len(state.measured) > 1:
-            painted += self._curves(state, min(width, _CHART_COLUMNS), room)
-        return painted
+            shown += self._curves(state, min(width, _CHART_COLUMNS), room)
+        return shown
 
     def _curves(self, state: RunState, width: int, rows: int) -> list[str]:
         """The main metric of the run over its steps."""
         judged = [*by_panel(series_of(state.measured)).values()][:1]
         plots = [plot(one, width, rows, self._unicode, colour=self._colour) for one in judged]
         return "".join(plots).splitlines()
-
-    def _paint(self, text: str, style: str) -> str:
-        return f"{style}{text}{_NORMAL}" if self._colour else text
 
 
 def terminal_size(stream: TextIO) -> tuple[int, int]:

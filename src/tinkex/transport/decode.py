@@ -6,7 +6,7 @@ import sys
 import zlib
 from typing import TYPE_CHECKING, Protocol
 
-from tinkex.transport.connection import BrokenReply
+from tinkex.transport.http_connection import BrokenReply
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterable

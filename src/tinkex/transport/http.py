@@ -30,8 +30,8 @@ from tinkex.errors import (
     RequestInfo,
 )
 from tinkex.transport.base import HttpRequest, Pool, Reply, StreamedReply
-from tinkex.transport.connection import BrokenReply
 from tinkex.transport.decode import decode_body, decode_chunks
+from tinkex.transport.http_connection import BrokenReply
 from tinkex.transport.pool import ConnectionPool, ConnectTimeout, Dialer
 from tinkex.transport.proxy_failure import ProxyFailure, refusal
 

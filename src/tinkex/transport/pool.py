@@ -13,7 +13,7 @@ import ssl
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from tinkex.transport.connection import BrokenReply, HttpConnection
+from tinkex.transport.http_connection import BrokenReply, HttpConnection
 from tinkex.transport.proxy_failure import ProxyFailure
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING
 
 from tinkex.proxy import SETTING
-from tinkex.transport.connection import BrokenReply
+from tinkex.transport.http_connection import BrokenReply
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -17,9 +17,9 @@ from tinkex.errors import (
     ServerSilentError,
 )
 from tinkex.futures.admission import ByteBudget
+from tinkex.futures.call_results import Ticket
 from tinkex.futures.future import Promise
 from tinkex.futures.lifecycle import CallContext, Lifecycle, charge
-from tinkex.futures.results import Ticket
 from tinkex.wire import routes
 
 if TYPE_CHECKING:

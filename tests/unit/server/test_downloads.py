@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from tinkex.errors import StorageError
-from tinkex.server.api.exports import ARCHIVE, Exports, OnDisk
+from tinkex.server.api.downloads import ARCHIVE, Exports, OnDisk
 from tinkex.testing import FakeEngine
 from tinkex.testing.fake_engine import EngineCall
 

@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.serialization import (
     PublicFormat,
 )
 
-from tinkex.server.api.exports import ARCHIVE, Exports
+from tinkex.server.api.downloads import ARCHIVE, Exports
 from tinkex.testing import FakeEngine
 
 from .conftest import Api
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from tinkex.engine.protocol import Layout
-    from tinkex.server.api.exports import ExportKind
+    from tinkex.server.api.downloads import ExportKind
 
 pytestmark = pytest.mark.anyio
 

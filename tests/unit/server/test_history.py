@@ -281,7 +281,6 @@ CALLS: dict[str, Callable[[SqlStore], Awaitable[object]]] = {
         OWNER, active=True, heartbeats=True
     ),
     "open models of a tenant": lambda store: store.open_models(OWNER),
-    "sampler_bytes": lambda store: store.sampler_bytes(OWNER),
     "sessions of a tenant": lambda store: store.sessions(OWNER, before=NOW, limit=10),
     "models of a project": lambda store: store.models(owner=OWNER, project_id="p", limit=10),
     "usage": lambda store: store.usage(OWNER, NOW - 3600, NOW),

@@ -16,8 +16,8 @@ from transport_fakes import read_request, reply_bytes, serve
 
 from tinkex.errors import APIConnectionError, APITimeoutError, InputError, RequestInfo
 from tinkex.transport.base import HttpRequest, Pool
-from tinkex.transport.connection import MAX_HEAD_BYTES, HttpConnection
 from tinkex.transport.http import HttpTransport, describe
+from tinkex.transport.http_connection import MAX_HEAD_BYTES, HttpConnection
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -709,3 +709,12 @@ async def test_an_answer_that_comes_before_the_whole_request_was_read_ends_the_c
         answered.set()
         await transport.aclose()
     assert log == [1, 1]
+
+
+async def test_a_stream_on_a_connection_that_closed_while_idle_fails_at_once():
+    connection = HttpConnection(asyncio.get_running_loop())
+    connection.connection_lost(None)
+    # The timeout is far beyond that of the test.
+    with pytest.raises(ConnectionResetError, match="closed while idle"):
+        await connection.stream(b"GET / HTTP/1.1\r\n\r\n", None, 3600.0)
+    assert not connection.reusable

@@ -16,15 +16,17 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from tinkex.engine.process.messages import CallMessage, CallResult, Cancel, Tokens
-from tinkex.engine.protocol import Engine
-from tinkex.errors import InputError, RequestFailedError, TinkerError
+from tinkex.engine.process.messages import CallMessage, CallReply, Cancel, Tokens
+from tinkex.engine.protocol import EncodedTrainOp, Engine
+from tinkex.errors import ClosedError, InputError, RequestFailedError, TinkerError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from tinkex.engine.process.messages import Message
-    from tinkex.engine.protocol import Best, OnToken
+    from tinkex.engine.protocol import Best, OnToken, TrainOp
+
+    Decode = Callable[[EncodedTrainOp], TrainOp]
 
     _Protocol = Engine
 else:
@@ -100,7 +102,7 @@ class Calls:
         finally:
             self._waiting.pop(number, None)
 
-    def take(self, message: CallResult | Tokens) -> None:
+    def take(self, message: CallReply | Tokens) -> None:
         """Deliver what the engine sent; results without a caller are dropped."""
         if isinstance(message, Tokens):
             for number, sample, token, logprob, best in message.drawn:
@@ -142,7 +144,8 @@ def _hand_over(
 class CallRunner:
     """Runs calls on an engine, each as a task, started in the order in which calls arrive.
 
-    `give_up` gets the error after which the device cannot be used any more.
+    `give_up` gets the error after which the device cannot be used any more. `decode` reads the
+    bodies of training operations; it is handed in, because the engine knows no encodings.
     """
 
     def __init__(
@@ -150,8 +153,10 @@ class CallRunner:
         engine: Engine,
         send: Callable[[Message], None],
         give_up: Callable[[BaseException], None],
+        decode: Decode | None = None,
     ) -> None:
         self._engine = engine
+        self._decode = decode
         self._send = send
         self._give_up = give_up
         # Mutable state: the calls that run, and tokens drawn in this iteration of the loop.
@@ -168,9 +173,9 @@ class CallRunner:
 
     async def _run(self, call: CallMessage) -> None:
         try:
-            result = CallResult(call.number, await self._value(call))
+            result = CallReply(call.number, await self._value(call))
         except Exception as error:  # noqa: BLE001 - sent to the caller
-            result = CallResult(call.number, error=sendable(error))
+            result = CallReply(call.number, error=sendable(error))
             self._after(error)
         finally:
             del self._running[call.number]
@@ -181,19 +186,43 @@ class CallRunner:
     async def _value(self, call: CallMessage) -> Any:
         if call.method not in METHODS:
             raise InputError(f"there is no {call.method!r}", "method")
+        if call.method == "train":
+            return await self._train(**call.arguments)
         streams = {"on_token": self._streams(call.number)} if call.streams else {}
         value = await getattr(self._engine, call.method)(**call.arguments, **streams)
-        # A batch has one result per operation; its failures are values.
+        return self._checked(value)
+
+    async def _train(self, batch: Sequence[TrainOp | EncodedTrainOp]) -> Any:
+        """Train on what can be decoded; a body that cannot be fails alone."""
+        decoded = [self._decoded(op) for op in batch]
+        good = [op for op in decoded if not isinstance(op, TinkerError)]
+        results = iter(self._checked(await self._engine.train(good)) if good else ())
+        return [op if isinstance(op, TinkerError) else next(results) for op in decoded]
+
+    def _decoded(self, op: TrainOp | EncodedTrainOp) -> TrainOp | TinkerError:
+        if not isinstance(op, EncodedTrainOp):
+            return op
+        try:
+            if self._decode is None:
+                raise ClosedError("this engine process has no decoder")
+            return self._decode(op)
+        except InputError as error:
+            return RequestFailedError(str(error), op.op_id, "user")
+        except Exception as error:  # noqa: BLE001 - one operation ends here, the others run
+            return sendable(error)
+
+    def _checked(self, value: Any) -> Any:
+        """A batch has one result per operation, and its failures are values."""
         for part in cast("list[Any]", value) if isinstance(value, list) else ():
             if isinstance(part, RequestFailedError):
                 self._after(part)
         return cast("Any", value)
 
-    def _deliver(self, result: CallResult) -> None:
+    def _deliver(self, result: CallReply) -> None:
         try:
             self._send(result)
         except Exception as error:  # noqa: BLE001 - a result that cannot be sent is a failure
-            self._send(CallResult(result.number, error=sendable(error)))
+            self._send(CallReply(result.number, error=sendable(error)))
 
     def _after(self, error: BaseException) -> None:
         if fatal(error):

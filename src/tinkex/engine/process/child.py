@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from tinkex.engine.local import LocalEngine
     from tinkex.engine.models.deferred import DeferredModel
     from tinkex.engine.models.loader import BaseModel
+    from tinkex.engine.process.calls import Decode
     from tinkex.engine.process.messages import Channel, Message
     from tinkex.engine.process.spec import EngineSpec
 
@@ -53,21 +54,22 @@ _FLUSH_TIMEOUT_S: Final = 2.0
 _log = logging.getLogger(LOG_NAME)
 
 
-def main(fd: int) -> None:
-    """Serve on an inherited socket until told to stop; never returns."""
+def main(fd: int, decode: Decode | None = None) -> None:
+    """Serve on an inherited socket until `Stop`; never returns. `decode` reads encoded bodies."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     faulthandler.enable()
     # A process that the engine starts, such as a compiler, must not keep the connection open.
     os.set_inheritable(fd, False)
-    asyncio.run(_Child(SystemClock()).run(socket.socket(fileno=fd)))
+    asyncio.run(_Child(SystemClock(), decode).run(socket.socket(fileno=fd)))
 
 
 class _Child:
     """The main thread's state."""
 
-    def __init__(self, clock: SystemClock) -> None:
+    def __init__(self, clock: SystemClock, decode: Decode | None) -> None:
         self._clock = clock
+        self._decode = decode
         self._started = asyncio.Event()
         self._stopped = asyncio.Event()
         # Mutable state: how it was asked to start, why it must exit, and its parts once they exist.
@@ -90,7 +92,7 @@ class _Child:
             # collection takes longer than many passes.
             gc.collect()
             gc.freeze()
-            self._runner = CallRunner(engine, channel.send, self._give_up)
+            self._runner = CallRunner(engine, channel.send, self._give_up, self._decode)
             channel.send(EngineReady(engine.models))
             await self._stopped.wait()
         if self._broken is not None:

@@ -87,7 +87,7 @@ class EngineReady:
 
 
 @dataclass(frozen=True, slots=True)
-class CallResult:
+class CallReply:
     """A call has ended, with a value or an error."""
 
     number: int
@@ -130,7 +130,7 @@ Message = (
     | Stop
     | Phase
     | EngineReady
-    | CallResult
+    | CallReply
     | Tokens
     | Beat
     | Logged

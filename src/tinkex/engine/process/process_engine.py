@@ -18,7 +18,7 @@ from tinkex.clock import SystemClock, time_limit
 from tinkex.engine.process.calls import Calls, ForwardingEngine
 from tinkex.engine.process.messages import (
     Broken,
-    CallResult,
+    CallReply,
     EngineReady,
     Logged,
     Phase,
@@ -28,6 +28,7 @@ from tinkex.engine.process.messages import (
     open_channel,
 )
 from tinkex.engine.process.program import (
+    CHILD,
     LOOKS,
     Silence,
     computes,
@@ -90,8 +91,11 @@ class ProcessEngine(ForwardingEngine):
         *,
         clock: Clock | None = None,
         on_phase: Callable[[str], None] | None = None,
+        module: str = CHILD,
     ) -> ProcessEngine:
         """Spawn a child, have it load `spec`, and return when it is ready.
+
+        The child runs `main` of `module`, which may add a decoder of bodies to that of `child`.
 
         `on_phase` gets what the child does meanwhile, such as "loading ... on cuda". Raises what
         the child ran into (`InputError`, `ModelError`, `MissingPackageError`), or an
@@ -99,7 +103,7 @@ class ProcessEngine(ForwardingEngine):
         """
         engine = cls(settings or ProcessSettings(), clock or SystemClock(), on_phase)
         try:
-            await engine._start(spec)
+            await engine._start(spec, module)
         except BaseException:
             # Shielded: a caller that cancels the start must not leave the child behind.
             with anyio.CancelScope(shield=True):
@@ -154,12 +158,12 @@ class ProcessEngine(ForwardingEngine):
 
     # -- start and messages -------------------------------------------------------------------
 
-    async def _start(self, spec: EngineSpec) -> None:
+    async def _start(self, spec: EngineSpec, module: str) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
             # Shielded: a child that is spawned while its caller is cancelled would have no owner.
             with anyio.CancelScope(shield=True):
-                self._program = await start_program(theirs, self._over.set)
+                self._program = await start_program(theirs, self._over.set, module)
         self._channel = await open_channel(ours, self._take, self._on_lost)
         self._calls = Calls(self._channel.send)
         self._life = self._loop.create_task(self._live())
@@ -168,7 +172,7 @@ class ProcessEngine(ForwardingEngine):
         await self._ready
 
     def _take(self, message: Message) -> None:
-        if isinstance(message, CallResult | Tokens):
+        if isinstance(message, CallReply | Tokens):
             self._calls.take(message)
         elif isinstance(message, Logged):
             logging.getLogger(message.logger).log(message.level, "%s", message.text)

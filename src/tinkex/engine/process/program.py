@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+CHILD: Final = "tinkex.engine.process.child"
 LOOKS: Final = 8
 """Checks within one timeout; the end of a silence is seen at most one check late."""
 _COMPUTES: Final = frozenset("RD")  # running or ready to run; waiting for a disk
@@ -33,8 +34,7 @@ _KEPT_LINES: Final = 20
 _LINE_BYTES: Final = 4096
 # The child imports what its parent would: the parent's path may have been changed by hand.
 _BOOT: Final = (
-    "import sys; sys.path[:] = sys.argv[2:]; "
-    "from tinkex.engine.process.child import main; main(int(sys.argv[1]))"
+    "import sys; sys.path[:] = sys.argv[2:]; from {module} import main; main(int(sys.argv[1]))"
 )
 
 
@@ -94,12 +94,14 @@ class Program:
         self._on_exit()
 
 
-async def start_program(end: socket.socket, on_exit: Callable[[], None]) -> Program:
-    """Start a fresh interpreter that serves an engine on `end` of a socket pair."""
+async def start_program(
+    end: socket.socket, on_exit: Callable[[], None], module: str = CHILD
+) -> Program:
+    """Start a fresh interpreter that runs `main` of a module with `end` of a socket pair."""
 
     def spawn() -> subprocess.Popen[bytes]:
         return subprocess.Popen(
-            [sys.executable, "-c", _BOOT, str(end.fileno()), *sys.path],
+            [sys.executable, "-c", _BOOT.format(module=module), str(end.fileno()), *sys.path],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

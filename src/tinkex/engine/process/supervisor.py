@@ -48,12 +48,18 @@ class RestartingEngine(ForwardingEngine):
     """Runs one child at a time; `start` makes one and reports each phase of that.
 
     `run` must run as a task beside the callers. `on_change` is called after each change of
-    `state` or `phase`.
+    `state` or `phase`. `takes_bodies` says whether its children take an `EncodedTrainOp`.
     """
 
     def __init__(
-        self, start: Start, clock: Clock, on_change: Callable[[], None] | None = None
+        self,
+        start: Start,
+        clock: Clock,
+        on_change: Callable[[], None] | None = None,
+        *,
+        takes_bodies: bool = False,
     ) -> None:
+        self.takes_bodies = takes_bodies
         self._start = start
         self._clock = clock
         self._on_change = on_change

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tinkex.clock import Clock
     from tinkex.engine.protocol import Engine, ModelSpec
     from tinkex.errors import APIStatusError
-    from tinkex.server.api.exports import Exports
+    from tinkex.server.api.downloads import Exports
     from tinkex.server.api.identity import Identity
     from tinkex.server.api.imports import Imports
     from tinkex.server.api.limits import TenantLimits
@@ -45,8 +45,17 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# How like a name must be to be taken for a slip: the owner's part alone is not enough.
+# How similar a name must be to be suggested: an equal owner's part alone is not enough.
 _NEAR = 0.75
+
+_LARGE_ROUTES = frozenset(route.name for route in (FORWARD_BACKWARD, FORWARD, ASAMPLE, TELEMETRY))
+# Above this size, decompressing on the loop would delay other requests noticeably.
+_LARGE_BYTES = 1 << 20
+# Decoded, `[[],[],…]` takes twenty times its bytes and empty protobuf messages thirty times. A
+# datum has about four parts in protobuf and fifteen in JSON, so these are 16,000 datums: many
+# times what clients send at once, and about a second of decoding.
+MAX_PROTOBUF_PARTS = 1 << 16
+MAX_JSON_PARTS = 1 << 18
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +73,7 @@ class Parts:
     exports: Exports
     imports: Imports
     new_id: Callable[[], str]
-    # What operators see: counts, what the server waits for, and bodies that are too slow.
+    # For operators: metrics, readiness, and bodies that are too slow.
     meters: Meters
     readiness: Readiness
     uploads: Uploads
@@ -158,7 +167,7 @@ class Call:
         return model
 
     def base_model(self, name: str) -> ModelSpec:
-        """A base model this server has."""
+        """A base model that this server serves."""
         for spec in self.parts.engine.models:
             if spec.name == name:
                 return spec
@@ -202,16 +211,6 @@ def check_scope(request: Request) -> None:
     scope = request.query_params.get("access_scope", "owned")
     if scope not in ("owned", "accessible"):
         raise refuse(400, f"access_scope must be owned or accessible, not {scope!r}.")
-
-
-_LARGE_ROUTES = frozenset(route.name for route in (FORWARD_BACKWARD, FORWARD, ASAMPLE, TELEMETRY))
-# Above this, unpacking would hold up everybody else's heartbeat noticeably.
-_LARGE_BYTES = 1 << 20
-# Decoded, `[[],[],…]` takes twenty times its bytes and empty protobuf messages thirty times. A
-# datum has about four parts in protobuf and fifteen in JSON, so these are 16,000 datums: many
-# times what clients send at once, and about a second of decoding.
-MAX_PROTOBUF_PARTS = 1 << 16
-MAX_JSON_PARTS = 1 << 18
 
 
 async def read_body(request: Request, settings: ServerSettings, uploads: Uploads) -> bytes:
@@ -267,15 +266,15 @@ def _too_large(most: int) -> Exception:
 
 
 class Uploads:
-    """Gives up bodies that do not arrive in time. `run()` is its one long-lived task.
+    """Aborts bodies that do not arrive in time. `run()` is its one long-lived task.
 
-    One watcher for all of them: a timer for each request would cost more than most requests.
+    One task watches all of them: a timer per request would cost more than most requests.
     """
 
     def __init__(self, clock: Clock, limit_s: float) -> None:
         self._clock = clock
         self._limit_s = limit_s
-        # Mutable state: the bodies being read, oldest first, and the watcher's wake-up.
+        # Mutable state: the bodies being read, oldest first, and the event that wakes the watcher.
         self._open: dict[asyncio.Timeout, float] = {}
         self._bell = anyio.Event()
 
@@ -308,4 +307,4 @@ class Uploads:
         now = self._clock.now()
         for limit, deadline in self._open.items():
             if deadline <= now and not limit.expired():
-                limit.reschedule(0)  # long ago
+                limit.reschedule(0)  # in the past, so it expires at once

@@ -69,15 +69,15 @@ async def live_checkpoints(
 
 
 async def published(call: Call, model_id: str | None = None) -> Sequence[StoredCheckpoint]:
-    """The checkpoints that everybody may read, newest first."""
+    """The checkpoints that are public, newest first."""
     return await call.store.checkpoints(model_id=model_id, public=True, live_at=call.now())
 
 
 async def readers(call: Call, token: str | None) -> tuple[str, ...]:
     """Whose weights the caller may read: its own, and those a token gives access to.
 
-    An access token is a key, or a token made from a key, of whoever owns the weights. Here it only
-    ever lets somebody read.
+    An access token is a key of the weights' owner, or a token made from one. Here it only gives
+    read access.
     """
     token = token or call.header("x-tinker-weights-access-token")
     if not token:
@@ -93,7 +93,7 @@ async def readers(call: Call, token: str | None) -> tuple[str, ...]:
 
 
 async def readable(call: Call, path: str, owners: tuple[str, ...]) -> StoredCheckpoint:
-    """A checkpoint that these owners may read; others are told that there is none."""
+    """A checkpoint that these owners may read; a 404 for any other."""
     checkpoint = await call.store.get_checkpoint(path)
     if checkpoint is None or not is_readable(checkpoint, owners, call.now()):
         raise _gone(path)
@@ -101,7 +101,7 @@ async def readable(call: Call, path: str, owners: tuple[str, ...]) -> StoredChec
 
 
 def _gone(path: str) -> APIStatusError:
-    """The answer for what is not there, and for what is not the caller's."""
+    """The same reply for a checkpoint that does not exist and for one of another owner."""
     return refuse(404, f"There is no checkpoint {path!r}.")
 
 
@@ -143,7 +143,7 @@ async def list_checkpoints(call: Call) -> Response:
 
 
 async def list_run_checkpoints(call: Call) -> Response:
-    """The checkpoints of one run; of somebody else's run, those that are published."""
+    """The checkpoints of one run; of another owner's run, those that are public."""
     run, kinds = call.param("run"), _known_kinds(call)
     found = await published(call, run)
     if not found or found[0].owner == call.owner:
@@ -168,7 +168,7 @@ async def delete_checkpoint(call: Call) -> Response:
     """Delete; samplers made before keep what they have."""
     checkpoint = await _own(call)
     rows = call.worker.changes
-    # It ends now, whatever becomes of its files; what fails below is tried again by the upkeep.
+    # It expires now, whatever becomes of its files; the upkeep retries what fails below.
     if not await rows.change_checkpoint(checkpoint, expires_at=call.now()):
         raise _gone(checkpoint.path)
     await audit(call, "checkpoint_deleted", checkpoint)
@@ -181,7 +181,7 @@ async def delete_checkpoint(call: Call) -> Response:
 
 
 async def publish_checkpoint(call: Call) -> Response:
-    """Let everybody read a checkpoint; publishing twice is fine."""
+    """Make a checkpoint public; publishing twice is fine."""
     return await _set_public(call, True)
 
 

@@ -1,21 +1,31 @@
-"""Signed links to the files of a checkpoint or to a trace, and the replies to them, in ranges.
+"""Downloads: signed links to the files of a checkpoint or to a trace, and the replies, in ranges.
 
 A link needs no key, so it is signed and expires; a link to a checkpoint ends with the checkpoint.
+The engine returns an export as a whole. One that is too large to be held in memory for every
+download is written once to unnamed files, which the system deletes when the process exits.
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
+import os
 import re
-from typing import TYPE_CHECKING, Protocol, cast
+import tarfile
+import tempfile
+from collections import OrderedDict, defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal, Protocol, cast
 
+import anyio
+import anyio.to_thread
 from starlette.responses import RedirectResponse, Response, StreamingResponse
 
+from tinkex.errors import StorageError
 from tinkex.server import age
 from tinkex.server.api.call import reply
 from tinkex.server.api.checkpoints import named
 from tinkex.server.api.errors import refuse
-from tinkex.server.api.exports import ARCHIVE, FILES
 from tinkex.server.api.sessions import when
 from tinkex.server.api.trace import trace
 from tinkex.server.scheduler.checkpoints import is_live
@@ -24,17 +34,32 @@ from tinkex.wire import routes
 from tinkex.wire.bodies import ArchiveUrlResponse
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncGenerator, Callable, Mapping
+    from typing import IO
 
     from starlette.datastructures import Headers
     from starlette.requests import Request
 
+    from tinkex.engine.protocol import Engine, Layout
     from tinkex.server.api.call import Call, Parts
-    from tinkex.server.api.exports import ExportKind
     from tinkex.server.store.records import StoredCheckpoint
 
+    Files = dict[str, IO[bytes]]
+    NewFile = Callable[[], IO[bytes]]
+    Recipients = tuple[str, ...] | None
+    Key = tuple[str, "ExportKind", Recipients]
 
 _HEAD_BYTES = 1 << 12
+
+_PIECE_BYTES = 1 << 20
+_RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
+ExportKind = Literal["file", "archive"]
+FILES: Final = ("adapter_config.json", "adapter_model.safetensors")
+ARCHIVE: Final = "archive.tar"
+# Archives are of older clients, which know the vendor's own names of tensors.
+_LAYOUTS: dict[ExportKind, Layout] = {"file": "peft", "archive": "tinker"}
+_IN_MEMORY_BYTES = 1 << 20
+_ON_DISK_BYTES = 8 << 30
 
 
 async def get_external_weights_urls(call: Call) -> Response:
@@ -89,10 +114,6 @@ async def send_export(
     return send(request.headers, source, media, etag, stable=recipients is None)
 
 
-_PIECE_BYTES = 1 << 20
-_RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
-
-
 class ByteSource(Protocol):
     """Bytes that do not change."""
 
@@ -112,7 +133,7 @@ def send(
     sent only to a client that says which one it has (If-Range).
     """
     size = source.size_bytes
-    told = {"accept-ranges": "bytes", "etag": f'"{etag}"'}
+    reply_headers = {"accept-ranges": "bytes", "etag": f'"{etag}"'}
     wanted = headers.get("range")
     known = headers.get("if-range", f'"{etag}"' if stable else None)
     if wanted is None or known != f'"{etag}"':
@@ -121,14 +142,14 @@ def send(
         part = _part(wanted, size)
     if part is None:
         source.close()
-        told["content-range"] = f"bytes */{size}"
-        return Response(status_code=416, headers=told)
-    told["content-length"] = str(len(part))
+        reply_headers["content-range"] = f"bytes */{size}"
+        return Response(status_code=416, headers=reply_headers)
+    reply_headers["content-length"] = str(len(part))
     partial = len(part) < size
     if partial:
-        told["content-range"] = f"bytes {part.start}-{part.stop - 1}/{size}"
+        reply_headers["content-range"] = f"bytes {part.start}-{part.stop - 1}/{size}"
     return StreamingResponse(
-        _pieces(source, part), 206 if partial else 200, told, media_type=media_type
+        _pieces(source, part), 206 if partial else 200, reply_headers, media_type=media_type
     )
 
 
@@ -165,3 +186,148 @@ async def _trace(parts: Parts, session_id: str) -> Response:
     operations = await parts.store.operations(session_id)
     body = trace(operations, parts.polls.of(session_id))
     return Response(body, media_type="application/json")
+
+
+@dataclass(frozen=True, slots=True)
+class InMemory:
+    """A `ByteSource` that is small."""
+
+    data: bytes
+
+    @property
+    def size_bytes(self) -> int:
+        """Its length."""
+        return len(self.data)
+
+    async def read(self, start: int, count: int) -> bytes:
+        """A part of it."""
+        return self.data[start : start + count]
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
+@dataclass(frozen=True, slots=True)
+class OnDisk:
+    """A `ByteSource` that is an open file of its own; readers do not move each other."""
+
+    descriptor: int
+    size_bytes: int
+
+    async def read(self, start: int, count: int) -> bytes:
+        """A part of it."""
+        return await anyio.to_thread.run_sync(os.pread, self.descriptor, count, start)
+
+    def close(self) -> None:
+        """Free it; the file itself stays while others have it open."""
+        os.close(self.descriptor)
+
+
+class Exports:
+    """Exports by location, made when first asked for. Locations are never reused."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        in_memory_bytes: int = _IN_MEMORY_BYTES,
+        on_disk_bytes: int = _ON_DISK_BYTES,
+    ) -> None:
+        self._engine = engine
+        self._in_memory_bytes = in_memory_bytes
+        self._on_disk_bytes = on_disk_bytes
+        # Mutable state: open files per export, longest unused first, and one lock for each that
+        # is being made.
+        self._kept: OrderedDict[Key, Files] = OrderedDict()
+        self._making: defaultdict[Key, anyio.Lock] = defaultdict(anyio.Lock)
+
+    async def open(
+        self, location: str, kind: ExportKind, name: str, recipients: Recipients = None
+    ) -> ByteSource | None:
+        """One file of an export, to be closed by the caller; None when there is none such.
+
+        With recipients the files are encrypted and their names end in `.age`.
+        """
+        key = (location, kind, recipients)
+        lock = self._making[key]
+        try:
+            async with lock:
+                return await self._open(key, name)
+        finally:
+            if not (lock.locked() or lock.statistics().tasks_waiting):
+                self._making.pop(key, None)
+
+    def close(self) -> None:
+        """Free everything."""
+        while self._kept:
+            self._drop_oldest()
+
+    async def _open(self, key: Key, name: str) -> ByteSource | None:
+        if key not in self._kept:
+            location, kind, recipients = key
+            files = await self._engine.export_saved(location, layout=_LAYOUTS[kind])
+            write = _tarred if kind == "archive" else _written
+            if sum(map(len, files.values())) <= self._in_memory_bytes:
+                ready = cast("dict[str, io.BytesIO]", write(files, recipients, io.BytesIO))
+                return InMemory(ready[name].getvalue()) if name in ready else None
+            try:
+                self._kept[key] = await anyio.to_thread.run_sync(
+                    write, files, recipients, tempfile.TemporaryFile
+                )
+            except OSError as error:
+                # Not by its path: who downloads need not know where the server keeps its files.
+                raise StorageError(
+                    f"the server could not write a copy of the files: {error.strerror}"
+                ) from error
+            self._make_room()
+        self._kept.move_to_end(key)
+        file = self._kept[key].get(name)
+        if file is None:
+            return None
+        descriptor = os.dup(file.fileno())
+        return OnDisk(descriptor, os.fstat(descriptor).st_size)
+
+    def _make_room(self) -> None:
+        while len(self._kept) > 1 and self._size_bytes() > self._on_disk_bytes:
+            self._drop_oldest()
+
+    def _size_bytes(self) -> int:
+        open_files = (file for files in self._kept.values() for file in files.values())
+        return sum(os.fstat(file.fileno()).st_size for file in open_files)
+
+    def _drop_oldest(self) -> None:
+        _, files = self._kept.popitem(last=False)
+        for file in files.values():
+            file.close()
+
+
+def _written(files: Mapping[str, bytes], recipients: Recipients, new: NewFile) -> Files:
+    """Each file in one of its own, encrypted if there are recipients."""
+    written: Files = {}
+    for name, data in files.items():
+        if recipients is None:
+            target = written[name] = new()
+            target.write(data)
+        else:
+            target = written[f"{name}{age.SUFFIX}"] = new()
+            age.encrypt(io.BytesIO(data), target, recipients)
+        target.flush()
+    return written
+
+
+def _tarred(files: Mapping[str, bytes], recipients: Recipients, new: NewFile) -> Files:
+    """A plain tar with the files side by side."""
+    target = new()
+    if recipients is None:
+        parts: Files = {name: io.BytesIO(data) for name, data in files.items()}
+    else:
+        parts = _written(files, recipients, new)
+    with tarfile.open(fileobj=target, mode="w") as tar:
+        for name, part in parts.items():
+            info = tarfile.TarInfo(name)
+            info.size = part.seek(0, os.SEEK_END)
+            part.seek(0)
+            tar.addfile(info, part)
+            part.close()
+    target.flush()
+    return {ARCHIVE: target}

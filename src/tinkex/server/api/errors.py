@@ -1,8 +1,8 @@
-"""Errors to HTTP replies. Nothing else in the server chooses an error status by itself.
+"""Errors to HTTP replies. No other module of the server maps errors to a status.
 
-A reply is `{"detail": …}` and always has a Content-Length: official clients take a 400
-without one for a broken proxy. They retry 409 for minutes, so only `attach_model` sends it, which
-they never call.
+A reply is `{"detail": …}` and always has a Content-Length: official clients treat a 400 without
+one as a broken proxy. They retry 409 for minutes, so only `attach_model` sends it, which they never
+call.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Results: one by one, as a stream of completions, and withdrawing what is not wanted.
 
-A poll is held until there is something to say. Delivering a result does not forget it:
-a client whose connection broke asks again.
+A poll is held until there is a result. Delivering a result does not delete it: a client whose
+connection broke asks again.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ async def cancel_future(call: Call) -> Response:
 
 
 async def release_numbers(call: Call) -> Response:
-    """Let a model go on without requests whose client has given them up.
+    """Let a model continue without requests that their client has given up.
 
     What has arrived all the same is withdrawn unless it has started.
     """

@@ -30,11 +30,10 @@ if TYPE_CHECKING:
     from tinkex.server.server_settings import ServerSettings
     from tinkex.server.store.protocol import Store
 
-
 LOCAL: Final = "local"
 """The one tenant of a server that has only one."""
 
-# A key that is revoked by another process is still let in for this long.
+# A key that another process revokes is still accepted for this long.
 _REMEMBERED_S = 2.0
 _LONGEST_KEY = 8192
 _BAD_BURST_S = 10.0
@@ -43,14 +42,19 @@ _ASK = "ask whoever runs this server for one (`tinkex key create`)"
 _MISSING = f"Send an API key in the X-API-Key header; {_ASK}."
 _BAD = f"This API key is not valid here, or no longer: {_ASK}."
 
+PREFIX: Final = "tml-"
+_OWNER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+\-]{0,63}")
+_LONGEST_TEXT = 200
+_JWT_HEADER = {"alg": "HS256", "typ": "JWT"}
+
 
 def owner_of_key(key: str) -> str:
-    """The tenant behind a key of a server that lets in every key."""
+    """The tenant of a key on a server that accepts every key."""
     return "user-" + hashlib.sha256(key.encode()).hexdigest()[:16]
 
 
 def credential_of(headers: Mapping[str, str]) -> str | None:
-    """The key of a request from something that may know only `Authorization: Bearer`."""
+    """The key of a request whose client may send only `Authorization: Bearer`."""
     scheme, _, token = headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer" and token.strip():
         return token.strip()
@@ -82,7 +86,7 @@ class Identity:
     async def owner(self, credential: str | None, address: str = "") -> str:
         """The tenant of a request; raises a 401 that says what to do.
 
-        `address` is where it came from: who keeps trying bad keys is put off by a 429.
+        `address` is where it came from: an address that keeps trying bad keys gets a 429.
         """
         return (await self._caller(credential, address)).owner
 
@@ -106,7 +110,7 @@ class Identity:
         return _make_jwt(self._settings.secret, claims)
 
     async def revoke(self, key: ApiKey) -> None:
-        """Let a key in no more, from now on."""
+        """Revoke a key; it is refused from now on."""
         await self._store.revoke_key(key.key_id, self._clock.wall())
         self._found.pop(key.key_hash, None)
         self._found.pop(key.key_id, None)
@@ -126,8 +130,8 @@ class Identity:
         return {k: v for k, v in claims.items() if isinstance(v, str)}
 
     async def _caller(self, credential: str | None, address: str) -> _Caller:
-        # A key is asked for even where any will do: a page in a browser can send requests to
-        # this machine, but not with a header of its own.
+        # A key is required even where any will do: a web page can send requests to this machine,
+        # but not with such a header.
         if not credential:
             raise refuse(401, _MISSING)
         caller = None
@@ -154,7 +158,7 @@ class Identity:
             return _Caller(owner_of_key(key), "open")
         if mode == "single":
             return _Caller(LOCAL, "single")
-        # Every key is compared, so that the time taken does not tell which one was near.
+        # Every key is compared, so that the time taken does not reveal which one matched.
         known = [_equal(key, each) for each in self._settings.keys]
         return _Caller(LOCAL, self._fixed_mark(key)) if any(known) else None
 
@@ -204,12 +208,6 @@ class Identity:
             return None
         self._found[name] = (key, self._clock.now() + _REMEMBERED_S)
         return key
-
-
-PREFIX: Final = "tml-"
-
-_OWNER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+\-]{0,63}")
-_LONGEST_TEXT = 200
 
 
 def fingerprint(key: str) -> str:
@@ -265,11 +263,8 @@ async def audit_key(store: Store, at: float, event: str, key: ApiKey) -> None:
 
 
 async def any_key(store: Store) -> bool:
-    """Whether somebody can get in at all."""
+    """Whether there is a key that is not revoked."""
     return any(key.revoked_at is None for key in await store.keys())
-
-
-_JWT_HEADER = {"alg": "HS256", "typ": "JWT"}
 
 
 def _make_jwt(secret: bytes, claims: dict[str, object]) -> str:
@@ -300,7 +295,7 @@ def _open_link(secret: bytes, token: str) -> dict[str, Any] | None:
 
 
 def _equal(left: str, right: str) -> bool:
-    """Compare without telling by the time it takes where two texts differ."""
+    """Compare in constant time."""
     return hmac.compare_digest(left.encode(), right.encode())
 
 

@@ -43,13 +43,19 @@ if TYPE_CHECKING:
     from tinkex.engine.protocol import ImportedAdapter
     from tinkex.server.api.call import Call, Uploads
 
-    Welcome = Callable[[AdapterInfo], Awaitable[None]]
-
+    AdapterCheck = Callable[[AdapterInfo], Awaitable[None]]
 
 _AT_ONCE: Final = 2
 # What the engine keeps is float32, whatever came.
 _KEPT_ITEM_BYTES: Final = 4
 _DEFAULT_NAME: Final = "imported"
+
+BLOCK_BYTES: Final = 8 << 20
+"""How much must arrive within each `upload_timeout_s`."""
+_TAR: Final = tarfile.BLOCKSIZE
+_MOST_PADDING: Final = 64 * _TAR
+EXTRA_BYTES: Final = MAX_CONFIG_BYTES + _MOST_PADDING
+"""What an archive may have besides the weights."""
 
 
 class Imports:
@@ -75,7 +81,7 @@ class Imports:
 
 
 async def import_weights(call: Call) -> Response:
-    """Keep an uploaded adapter; the same request sent again is answered by the first."""
+    """Store an uploaded adapter; a repeated request gets the first one's reply."""
     key = call.header("x-idempotency-key")
     if key and (known := await call.store.recall(call.owner, f"import:{key}")) is not None:
         return reply(ImportWeightsResponse(tinker_path=known))
@@ -125,11 +131,11 @@ async def _folder() -> AsyncGenerator[Path]:
 
 
 async def _receive(call: Call, folder: Path) -> None:
-    async def welcome(adapter: AdapterInfo) -> None:
+    async def check(adapter: AdapterInfo) -> None:
         await call.worker.checkpoints.make_room(call.owner, adapter.parameters * _KEPT_ITEM_BYTES)
 
     body = Incoming(call.request.stream(), call.parts.uploads)
-    await receive_adapter(body, folder, call.settings.max_import_bytes, welcome)
+    await receive_adapter(body, folder, call.settings.max_import_bytes, check)
 
 
 async def _keep(
@@ -140,7 +146,8 @@ async def _keep(
     engine = call.parts.engine
     imported = await engine.import_saved(base_model, folder, f"{path}@import")
     try:
-        # Again: matrices that the adapter leaves out are kept, too, and others save meanwhile.
+        # Checked again: matrices that the adapter leaves out are stored, too, and other requests
+        # may have saved meanwhile.
         await call.worker.checkpoints.make_room(call.owner, imported.size_bytes)
     except RequestFailedError:
         await engine.delete_saved(f"{path}@import")
@@ -179,21 +186,13 @@ async def _record(
     return checkpoint
 
 
-BLOCK_BYTES: Final = 8 << 20
-"""So much must arrive within `upload_timeout_s`, again and again."""
-_TAR: Final = tarfile.BLOCKSIZE
-_MOST_PADDING: Final = 64 * _TAR
-EXTRA_BYTES: Final = MAX_CONFIG_BYTES + _MOST_PADDING
-"""What an archive may have besides the weights."""
-
-
 class Incoming:
     """A body that is read piece by piece; each piece has the time that other bodies have."""
 
     def __init__(self, stream: AsyncIterator[bytes], uploads: Uploads) -> None:
         self._stream = stream
         self._uploads = uploads
-        # Mutable state: what has come and was not asked for yet.
+        # Mutable state: what has arrived and was not taken yet.
         self._held = bytearray()
 
     async def take(self, count: int) -> bytes:
@@ -220,10 +219,12 @@ class Incoming:
         return b""
 
 
-async def receive_adapter(body: Incoming, folder: Path, most: int, welcome: Welcome) -> AdapterInfo:
+async def receive_adapter(
+    body: Incoming, folder: Path, most: int, check: AdapterCheck
+) -> AdapterInfo:
     """Write the adapter in a body to a folder.
 
-    `welcome` is told what it is before its weights are read, and raises if it is not.
+    `check` gets its description before its weights are read, and raises to refuse it.
     """
     size = await _begin(body, CONFIG_FILE, MAX_CONFIG_BYTES)
     content = await body.exactly(size, CONFIG_FILE)
@@ -234,9 +235,9 @@ async def receive_adapter(body: Incoming, folder: Path, most: int, welcome: Welc
     length = head_length(first, size)
     head = await body.exactly(length, WEIGHTS_FILE)
     left = size - LENGTH.size - length
-    # Thousands of tensors, perhaps: others' requests must not wait for that.
+    # In a thread: there may be thousands of tensors, and other requests must not wait.
     adapter = await anyio.to_thread.run_sync(_described, config, head, left)
-    await welcome(adapter)
+    await check(adapter)
     await _write(folder / CONFIG_FILE, content)
     await _write(folder / WEIGHTS_FILE, first + head)
     await _copy(body, folder / WEIGHTS_FILE, left)
@@ -272,7 +273,7 @@ async def _pad(body: Incoming, size: int) -> None:
 
 
 async def _end(body: Incoming) -> None:
-    """The end of an archive is empty blocks; how many is a matter of taste."""
+    """The end of an archive is empty blocks; programs write different numbers of them."""
     rest = await body.take(_MOST_PADDING + 1)
     if len(rest) > _MOST_PADDING or rest.strip(b"\0"):
         raise refuse(400, f"The archive must hold {' and '.join(FILES)} and nothing else.")

@@ -1,7 +1,7 @@
-"""What one tenant may have at a time, and what it is told when it has that much.
+"""What one tenant may have at a time, and the refusal when it has that much.
 
-Official clients answer a 429 by waiting and sending again, some for ever. So only what frees
-itself is refused this way, and never a request that was accepted before.
+Official clients wait after a 429 and send again, some for ever. So only limits that are freed
+without the client's help are refused with it, and never a request that was accepted before.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ if TYPE_CHECKING:
     from tinkex.server.store.protocol import Store
     from tinkex.server.store.records import Model, Operation
 
-
 QueueState = Literal["active", "paused_capacity", "paused_rate_limit"]
 
 _RATE_BURST_S = 2.0
 # Models of clients that send no heartbeats count for this long after their last request.
 _SILENT_MODEL_S = 3600.0
+
+_MOST_NAMES = 4096
 
 
 class TenantLimits:
@@ -60,7 +61,7 @@ class TenantLimits:
     async def session(self, owner: str) -> None:
         """One more session."""
         most = self._settings.max_sessions
-        # Clients without heartbeats never say that they are done.
+        # Clients without heartbeats never report that they are done.
         have = await self._store.count_sessions(owner, active=True, heartbeats=True)
         if have >= most:
             raise _over(
@@ -86,7 +87,7 @@ class TenantLimits:
             raise _over("max_samples_in_flight", most, have, "samples in flight", "slow down", 1)
 
     def training(self, owner: str, model_id: str, seq_id: int, size_bytes: int) -> None:
-        """One more training operation; those that others wait for are let in always."""
+        """One more training operation; one that queued operations wait for is always accepted."""
         if self._worker.is_waited_for(model_id, seq_id):
             return
         have = self._worker.load.of(owner)
@@ -100,7 +101,7 @@ class TenantLimits:
             raise _over("max_queued_bytes", most_bytes, held, "bytes in flight", step, 2)
 
     def queue_state(self, op: Operation) -> tuple[QueueState, str | None]:
-        """What a client that polls for an unfinished operation is told about its wait."""
+        """Why an unfinished operation waits, for the client that polls for it."""
         if op.state == "running":
             return "active", None
         have, most = self._worker.load.of(op.owner).operations, self._settings.max_training_ops
@@ -133,9 +134,6 @@ def _over(
         f"fit. To go on, {next_step}.",
         headers={"retry-after": str(wait_s)},
     )
-
-
-_MOST_NAMES = 4096
 
 
 class Throttle:

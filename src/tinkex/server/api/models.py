@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from tinkex.server.store.records import Model, Operation, StoredSession
     from tinkex.types import Checkpoint
 
-
 MAX_RANK = 1024
 
 
@@ -108,7 +107,7 @@ async def unload_model(call: Call) -> Response:
 
 
 async def list_training_runs(call: Call) -> Response:
-    """The caller's runs, newest first; on request also those with something published."""
+    """The caller's runs, newest first; on request also others' runs with published checkpoints."""
     offset, limit = call.number("offset", 0), call.number("limit", 20)
     project = call.request.query_params.get("project_id")
     total = await call.store.count_models(call.owner, project_id=project)
@@ -135,7 +134,7 @@ async def _published_by_others(call: Call, project: str | None) -> list[Model]:
 
 
 async def get_training_run(call: Call) -> Response:
-    """One run; on request also somebody else's with something published."""
+    """One run; on request also another owner's with published checkpoints."""
     run = call.param("run")
     shared = await call.store.get_model(run) if _others_too(call) else None
     if shared is None or not await published(call, run):
@@ -149,7 +148,7 @@ def _others_too(call: Call) -> bool:
 
 
 async def _runs(call: Call, models: Sequence[Model]) -> list[TrainingRun]:
-    """Runs as the caller may see them: of somebody else's, only what is published."""
+    """Runs as the caller may see them: of other owners, only published checkpoints."""
     own = {model.model_id for model in models if model.owner == call.owner}
     others = {model.model_id for model in models} - own
     newest: dict[tuple[str, str], Checkpoint] = {}
@@ -187,7 +186,7 @@ _MOST_NUMBERS = 10_000
 
 
 async def attach_model(call: Call) -> Response:
-    """Move a model to the caller's session; asked again by the same session, say it again."""
+    """Move a model to the caller's session; a repeated request gets the same reply."""
     request = await call.json(AttachModelRequest)
     model = await call.model(request.model_id)
     session = await call.live_session(request.session_id)
@@ -218,7 +217,7 @@ async def _take_over(call: Call, model: Model, session: StoredSession) -> None:
             f"{silent_s:.0f} s ago. End that program first. If it has already ended, attach "
             f"again in {wait_s} s."
         )
-    # Whole or not at all: a caller that goes away half-way would leave the old session open.
+    # Shielded: a caller that disconnects in between would leave the old session open.
     with anyio.CancelScope(shield=True):
         if not await call.worker.changes.move_model(model, session.session_id):
             raise _taken(
@@ -230,7 +229,7 @@ async def _take_over(call: Call, model: Model, session: StoredSession) -> None:
 
 
 async def _settle_numbers(call: Call, model_id: str) -> None:
-    """Nothing waits for what the old program will not send any more.
+    """Release the numbers that the old program will not send any more.
 
     Weights it wanted to sample from are not published: their sampler would take a number of the
     new session.

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
     from tinkex.server.api.call import Parts
 
-
 T = TypeVar("T")
 
 _PROBE_S = 2.0

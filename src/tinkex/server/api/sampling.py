@@ -110,7 +110,7 @@ async def asample(call: Call) -> Response:
         _check_weights(sampler)
         call.parts.limits.sample(call.owner)
     except APIStatusError:
-        # Looked for only now: almost every sample is new and welcome.
+        # Looked up only now: almost every sample is new and accepted.
         known = await call.store.get_operation(op_id)
         if known is None:
             raise

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from tinkex.server.api.call import Call
     from tinkex.types import SessionStatusQuery
 
-
 # A search looks at so many sessions and then answers with what it has and a cursor.
 _MOST_SEARCHED = 10_000
 _PART = 200

@@ -1,8 +1,8 @@
 """Accepting work: a request becomes an operation, the operation's id the future.
 
-A training request that can be told apart but not understood is accepted too and fails
-when its turn comes: refusing it would leave a hole in its model's order, and official
-clients stop for ever when one chunk of a call is refused.
+A training request whose ids can be read but whose data cannot is accepted, too, and fails when its
+turn comes: a refusal would leave a gap in its model's order, and official clients stop for ever
+when one chunk of a call is refused.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 from tinkex.errors import APIStatusError, InputError
 from tinkex.server.api.call import reply
 from tinkex.server.api.errors import refuse
-from tinkex.server.store.records import LoadOrder, Model, Operation
+from tinkex.server.store.records import EncodedBatch, LoadOrder, Model, Operation
 from tinkex.types import (
     AdamOptimizerConfig,
     CreateModelRequest,
@@ -31,6 +31,7 @@ from tinkex.wire import routes
 from tinkex.wire.json_requests import decode_request, decode_training_request
 from tinkex.wire.proto_training import decode_forward_backward
 from tinkex.wire.routes import MEDIA_JSON
+from tinkex.wire.values import parse
 
 if TYPE_CHECKING:
     from starlette.responses import Response
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from tinkex.server.api.call import Call
     from tinkex.server.store.records import OpKind
     from tinkex.types import LoraConfig
+    from tinkex.wire import tinkex_pb2 as pb
     from tinkex.wire.proto_training import DecodedForwardBackward
 
 
@@ -102,7 +104,7 @@ async def submit_training(
     try:
         await _check(call, operation)
     except APIStatusError:
-        # Looked for only now: almost every request is new and welcome.
+        # Looked up only now: almost every request is new and accepted.
         known = await call.store.get_operation(operation.op_id)
         if known is None:
             raise
@@ -111,7 +113,7 @@ async def submit_training(
 
 
 async def _check(call: Call, operation: Operation) -> None:
-    """Refuse what is not to be accepted, unless it was before."""
+    """Refuse what the limits do not allow; the caller checks whether it was accepted before."""
     await call.live_session(operation.session_id)
     model_id, size_bytes = operation.model_id or "", len(operation.body)
     call.parts.limits.training(call.owner, model_id, operation.seq_id, size_bytes)
@@ -185,10 +187,11 @@ JSON_REQUESTS: dict[OpKind, type[Any]] = {
 
 
 def decode_operation(op: Operation) -> object:
-    """An operation's request; raises InputError where it never could be understood."""
+    """An operation's request; raises InputError for a body that cannot be decoded."""
     if op.kind in ("forward", "forward_backward"):
-        forward_only = op.kind == "forward"
-        return training_input(decode_batch(op.body, op.media, forward_only=forward_only))
+        if op.media == routes.MEDIA_PROTOBUF:
+            return protobuf_input(op.body)[1]
+        return training_input(decode_training_request(op.body, forward_only=op.kind == "forward"))
     if op.kind == "load_weights":
         return decode_order(op.body)
     kind = JSON_REQUESTS.get(op.kind)
@@ -197,11 +200,24 @@ def decode_operation(op: Operation) -> object:
     return decode_request(kind, op.body)
 
 
-def decode_batch(body: bytes, media: str, *, forward_only: bool) -> DecodedForwardBackward:
-    """A training batch; protobuf says itself whether it is a forward pass alone."""
-    if media == routes.MEDIA_PROTOBUF:
-        return decode_forward_backward(body)
-    return decode_training_request(body, forward_only=forward_only)
+def protobuf_input(
+    body: bytes,
+) -> tuple[pb.ForwardBackwardRequest, EncodedBatch | ForwardBackwardInput | InputError]:
+    """The ids of a protobuf batch, and its request; raises InputError for other bytes.
+
+    Parsing is fast; making datums of the parsed message is not, so that is left until it runs. An
+    uploaded loss is looked up before that, so its batch is decoded here.
+    """
+    from tinkex.wire import tinkex_pb2
+
+    message = parse(tinkex_pb2.ForwardBackwardRequest, body)
+    batch = EncodedBatch(decode=lambda: training_input(decode_forward_backward(body)))
+    if message.loss_fn != "custom":
+        return message, batch
+    try:
+        return message, batch.decode()
+    except InputError as error:
+        return message, error
 
 
 def training_input(batch: DecodedForwardBackward) -> ForwardBackwardInput:
@@ -219,7 +235,7 @@ def encode_order(order: LoadOrder) -> bytes:
 
 
 def decode_order(body: bytes) -> LoadOrder:
-    """The same, read."""
+    """The inverse of `encode_order`."""
     try:
         return msgspec.json.decode(body, type=LoadOrder)
     except msgspec.MsgspecError as error:

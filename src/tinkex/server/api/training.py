@@ -12,9 +12,9 @@ from tinkex.server.api.sessions import as_strings
 from tinkex.server.api.submit import (
     JSON_REQUESTS,
     accepted,
-    decode_batch,
     encode_order,
     new_run,
+    protobuf_input,
     submit_run,
     submit_training,
     training_input,
@@ -29,15 +29,13 @@ from tinkex.types import (
 )
 from tinkex.wire import routes
 from tinkex.wire.json_codec import decode_object
-from tinkex.wire.json_requests import decode_request
-from tinkex.wire.values import parse
+from tinkex.wire.json_requests import decode_request, decode_training_request
 
 if TYPE_CHECKING:
     from starlette.responses import Response
 
     from tinkex.server.api.call import Call
     from tinkex.server.store.records import OpKind
-    from tinkex.wire.proto_training import DecodedForwardBackward
 
 MAX_LOSS_NODES = 4096
 
@@ -58,38 +56,26 @@ async def forward_backward(call: Call) -> Response:
 
 async def _train_from_protobuf(call: Call) -> Response:
     body, media = await call.body(), routes.MEDIA_PROTOBUF
-    try:
-        batch = decode_batch(body, media, forward_only=False)
-    except InputError as error:
-        from tinkex.wire import tinkex_pb2
-
-        ids = parse(tinkex_pb2.ForwardBackwardRequest, body)
-        kind: OpKind = "forward" if ids.forward_only else "forward_backward"
-        return await submit_training(
-            call, kind, ids.model_id, ids.seq_id, error, body=body, media=media
-        )
-    return await _train(call, batch, body, media)
+    ids, request = protobuf_input(body)
+    kind: OpKind = "forward" if ids.forward_only else "forward_backward"
+    return await submit_training(
+        call, kind, ids.model_id, ids.seq_id, request, body=body, media=media
+    )
 
 
 async def _train_from_json(call: Call, kind: Literal["forward", "forward_backward"]) -> Response:
     body = await call.body()
     try:
-        batch = decode_batch(body, routes.MEDIA_JSON, forward_only=kind == "forward")
+        batch = decode_training_request(body, forward_only=kind == "forward")
     except InputError as error:
         return await _refused_in_turn(call, kind, body, error)
-    return await _train(call, batch, body, routes.MEDIA_JSON)
-
-
-async def _train(call: Call, batch: DecodedForwardBackward, body: bytes, media: str) -> Response:
-    kind: OpKind = "forward" if batch.forward_only else "forward_backward"
     request: ForwardBackwardInput | InputError
     try:
         request = training_input(batch)
     except InputError as error:
         request = error
-    return await submit_training(
-        call, kind, batch.model_id, batch.seq_id, request, body=body, media=media
-    )
+    kind = "forward" if batch.forward_only else "forward_backward"
+    return await submit_training(call, kind, batch.model_id, batch.seq_id, request, body=body)
 
 
 async def forward(call: Call) -> Response:

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from tinkex.server.store.records import StoredCheckpoint, UsageEntry
     from tinkex.types import BillingEventInfo
 
-
 HOUR_S = 3600
 MOST_AUDITED = 10_000
 """Entries of the audit log in one answer."""

@@ -20,10 +20,12 @@ if TYPE_CHECKING:
 
     from tinkex.server.store.records import Operation, OperationOutcome
 
-
 # A long poll is held for half a minute; a step of a large model may take some.
 _LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _STEP_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+
+# Far more operations than a server has open; beyond this number the oldest lose their spans.
+_MOST = 50_000
 
 
 class Meters:
@@ -71,7 +73,7 @@ class Meters:
         self._latency.labels(route).observe(seconds)
 
     def accepted(self, op: Operation) -> None:
-        """Note a new operation; called where the request that brought it is answered."""
+        """Note a new operation; called while the request that submitted it is answered."""
         self._spans.accepted(op)
 
     def ended(self, op: Operation, outcome: OperationOutcome, at: float) -> None:
@@ -107,13 +109,13 @@ class Meters:
         engine: Mapping[str, float] | None = None,
         **state: float,
     ) -> None:
-        """Set what was asked for a moment ago; what is left out keeps its last value."""
+        """Set values that were just read; what is left out keeps its last value."""
         if queues is not None:
             self._waiting.clear()
             for kind, length in queues.items():
                 self._waiting.labels(kind).set(length)
         if engine is not None:
-            # An engine that says nothing has no figures; the old ones would be a lie.
+            # An engine that does not answer has no figures; the old ones would be wrong.
             for name, gauge in self._engine.items():
                 gauge.set(engine.get(name, nan))
         for name, value in state.items():
@@ -137,12 +139,8 @@ class Meters:
         )
 
 
-# Far more operations than a server has open; beyond it the oldest lose their spans.
-_MOST = 50_000
-
-
 class OperationSpans:
-    """Remembers where operations came from. Costs nothing while nobody records spans."""
+    """Remembers the trace context of operations. Costs nothing while no tracer records spans."""
 
     def __init__(self) -> None:
         # Mutable state: the contexts of accepted operations, oldest first.

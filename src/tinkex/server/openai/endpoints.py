@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from tinkex.server.openai.responses import EventSender
     from tinkex.server.openai.tokenization import TextCodec, TextCodecs
 
+# So many characters are a few milliseconds' work for a template.
+_FEW_CHARACTERS = 20_000
+
 
 async def completions(call: Call, texts: TextCodecs, events: EventSender) -> Response | None:
     """Continue prompts."""
@@ -72,10 +75,6 @@ def _are_tokens(value: object) -> TypeGuard[list[int]]:
     if not isinstance(value, list) or not value:
         return False
     return all(type(each) is int for each in cast("list[Any]", value))
-
-
-# So many characters are a few milliseconds' work for a template.
-_FEW_CHARACTERS = 20_000
 
 
 async def chat(call: Call, texts: TextCodecs, events: EventSender) -> Response | None:

@@ -33,7 +33,7 @@ class Chosen:
 
 
 async def choose(call: Call, name: str) -> Chosen:
-    """The weights a caller may sample from under this name; others are told there are none."""
+    """The weights that a caller may sample from under this name; a 404 for any other."""
     if not name.startswith(_PATH):
         return Chosen(name, _spec(call, name, name), Weights(base_model=name))
     try:

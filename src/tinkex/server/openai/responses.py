@@ -32,9 +32,16 @@ if TYPE_CHECKING:
     from tinkex.server.openai.tokenization import TextCodec
     from tinkex.types.sequences import TopkLists
 
-
 # More tokens than this take long enough to decode that other requests would wait.
 _FEW_TOKENS = 4_000
+
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    # Proxies of the nginx family buffer an answer unless this header forbids it.
+    (b"x-accel-buffering", b"no"),
+]
+_DONE = b"data: [DONE]\n\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,15 +264,6 @@ class _StreamedChoices:
             if delta:
                 events.append(shape.piece(frame, index, delta))
         return events
-
-
-_HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    # Proxies of the nginx family buffer an answer unless this header forbids it.
-    (b"x-accel-buffering", b"no"),
-]
-_DONE = b"data: [DONE]\n\n"
 
 
 class EventSender:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from tinkex.server.api.call import Parts
 
-    # A handler that streams sends its answer by itself and returns None.
+    # A handler that streams sends its answer itself and returns None.
     OpenAIHandler = Callable[[Call, TextCodecs, EventSender], Awaitable[Response | None]]
 
 PREFIX = "/v1"

@@ -1,6 +1,6 @@
 """From prompts to the engine and back: limits, many prompts at once, and what they used.
 
-These samples are no operations of the store: nobody asks for them later. They run while their
+These samples are no operations of the store: no client retrieves them later. They run while their
 caller is connected; for limits, turns and usage they count like every other sample.
 """
 
@@ -113,7 +113,7 @@ async def _one(
         raise
     finally:
         if outcome.error is not None and drawn:
-            # Whoever reads the beginning of a stream and leaves has used what was drawn for it.
+            # A caller that reads the beginning of a stream has used the tokens drawn for it.
             used = Usage(prompt_tokens=len(order.prompts[number]), generated_tokens=drawn)
             outcome = replace(outcome, usage=used)
         with anyio.CancelScope(shield=True):

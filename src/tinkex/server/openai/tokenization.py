@@ -27,12 +27,14 @@ if TYPE_CHECKING:
 
     from tinkex.engine.protocol import ModelSpec, ModelText
 
-
 T = TypeVar("T")
 
 # Up to this size work takes a few milliseconds at most, and a thread would cost more.
 _SMALL_JSON_BYTES = 100_000
 _SMALL_TEXT = 4_000
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+_SPACE = "\u2581"
 
 
 class TextCodec:
@@ -133,10 +135,6 @@ def _template(source: ModelText) -> ChatTemplate | None:
 async def off_the_loop(work: Callable[[], T], *, aside: bool) -> T:
     """Do the work, in a thread when it is large enough to be done `aside`."""
     return await anyio.to_thread.run_sync(work) if aside else work()
-
-
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
-_SPACE = "\u2581"
 
 
 class _AddedToken(msgspec.Struct):

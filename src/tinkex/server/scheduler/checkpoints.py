@@ -1,6 +1,6 @@
 """Saving: named checkpoints, exports, and weights published for a sampling client.
 
-A save that is run again after a crash writes the same place and finds its own record, so it
+A save that runs again after a crash writes the same location and finds its own record, so it
 happens once.
 """
 
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
         SaveWeightsForSamplerRequest,
         SaveWeightsRequest,
     )
-
 
 MIN_TTL_S = 3600
 MAX_TTL_S = 10 * 365 * 24 * 3600
@@ -74,7 +73,7 @@ def is_readable(checkpoint: StoredCheckpoint, owners: Sequence[str], now: float)
 
 
 def check_sampleable(checkpoint: StoredCheckpoint) -> None:
-    """Refuse what is encrypted: who may read its files is decided by their key."""
+    """Refuse what is encrypted: only the owner of the key may read its files."""
     if checkpoint.age_recipients is not None:
         raise failure(
             f"{checkpoint.path} is an encrypted export, which is only downloaded; sample from what "
@@ -286,8 +285,8 @@ class Checkpoints:
         try:
             saved = await self.access.guard(epoch, save)
         except StorageError as error:
-            # The client decides whether to go on without this checkpoint, and need not know
-            # where the server keeps its files.
+            # The client decides whether to continue without this checkpoint. The path stays out of
+            # the message: clients need not know where the server keeps its files.
             why = str(error).replace(error.path, "the file") if error.path else str(error)
             raise RequestFailedError(
                 f"the checkpoint could not be stored: {why}", None, "server"

@@ -1,9 +1,9 @@
 """The engine as the scheduler calls it: which engine answers, and what runs in it.
 
-An engine that died has lost everything it held, so every call is guarded: its answer counts only
-if it came from the engine that is still there. Whatever calls the engine says so while it does.
-A death is counted against everything that was running; what has been there every time but one
-runs alone from then on: with nothing else in the engine, one more death has one cause.
+An engine that died has lost everything it held, so every call is guarded: its result counts only if
+it came from the engine that is still alive. Every call names its operations while it runs. A death
+is counted against all operations that were running. An operation one death short of the limit runs
+alone from then on: then one more death has one cause.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Epoch = tuple[int, int]
 
 
 class EngineRestartedError(Exception):
-    """Another engine has come meanwhile, or none; nothing that runs now is to blame."""
+    """The engine was replaced meanwhile, or there is none; what runs now is not the cause."""
 
 
 class EngineAccess:
@@ -35,10 +35,10 @@ class EngineAccess:
     def __init__(self, engine: Engine, most_deaths: int) -> None:
         self.engine = engine
         self._most = most_deaths
-        # Mutable state: how many engines are known to have died.
+        # Mutable state: how many engines are known to have died; deaths by name, how many calls
+        # run, whether one runs alone, how many wait, how many of those to run alone, and an event
+        # for every change of these.
         self._died = 0
-        # Mutable state: deaths by name, how much runs, whether one runs alone, how many wait, how
-        # many of them to run alone, and an event for every change of these.
         self._deaths: dict[str, int] = {}
         self._running = 0
         self._alone = False
@@ -47,8 +47,8 @@ class EngineAccess:
         self._changed = anyio.Event()
 
     def epoch(self) -> Epoch:
-        """Which engine this is."""
-        # An engine that starts its own successor counts them; others just fail from then on.
+        """Which engine is alive: deaths seen here, and restarts counted by the engine."""
+        # A supervised engine counts its restarts; another one stays dead, which is counted here.
         return (self._died, int(getattr(self.engine, "generation", 0)))
 
     async def ready(self) -> Epoch:
@@ -63,7 +63,7 @@ class EngineAccess:
 
     @property
     def hopeless(self) -> bool:
-        """Whether no engine will come by itself."""
+        """Whether the engine will not be started again."""
         return getattr(self.engine, "state", None) in ("failed", "closed")
 
     async def guard(self, epoch: Epoch, call: Awaitable[T]) -> T:
@@ -106,7 +106,7 @@ class EngineAccess:
 
     @asynccontextmanager
     async def running(self, names: Sequence[str]) -> AsyncGenerator[None]:
-        """Run something in the engine: alone if it is a suspect, else beside other innocents."""
+        """Run something in the engine: alone if it is a suspect, else beside other operations."""
         alone = bool(self._deaths) and any(name in self for name in names)
         await self._enter(alone=alone)
         try:

@@ -9,13 +9,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
-from tinkex.engine.protocol import AdapterSpec, CustomLoss, OptimOp, SampleOp, TrainOp
+from tinkex.engine.protocol import (
+    AdapterSpec,
+    CustomLoss,
+    EncodedTrainOp,
+    OptimOp,
+    SampleOp,
+    TrainOp,
+)
 from tinkex.errors import InputError, RequestFailedError
 from tinkex.server.scheduler.checkpoints import failure
+from tinkex.server.store.records import EncodedBatch
 from tinkex.types import OptimStepResponse, Usage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from tinkex.engine.protocol import OptimResult, SampleResult, TrainResult, Weights
     from tinkex.server.store.protocol import Store
@@ -33,10 +41,14 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Jobs:
-    """Reads requests; `decode` gives those whose decoded form a restart has lost."""
+    """Reads requests; `decode` makes those again that a restart has lost.
+
+    `takes_bodies` says whether the engine decodes the bodies of training operations itself.
+    """
 
     store: Store
     decode: Callable[[Operation], object]
+    takes_bodies: bool = False
 
     def request(self, op: Operation) -> object:
         """What an operation asks for; one that could not be understood fails here."""
@@ -47,7 +59,18 @@ class Jobs:
 
     async def train_op(self, op: Operation) -> TrainOp:
         """The engine's form of forward and forward_backward."""
-        request = cast("ForwardBackwardInput", self.request(op))
+        request = self.request(op)
+        if isinstance(request, EncodedBatch):
+            if self.takes_bodies:
+                encoded = EncodedTrainOp(
+                    op_id=op.op_id,
+                    model_id=cast("str", op.model_id),
+                    body=op.body,
+                    backward=op.kind == "forward_backward",
+                )
+                return cast("TrainOp", encoded)  # which such an engine takes in its place
+            request = request.decode()
+        request = cast("ForwardBackwardInput", request)
         config = dict(request.loss_fn_config or {})
         loss = await self._custom_loss(op, config) if request.loss_fn == "custom" else None
         return TrainOp(
@@ -138,3 +161,30 @@ def died_under(op: Operation) -> RequestFailedError:
         op.op_id,
         "server",
     )
+
+
+def check_created(model: Model, done: Sequence[Operation]) -> None:
+    """Raise if a model cannot be restored because its creation failed, or never ran."""
+    first = done[0] if done and done[0].seq_id == 0 else None
+    if first is not None and first.outcome is not None and first.outcome.error is not None:
+        raise RequestFailedError(
+            f"the model was not created: {first.outcome.error}", None, first.outcome.category
+        )
+    if first is None and model.snapshot_location is None:
+        raise RequestFailedError(f"model {model.model_id!r} has not been created", None, "user")
+
+
+def check_same(
+    operations: Sequence[Operation],
+    answers: Sequence[TrainResult | RequestFailedError]
+    | Sequence[OptimResult | RequestFailedError],
+) -> None:
+    """Raise if an operation that succeeded once fails when it is replayed."""
+    for op, answer in zip(operations, cast("Sequence[object]", answers), strict=True):
+        if isinstance(answer, RequestFailedError):
+            raise RequestFailedError(
+                f"model {op.model_id!r} cannot be restored: request {op.seq_id} succeeded once and "
+                f"now fails with: {answer.message}",
+                None,
+                "server",
+            )

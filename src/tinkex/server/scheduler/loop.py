@@ -54,9 +54,9 @@ class SchedulerLoop:
         self._outcomes = outcomes
         self._settings = settings
         self._arriving = arriving
-        # Mutable state: in which batch each owner had its last turn, whether the device runs one,
-        # whether a request on its way is waited for, whether anything new is started, and the
-        # loop's wake-up.
+        # Mutable state: the batch in which each owner had its last turn, whether the device runs a
+        # batch, whether a queue waits for a request that is being read, whether nothing new is
+        # started, and the event that wakes the loop.
         self._turns: dict[str, int] = {}
         self._device_busy = False
         self._held = False
@@ -64,11 +64,11 @@ class SchedulerLoop:
         self._changed = anyio.Event()
 
     def plan_again(self) -> None:
-        """Something has changed."""
+        """Wake the loop: something has changed."""
         self._changed.set()
 
     def arrived(self) -> None:
-        """A request that was on its way is here, or will not come."""
+        """A request that was being read has arrived, or was refused."""
         if self._held:
             self.plan_again()
 
@@ -76,14 +76,14 @@ class SchedulerLoop:
         """Plan and start work until cancelled."""
         self._stopping, self._device_busy = False, False
         while True:
-            # Before planning, so that what arrives meanwhile is planned next.
+            # Replaced before planning, so that a change during it is planned next.
             self._changed = anyio.Event()
             wait_s = None if self._stopping else self._start(group)
             async with time_limit(self._clock, wait_s):
                 await self._changed.wait()
 
     async def stop(self) -> None:
-        """Start nothing new, and return when what runs has ended and is written down."""
+        """Start nothing new, and return when what runs has ended and the models are saved."""
         self._stopping = True
         while any(run.active for run in self._runs.values()):
             await self._changed.wait()
@@ -127,7 +127,7 @@ class SchedulerLoop:
 
     def _count_turn(self, operations: Sequence[Operation]) -> None:
         turn = max(self._turns.values(), default=0) + 1
-        # Owners with nothing in the last batches need no place in the order.
+        # Owners without operations in the last batches need no entry.
         self._turns = {owner: last for owner, last in self._turns.items() if last > turn - 1000}
         self._turns.update((op.owner, turn) for op in operations)
 
@@ -136,7 +136,7 @@ class SchedulerLoop:
         try:
             await self._run(group, batch, runs)
         except Exception as error:  # noqa: BLE001 - the batch ends here, and not the server
-            _log.exception("a batch did not end as it should")
+            _log.exception("a batch ended with an unexpected error")
             for run in runs:
                 run.failed(error)
         if batch.work != "control":
@@ -154,7 +154,7 @@ class SchedulerLoop:
                 written.append(anyio.Event())
                 group.start_soon(_snapshot, run, written[-1])
         if batch.work != "control":
-            # The next batch is better with these models in it, but waits for no slow disk.
+            # With these models the next batch is larger, but it must not wait for a slow disk.
             async with time_limit(self._clock, _SNAPSHOT_PATIENCE_S if written else None):
                 for done in written:
                     await done.wait()
@@ -177,7 +177,7 @@ class SchedulerLoop:
         except StorageError as error:
             return operations, error
         except Exception as error:  # noqa: BLE001 - the batch ends here; what is left runs again
-            _log.exception("a batch did not end as it should")
+            _log.exception("a batch ended with an unexpected error")
             for run in runs:
                 run.evict()
             return [op for op in operations if op.op_id not in ended], error
@@ -225,7 +225,7 @@ class SchedulerLoop:
         results: Sequence[Done | Exception],
         ended: set[str],
     ) -> None:
-        """Each model's outcomes in order, because a crash in between must leave no hole."""
+        """Record each model's outcomes in order: a crash in between must leave no gap."""
         by_model: dict[str, list[tuple[Operation, Done | Exception]]] = {}
         for op, result in zip(operations, results, strict=True):
             by_model.setdefault(cast("str", op.model_id), []).append((op, result))
@@ -258,11 +258,11 @@ async def _snapshot(run: ModelRun, done: anyio.Event) -> None:
 
 
 async def _watched(run: ModelRun, activity: Callable[[], Awaitable[None]]) -> None:
-    """Let an error that nothing expects end an activity of one model, and not the server."""
+    """Run an activity of one model; an unexpected error ends it, and not the server."""
     try:
         await activity()
     except Exception as error:  # noqa: BLE001 - the activity ends here
-        _log.exception("an activity of %s did not end as it should", run.model_id)
+        _log.exception("an activity of %s ended with an unexpected error", run.model_id)
         run.failed(error)
 
 

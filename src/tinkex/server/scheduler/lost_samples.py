@@ -1,9 +1,9 @@
-"""What clients that wait for many samples at once are told after a restart.
+"""Samples that a restart lost, for clients that wait for many samples with one request.
 
-They ask for what has ended since a cursor and learn nothing about samples that are gone. So for
-every block of numbers that is begun, one small record says how far back unfinished samples
-reach. After a restart, everything from there to the end of the last block is announced as ended:
-asking for it answers 410, and the client sends it again. Announcing too much does no harm.
+Such a client asks for what has ended since a cursor, so it would wait for ever for a lost sample.
+Therefore one small record per block of numbers says how far back unfinished samples reach. After a
+restart, everything from there to the end of the last block is reported as ended: retrieving it
+returns 410, and the client sends it again. Reporting too much does no harm.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ class LostSamples:
         return max(cursor - self._first_cursor, 0)
 
     def cursor(self, position: int) -> int:
-        """The same as the client is told it."""
+        """The cursor that the client gets for it."""
         return self._first_cursor + position
 
     async def begin(self, op: Operation) -> None:
-        """Make sure that a sample's number is covered, before anybody hears of it."""
+        """Record the block of a sample's number; called before the sample is accepted."""
         block = op.seq_id // BLOCK
         client = self._client(op.sampler_id or "", op.clone)
         while block not in client.blocks:
@@ -67,7 +67,7 @@ class LostSamples:
                 await beginning.wait()
 
     async def _begin(self, client: _Client, block: int, op: Operation) -> None:
-        """Once for the many samples that begin a block together."""
+        """Write the record once for the many samples that begin a block together."""
         begun = client.beginning[block] = anyio.Event()
         try:
             key = _key(op.sampler_id or "", block)
@@ -96,9 +96,9 @@ class LostSamples:
         self._clients.pop(sampler_id, None)
 
     async def since(self, cursor: int, sampler: StoredSampler, clone: int) -> list[str]:
-        """The requests a client may still wait for and nobody works on.
+        """The requests that a client may still wait for and that nothing runs.
 
-        None for a client that has a cursor of this start: it was told before.
+        None for a client with a cursor of this start: it got them before.
         """
         if cursor >= self._first_cursor:
             return []

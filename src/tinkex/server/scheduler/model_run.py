@@ -18,8 +18,8 @@ of them say that they run. So at any time one activity owns a model:
 | `closed`    | unloaded, or its session is over             |                                   |
 
 A model is its last snapshot and the operations after it. Training is deterministic, so running
-them again gives the bits that the clients were told about. Whatever may have left the model
-half-changed evicts it: the next operation finds it as it was before.
+them again gives the bits that the clients got. A failure that may have left the model half-changed
+evicts it: the next operation finds it as it was before.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 import anyio
 
 from tinkex.errors import EngineDiedError, InputError, RequestFailedError, StorageError
 from tinkex.server.scheduler.checkpoints import failure
 from tinkex.server.scheduler.engine_access import EngineRestartedError
-from tinkex.server.scheduler.jobs import Done, spec_of
+from tinkex.server.scheduler.jobs import Done, check_created, check_same, spec_of
 from tinkex.server.scheduler.outcomes import CANCELLED, retry_wait_s
 from tinkex.server.scheduler.plan import Queue
 from tinkex.server.scheduler.samplers import SESSION_OVER, UnsavedSamplers, quietly
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from tinkex.clock import Clock
-    from tinkex.engine.protocol import OptimResult, TrainResult
     from tinkex.server.scheduler.checkpoints import Checkpoints
     from tinkex.server.scheduler.engine_access import EngineAccess, Epoch
     from tinkex.server.scheduler.jobs import Jobs
@@ -76,7 +75,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RunParts:
-    """What all runs share. `changed` plans again, `start` runs something beside everything."""
+    """What all runs share. `changed` plans again, `start` runs something in the background."""
 
     store: Store
     changes: Changes
@@ -258,13 +257,13 @@ class ModelRun:
         self._epoch = None
 
     def rest(self, error: Exception) -> None:
-        """Try nothing for a while, longer each time."""
+        """Wait before the next try, longer each time."""
         self._failures += 1
         self.queue.not_before = self._parts.clock.now() + retry_wait_s(self._failures)
         _log.error("%s is tried again later: %s", self.model_id, error)
 
     def failed(self, error: Exception) -> None:
-        """End an activity that ended otherwise than it may."""
+        """End an activity that raised an unexpected error."""
         self.evict()
         self.rest(error)
         if self.active:
@@ -326,7 +325,7 @@ class ModelRun:
             raise failure(f"model {self.model_id!r} was unloaded; create another one")
         journal = await parts.store.journal(self.model_id, model.snapshot_seq)
         done = [op for op in journal if op.state == "done"]
-        _check_created(model, done)
+        check_created(model, done)
         await self._start_from_snapshot(model, epoch)
         succeeded = [op for op in done if op.outcome is not None and op.outcome.error is None]
         for kind, ops in groupby(succeeded, key=lambda op: op.kind):
@@ -346,7 +345,7 @@ class ModelRun:
 
     async def _start_from_snapshot(self, model: Model, epoch: Epoch) -> None:
         engine, guard = self._parts.access.engine, self._parts.access.guard
-        # Something half restored may be there.
+        # A restore that failed may have left a part.
         await guard(epoch, engine.drop_adapter(self.model_id))
         if model.snapshot_location is not None:
             await guard(epoch, engine.create_adapter(spec_of(model)))
@@ -369,11 +368,11 @@ class ModelRun:
                 for start in range(0, len(operations), at_once.max_batch_ops):
                     part = operations[start : start + at_once.max_batch_ops]
                     batch = [await parts.jobs.train_op(op) for op in part]
-                    _check_same(part, await guard(epoch, engine.train(batch)))
+                    check_same(part, await guard(epoch, engine.train(batch)))
             case "optim_step":
                 for op in operations:
                     step = [parts.jobs.optim_op(op)]
-                    _check_same([op], await guard(epoch, engine.optim_step(step)))
+                    check_same([op], await guard(epoch, engine.optim_step(step)))
             case _:
                 await guard(epoch, engine.create_adapter(spec_of(model)))
 
@@ -381,14 +380,14 @@ class ModelRun:
         why = f"the engine died each time model {self.model_id!r} was {when}"
         advice = "so it is given up; load its last checkpoint into another model"
         self._given_up = RequestFailedError(f"{why}, {advice}", None, "server")
-        # Nothing but the model's journal could bring these back.
+        # Only the model's journal could publish these again.
         lost = list(self.unsaved_samplers)
         await quietly(self._parts.samplers.drop(lost, why))
         self.unsaved_samplers.forget(lost)
         return self._given_up
 
     async def _fail_head(self, error: Exception) -> None:
-        """The model does not come back: what needs it first fails, the rest tries again."""
+        """The model cannot be restored: fail its first operation; the next one tries again."""
         self._answer(error)
         head = self.queue.head
         if head is not None:
@@ -425,8 +424,8 @@ class ModelRun:
             request = parts.jobs.request(op)
             model = await self._model()
             if op.kind in ("load_weights", "unload_model"):
-                # The journal that a crash would publish them from is about to go. This waits for
-                # the engine, so it must not happen while holding a place in it.
+                # The journal that a crash would publish them from is about to be trimmed. Before
+                # `running`: an operation that runs alone would keep the saves out of the engine.
                 await self.unsaved_samplers.saved()
             async with parts.access.running([op.op_id]):
                 epoch = await parts.access.ready()
@@ -466,7 +465,7 @@ class ModelRun:
 
     async def _create(self, model: Model, epoch: Epoch) -> None:
         engine, guard = self._parts.access.engine, self._parts.access.guard
-        # An attempt that was not finished may have left something.
+        # An attempt that was not finished may have left an adapter.
         await guard(epoch, engine.drop_adapter(model.model_id))
         await guard(epoch, engine.create_adapter(spec_of(model)))
         self._epoch = epoch
@@ -483,11 +482,11 @@ class ModelRun:
                 model.model_id, checkpoint.location, optimizer=order.optimizer
             )
             await parts.access.guard(epoch, load)
-            # The checkpoint may be deleted as soon as the client knows that it was loaded, so
-            # from now on the model stands for itself.
+            # The client may delete the checkpoint as soon as it is loaded, so the model needs a
+            # snapshot of its own before the operation ends.
             await self._take_snapshot(op.seq_id)
         except BaseException:
-            # Half loaded, or loaded and not to be: the client gets a failure, or another try.
+            # Half loaded, or loaded without a snapshot: it fails, or it runs again.
             self.evict()
             raise
         return LoadWeightsResponse(path=order.path, model_id=model.model_id, type="load_weights")
@@ -534,12 +533,12 @@ class ModelRun:
         )
 
     async def snapshot(self) -> None:
-        """Write the model down, or try again some time later; in state `saving`."""
+        """Write a snapshot, or try again later; in state `saving`."""
         await self._try_snapshot()
         self._idle()
 
     async def save_changes(self) -> None:
-        """Write down what has changed; for the end, when nothing runs."""
+        """Write a snapshot if the model has changed; at shutdown, when nothing runs."""
         try:
             if self._unsaved is not None and self.in_engine:
                 await self.unsaved_samplers.saved()
@@ -567,10 +566,10 @@ class ModelRun:
             self._no_snapshot_before = self._parts.clock.now() + wait_s
 
     async def _take_snapshot(self, seq_id: int) -> None:
-        """Write the model down as it is after request `seq_id`, and forget what led there."""
+        """Save the model as it is after request `seq_id`, and trim its journal."""
         parts = self._parts
         model = await self._model()
-        # Two places take turns, so that there is a whole snapshot at every moment.
+        # Two locations alternate, so that there is a complete snapshot at every moment.
         first, second = _places(self.model_id)
         location = second if model.snapshot_location == first else first
         epoch, engine = parts.access.epoch(), parts.access.engine
@@ -580,7 +579,7 @@ class ModelRun:
         await parts.changes.change_model(
             self.model_id, snapshot_location=location, snapshot_seq=seq_id
         )
-        # From here on the snapshot counts. What is left over is deleted by the next one.
+        # From here on the snapshot counts. What cannot be deleted now, the next one deletes.
         self._unsaved = None
         await quietly(parts.store.trim_journal(self.model_id, seq_id))
         if model.snapshot_location is not None:
@@ -607,7 +606,7 @@ class ModelRun:
         parts.access.clear([f"restoring {self.model_id}", f"saving {self.model_id}"])
         await quietly(parts.access.engine.drop_adapter(self.model_id))
         try:
-            # A request that was accepted before the end may have published one more.
+            # A request that was accepted before the session ended may have published one more.
             samplers = await parts.store.samplers(model_id=self.model_id)
             alive = [sampler for sampler in samplers if sampler.dropped is None]
             await parts.samplers.drop(alive, SESSION_OVER)
@@ -645,28 +644,3 @@ def _session_over() -> RequestFailedError:
 
 def _was_cancelled(op: Operation) -> bool:
     return op.outcome is not None and op.outcome.error == CANCELLED.error
-
-
-def _check_created(model: Model, done: Sequence[Operation]) -> None:
-    first = done[0] if done and done[0].seq_id == 0 else None
-    if first is not None and first.outcome is not None and first.outcome.error is not None:
-        raise RequestFailedError(
-            f"the model was not created: {first.outcome.error}", None, first.outcome.category
-        )
-    if first is None and model.snapshot_location is None:
-        raise RequestFailedError(f"model {model.model_id!r} has not been created", None, "user")
-
-
-def _check_same(
-    operations: Sequence[Operation],
-    answers: Sequence[TrainResult | RequestFailedError]
-    | Sequence[OptimResult | RequestFailedError],
-) -> None:
-    for op, answer in zip(operations, cast("Sequence[object]", answers), strict=True):
-        if isinstance(answer, RequestFailedError):
-            raise RequestFailedError(
-                f"model {op.model_id!r} cannot be restored: request {op.seq_id} succeeded once and "
-                f"now fails with: {answer.message}",
-                None,
-                "server",
-            )

@@ -1,7 +1,7 @@
 """How operations end: the outcome is stored, counted, and polls that wait for it are answered.
 
 While the storage fails, an outcome is kept in memory and stored later: the operation counts as
-unfinished, so nothing that builds on it runs before it is durable.
+unfinished, so nothing that depends on it runs before it is durable.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ T = TypeVar("T")
 
 
 def retry_wait_s(failures: int) -> float:
-    """How long to leave a storage alone that has failed so many times in a row."""
+    """How long to wait before the next try after so many failures in a row."""
     return min(_FIRST_RETRY_S * 2.0 ** (failures - 1), _LONGEST_RETRY_S)
 
 
 class Waiters:
-    """Waits on events, never by asking again and again."""
+    """Long polls: each waits on an event and looks again when it is set, without a timer."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        # Mutable state: per key, one event for everybody who waits for it now.
+        # Mutable state: per key, one event for all that wait for it now, and how many do.
         self._bells: dict[Hashable, anyio.Event] = {}
         self._listeners: dict[Hashable, int] = defaultdict(int)
         self._closed = False
@@ -60,7 +60,7 @@ class Waiters:
             bell.set()
 
     def ring(self, key: Hashable) -> None:
-        """Wake everybody who waits for a key."""
+        """Wake all that wait for a key."""
         bell = self._bells.pop(key, None)
         if bell is not None:
             bell.set()
@@ -77,7 +77,7 @@ class Waiters:
         try:
             async with time_limit(self._clock, timeout_s):
                 while found is None and not self._closed:
-                    # Taken before looking, so a ring in between is not missed.
+                    # Taken before `look`, so that a ring during it is not missed.
                     bell = self._bells.setdefault(key, anyio.Event())
                     found = await look()
                     if found is None:

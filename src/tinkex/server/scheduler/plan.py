@@ -143,7 +143,7 @@ def _wakes_at(queue: Queue, gap_timeout_s: float, arriving: Mapping[str, float])
     if first <= queue.turn:
         return queue.not_before
     gap_ends = queue.last_arrival + gap_timeout_s
-    # The missing request may be the one that is still being uploaded.
+    # The missing request may be one that is still being read.
     if arriving.get(queue.waiting[first].owner, inf) < gap_ends:
         return inf
     return max(queue.not_before, gap_ends)
@@ -171,8 +171,8 @@ def _device_batch(
 ) -> OperationBatch:
     """One kind of work: the one that is next for the owner whose last turn is longest ago.
 
-    Everybody's operations of that kind join. Places are dealt out one by one, owner by owner and
-    then model by model, so that no tenant's many models or long queue crowd out the rest.
+    The operations of that kind of all owners join. Places are assigned one by one, in turn by owner
+    and then by model, so that many models or a long queue of one tenant do not displace the rest.
     """
     owners: dict[str, list[tuple[str, tuple[Operation, ...]]]] = {}
     for item in sorted(ready, key=lambda item: item[1][0].created_at):

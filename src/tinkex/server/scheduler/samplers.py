@@ -1,7 +1,7 @@
-"""Weights published for sampling: in the engine at once, in a file soon after, until they go.
+"""Weights published for sampling: in the engine at once, in a file soon after, until dropped.
 
-A published sampler goes with its session. Until then it is kept while its tenant has room; the
-one that was used longest ago goes first, never the newest of a model and none that is in use.
+A published sampler is dropped with its session. Before that it is dropped only when its tenant is
+out of room: the least recently used first, never the newest of a model and none that is in use.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class _Published:
-    """A published sampler that can be used: since when not, by how many samples it is now."""
+    """A published sampler, when it was last used, and how many samples use it now."""
 
     sampler: StoredSampler
     used_at: float
@@ -122,7 +122,7 @@ class PublishedSamplers:
         return sizes[-1] if sizes else 0
 
     async def free(self, owner: str, size_bytes: int) -> None:
-        """Drop what a tenant has used longest ago until that much is free, or nothing is left."""
+        """Drop a tenant's least recently used samplers until that much is free, or none is left."""
         newest = {each.sampler.model_id: each for each in self._live.values()}
         idle = [
             each
@@ -213,7 +213,7 @@ class UnsavedSamplers:
         self._notify()
 
     async def saved(self) -> None:
-        """Return when there are none; raises if the engine has to be given them again first."""
+        """Return when there are none; raises if they must be published again first."""
         while self._unsaved:
             if self._next() is None:
                 raise EngineRestartedError("the engine was started again")
@@ -272,7 +272,7 @@ def _location(sampler: StoredSampler) -> str:
 
 
 async def quietly(cleanup: Awaitable[object]) -> bool:
-    """Free something; a failure is logged and changes nothing else. False when it failed."""
+    """Await a clean-up; a failure is logged and changes nothing else. False if it failed."""
     try:
         await cleanup
     except Exception:  # noqa: BLE001 - the clean-up ends here

@@ -1,10 +1,10 @@
 """Samples: which wait, which run, and how each ends.
 
-The engine serves samples in the order in which it gets them, so a tenant who sends thousands must
-not have them all there. It gets as many as keep it busy; the rest waits here, owner by owner.
+The engine runs samples in the order in which it gets them, so thousands of one tenant must not all
+be there. It gets as many as keep it busy; the rest waits here, in turn by owner.
 
-Some samples are no operations: their callers wait for them on an open connection, run them where
-they were asked for, and take them along when they leave. They share the limits and the turns.
+Some samples are no operations: their callers wait for them on an open connection, run them
+themselves, and cancel them by disconnecting. They share the limits and the turns.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Shares:
         return taken
 
     def done(self, op_id: str) -> None:
-        """Make room: a sample ended."""
+        """Free the place of a sample that ended."""
         owner, size = self._running.pop(op_id, ("", 0))
         if size:
             self._sums[owner] -= size
@@ -134,8 +134,8 @@ class SampleRunner:
         self._load = load
         self._shares = shares
         self._restored = restored
-        # Mutable state: where samples run, once there is such a place, those that do, and an
-        # event for the end of the last one; turns of callers that run their samples themselves.
+        # Mutable state: the task group of samples while there is one, the samples that run, an
+        # event for the end of the last one, and the turns of callers that run their own samples.
         self._group: TaskGroup | None = None
         self._ended = anyio.Event()
         self._running: dict[str, tuple[Operation, anyio.CancelScope]] = {}
@@ -234,10 +234,10 @@ class SampleRunner:
                 outcome = self._outcomes.settled(op, await self._result(op))
                 await self._outcomes.finish(op, outcome)
             except Exception:  # noqa: BLE001 - one sample ends here, the others continue
-                _log.exception("sample %s did not end as it should", op.op_id)
+                _log.exception("sample %s ended with an unexpected error", op.op_id)
             finally:
                 self._access.clear([op.op_id])
-                # After a restart the same id may already belong to the sample sent again.
+                # By scope: after `forget`, the same id may already belong to a repeated sample.
                 if self._running.get(op.op_id, (op, None))[1] is scope:
                     del self._running[op.op_id]
                     self._shares.done(op.op_id)

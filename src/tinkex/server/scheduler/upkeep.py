@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from tinkex.server.server_settings import ServerSettings
     from tinkex.server.store.protocol import Store
 
-
 # How often records that ended long ago are deleted, how many at once, and the pause between two
 # such batches, in which other requests use the store.
 PRUNE_INTERVAL_S = 600.0

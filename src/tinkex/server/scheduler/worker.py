@@ -1,6 +1,6 @@
-"""The door of the scheduler: operations come in here, and leave with an outcome in the store.
+"""The scheduler's interface: accepts operations, each of which ends with an outcome in the store.
 
-The worker connects the scheduler's parts. Everything accepted ends with an outcome, if need be
+The worker connects the scheduler's parts. Every accepted operation gets an outcome, if necessary
 after a restart of the engine or of the server.
 """
 
@@ -80,7 +80,7 @@ class Worker:
         self.checkpoints = Checkpoints(
             store, self.changes, access, samplers, clock, settings.max_stored_bytes
         )
-        jobs = Jobs(store, decode)
+        jobs = Jobs(store, decode, bool(getattr(engine, "takes_bodies", False)))
         self._outcomes = outcomes = Outcomes(
             store, clock, waiters, meters, self.load, self.lost, encode
         )
@@ -136,7 +136,7 @@ class Worker:
         return self.load.queued_bytes + sum(run.unsaved_bytes for run in self._runs.values())
 
     def held(self) -> dict[str, int]:
-        """How much of everything is in memory; a server at rest without sessions has nothing."""
+        """How many objects of each kind are in memory; none on an idle server without sessions."""
         runs = self._runs.values()
         return {
             "models": len(runs),
@@ -151,7 +151,7 @@ class Worker:
         }
 
     async def run(self) -> None:
-        """Take up what the store has, then plan and start work until cancelled."""
+        """Load what the store has pending, then plan and start work until cancelled."""
         pending = await self._load()
         async with anyio.create_task_group() as group:
             self._group = group
@@ -168,7 +168,7 @@ class Worker:
     async def _load(self) -> list[Operation]:
         """Put back into memory what is alive in the store; returns what has not finished."""
         store = self._store
-        # Clients could not send heartbeats while the server was away.
+        # Clients could not send heartbeats while the server was down.
         await store.touch_sessions(self._clock.wall())
         self._runs.clear()
         for sampler in (*await store.samplers(located=True), *await store.samplers(unsaved=True)):
@@ -196,7 +196,7 @@ class Worker:
         return session is not None and session.active
 
     async def stop(self) -> None:
-        """Start nothing new, let what runs end, and write models down, in the time there is."""
+        """Start nothing new, let what runs end, and save the models, within `grace_s`."""
         grace_s = self._settings.grace_s
         if grace_s <= 0:
             return
@@ -210,7 +210,8 @@ class Worker:
         if operation.kind == "sample":
             return await self._submit_sample(operation)
         accepted, new = operation, False
-        # An interruption between the store and the queue would leave it there unqueued.
+        # Shielded: a cancellation between the store and the queue would leave it stored and not
+        # queued, so that nothing would run it before a restart.
         with anyio.CancelScope(shield=True):
             accepted, new = await self._store.submit(operation)
             if new:
@@ -244,7 +245,7 @@ class Worker:
 
     @contextmanager
     def arriving(self, owner: str) -> Generator[None]:
-        """Tell that a training request is being read: what came before it waits for it."""
+        """Note that a training request is being read: it may be the one that a queue waits for."""
         request = object()
         self._arriving.setdefault(owner, {})[request] = self._clock.now()
         try:
@@ -306,7 +307,7 @@ class Worker:
         return True
 
     async def retry_endings(self) -> None:
-        """Continue with clean-ups that a broken storage has stopped."""
+        """Retry clean-ups that a storage failure has stopped."""
         self._ends.retry()
         await self._samplers.retry()
 
@@ -342,7 +343,7 @@ class Worker:
             self._group.start_soon(work, *args)
 
     async def _run_of(self, model_id: str) -> ModelRun:
-        """A model's run; one that was closed is put back into memory for what still comes."""
+        """A model's run; that of a closed model is loaded again for requests that still arrive."""
         run = self._runs.get(model_id)
         if run is None:
             model = await self._store.get_model(model_id)
@@ -351,7 +352,7 @@ class Worker:
                 if model is None
                 else await ModelRun.load(model, self._parts)
             )
-            # Another request may have been faster.
+            # `setdefault`, because another request may have loaded it during the awaits above.
             run = self._runs.setdefault(model_id, loaded)
         return run
 

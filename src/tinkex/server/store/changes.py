@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 
 class Changes:
-    """Reads a record, changes some fields and stores it, without anybody in between."""
+    """Reads a record, changes some fields and stores it, under a lock."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        # Mutable state: who changes something now.
+        # Held from the read to the write: a change in between would be lost.
         self._changing = anyio.Lock()
 
     async def change_model(self, model_id: str, **fields: Any) -> None:

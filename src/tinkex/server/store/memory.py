@@ -181,9 +181,6 @@ class MemoryStore:
                     known, location=None, size_bytes=0, dropped=known.dropped or why
                 )
 
-    async def sampler_bytes(self, owner: str) -> int:
-        return sum(s.size_bytes for s in self._samplers.values() if s.owner == owner)
-
     async def join_sampler(self, sampler_id: str) -> int:
         self._copies[sampler_id] += 1
         return self._copies[sampler_id]

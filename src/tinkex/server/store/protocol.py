@@ -1,8 +1,7 @@
-"""The seam to whatever remembers: sessions, models, operations, checkpoints.
+"""The protocol of stores: sessions, models, operations, checkpoints.
 
-A store only remembers. Who may see a record is decided by the handlers, when an operation
-runs by the scheduler. What a method has returned from is durable, as far as the
-implementation promises durability at all.
+A store only keeps records. The handlers decide who may see one, and the scheduler when an operation
+runs. A write is durable when its method returns, as far as the implementation is durable at all.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class Store(Protocol):
         before: float | None = None,
         limit: int | None = None,
     ) -> Sequence[StoredSession]:
-        """Newest first; of everybody when `owner` is None, only those not over if `active`.
+        """Newest first; of all owners if `owner` is None, only active ones if `active`.
 
         Only those created `before` a time or at it, if one is given.
         """
@@ -64,14 +63,14 @@ class Store(Protocol):
         ...
 
     async def touch_session(self, session_id: str, at: float) -> StoredSession | None:
-        """Note a sign of life and return the session; one that is over stays over.
+        """Note a heartbeat and return the session; one that is over stays over.
 
         The note may be lost in a crash: `touch_sessions` follows every start.
         """
         ...
 
     async def touch_sessions(self, at: float) -> None:
-        """Count every active session with heartbeats as seen: the server was away, not they."""
+        """Count every active session with heartbeats as seen: they could not reach the server."""
         ...
 
     async def add_model(self, model: Model) -> Model: ...
@@ -123,10 +122,6 @@ class Store(Protocol):
         They stay known until `prune`, without a location and a size. Unknown ones are ignored; a
         sampler that was closed before keeps its first reason.
         """
-        ...
-
-    async def sampler_bytes(self, owner: str) -> int:
-        """What the saved files of an owner's samplers take up."""
         ...
 
     async def join_sampler(self, sampler_id: str) -> int:
@@ -248,7 +243,7 @@ class Store(Protocol):
     async def forget_operations_before(self, at: float) -> int:
         """Forget what finished before a time altogether, unless a journal still has its body.
 
-        The last turn of an open model stays, so that it goes on counting from there.
+        The last turn of an open model stays, so that its numbers continue from there.
         """
         ...
 
@@ -258,7 +253,7 @@ class Store(Protocol):
         That is sessions that are over, or never send heartbeats, with their samplers, losses,
         operations and answers, and answers of no session. Models and checkpoints stay, and so does
         a session with an open model, with a sampler that has a location, or with an operation that
-        ended later. A call forgets at most `limit` records, so that nobody waits long for it.
+        ended later. A call forgets at most `limit` records, so that it is short.
         """
         ...
 
@@ -282,7 +277,7 @@ class Store(Protocol):
         ...
 
     async def revoke_key(self, key_id: int, at: float) -> bool:
-        """Let a key in no more; False when there is none such in use."""
+        """Revoke a key; False when there is none such in use."""
         ...
 
     async def audit(self, entry: AuditEntry) -> None: ...

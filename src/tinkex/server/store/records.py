@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Literal
 from tinkex.types import SessionActive, Usage
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from tinkex.errors import ErrorCategory
     from tinkex.types import (
         CustomLossGraph,
         CustomLossInput,
+        ForwardBackwardInput,
         LoraConfig,
         OptimizerConfig,
         SessionStatus,
@@ -41,7 +42,7 @@ CheckpointKind = Literal["weights", "sampler_weights", "external_weights"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredSession:
-    """One client's visit. Only sessions with `heartbeats` end by silence."""
+    """A client's session. Only sessions with `heartbeats` end by a time-out."""
 
     session_id: str
     owner: str
@@ -187,6 +188,16 @@ class Operation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EncodedBatch:
+    """The request of a training operation that is decoded only when it runs.
+
+    In the engine's process where that has a decoder, otherwise by `decode`.
+    """
+
+    decode: Callable[[], ForwardBackwardInput]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOrder:
     """The stored form of load_weights: whose checkpoints may be read, but no token."""
 
@@ -222,7 +233,7 @@ class UsageEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiKey:
-    """A key that lets somebody in. The key itself is shown once and never kept."""
+    """An API key. The key itself is shown once and never stored."""
 
     key_id: int
     key_hash: str

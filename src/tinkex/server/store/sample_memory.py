@@ -53,11 +53,6 @@ class SampleMemory:
         """A sample by its id."""
         return self._unfinished.get(op_id) or self._finished.get(op_id)
 
-    @property
-    def known_clients(self) -> int:
-        """Of how many copies of sampling clients ended samples are known."""
-        return len(self._ended)
-
     def finished_ids(self) -> Iterable[str]:
         """The ids of the samples that have ended."""
         return self._finished.keys()

@@ -19,19 +19,21 @@ from tinkex.engine.process.messages import (
     HEADER,
     Beat,
     CallMessage,
-    CallResult,
+    CallReply,
     Cancel,
     Tokens,
     open_channel,
 )
-from tinkex.engine.protocol import Engine
+from tinkex.engine.protocol import EncodedTrainOp, Engine
 from tinkex.errors import ClosedError, InputError, RequestFailedError
 from tinkex.testing import Delays, FakeClock, FakeEngine
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from tinkex.engine.process.calls import Decode
     from tinkex.engine.process.messages import Channel, Message
+    from tinkex.engine.protocol import TrainOp
 
 pytestmark = pytest.mark.anyio
 
@@ -44,11 +46,11 @@ def anyio_backend() -> str:
 class Pair:
     """A caller and an engine that hand each other messages directly."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, decode: Decode | None = None) -> None:
         self.sent: list[Message] = []
         self.fatal: list[BaseException] = []
         self.calls = Calls(self._there)
-        self._answering = CallRunner(engine, self._back, self.fatal.append)
+        self._answering = CallRunner(engine, self._back, self.fatal.append, decode)
 
     def _there(self, message: Message) -> None:
         self.sent.append(message)
@@ -57,7 +59,7 @@ class Pair:
 
     def _back(self, message: Message) -> None:
         self.sent.append(message)
-        assert isinstance(message, CallResult | Tokens)
+        assert isinstance(message, CallReply | Tokens)
         self.calls.take(message)
 
 
@@ -99,7 +101,7 @@ async def test_tokens_of_one_turn_of_the_loop_travel_together_and_before_the_ans
     )
     assert len(heard) == result.generated_tokens == 18
     kinds = [type(message) for message in pair.sent]
-    assert kinds == [CallMessage, Tokens, CallResult]
+    assert kinds == [CallMessage, Tokens, CallReply]
 
 
 async def test_a_caller_that_fails_on_a_token_still_gets_its_sample(
@@ -214,6 +216,29 @@ async def test_a_users_text_is_no_fault_of_the_device() -> None:
     assert pair.fatal == []
 
 
+async def test_bodies_are_decoded_at_the_engine_and_a_bad_one_fails_alone() -> None:
+    def decode(op: EncodedTrainOp) -> TrainOp:
+        if op.body == b"bad":
+            raise InputError("is no datum", "data[0]")
+        if op.body == b"surprise":
+            raise KeyError("surprise")
+        return train_op(op.model_id, op_id=op.op_id, backward=op.backward)
+
+    engine = FakeEngine()
+    await engine.create_adapter(spec("m"))
+    pair = Pair(engine, decode)
+    batch = [
+        EncodedTrainOp(op_id=body.decode(), model_id="m", body=body, backward=False)
+        for body in (b"bad", b"good", b"surprise")
+    ]
+    bad, good, surprise = await pair.calls.call("train", batch=batch)
+    assert (bad.message, bad.category) == (str(InputError("is no datum", "data[0]")), "user")
+    assert good.tokens > 0
+    assert (surprise.message, surprise.category) == ("KeyError: 'surprise'", "server")
+    (alone,) = await pair.calls.call("train", batch=batch[:1])
+    assert alone.category == "user"
+
+
 async def test_a_method_that_is_not_the_protocols_is_refused() -> None:
     with pytest.raises(InputError, match="'_adapter'"):
         await Pair(FakeEngine()).calls.call("_adapter", model_id="m")
@@ -250,7 +275,7 @@ async def ends() -> AsyncIterator[tuple[End, End]]:
 
 
 async def test_large_messages_cross_both_ways_at_once_and_count_as_signs_of_life() -> None:
-    large = CallResult(1, {"file": bytes(range(256)) * 100_000})
+    large = CallReply(1, {"file": bytes(range(256)) * 100_000})
     async with ends() as (one, two):
         one.channel.heard()
         assert not one.channel.heard()

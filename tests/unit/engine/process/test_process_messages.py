@@ -17,7 +17,7 @@ from tinkex.engine.process.messages import (
     Beat,
     Broken,
     CallMessage,
-    CallResult,
+    CallReply,
     Cancel,
     EngineReady,
     Logged,
@@ -129,9 +129,9 @@ MESSAGES: list[Message] = [
     Stop(),
     Phase("loading"),
     EngineReady([ModelSpec(name="b", max_context_length=8, vocab_size=9)]),
-    CallResult(1, [TRAINED]),
-    CallResult(2, SAMPLED),
-    CallResult(3, {"adapter_config.json": b"{}"}),
+    CallReply(1, [TRAINED]),
+    CallReply(2, SAMPLED),
+    CallReply(3, {"adapter_config.json": b"{}"}),
     Tokens([(2, 0, 17, -0.5, ([17, 3], [-0.5, -1.5]))]),
     Beat(),
     Logged(30, "tinkex.engine", "careful"),
@@ -158,7 +158,7 @@ def test_a_message_arrives_as_it_was_sent(message: Message):
     ],
 )
 def test_an_error_arrives_with_its_type_and_fields(error: Any):
-    for message in (CallResult(1, error=error), CallResult(1, [error]), Broken(error)):
+    for message in (CallReply(1, error=error), CallReply(1, [error]), Broken(error)):
         arrived: Any = decode(body(message))
         found = getattr(arrived, "error", None) or arrived.value[0]
         assert type(found) is type(error)
@@ -178,7 +178,7 @@ class Planted:
 )
 def test_nothing_but_known_values_can_be_sent(value: Any):
     with pytest.raises(pickle.PicklingError, match="has no place in a message"):
-        encode(CallResult(1, value))
+        encode(CallReply(1, value))
 
 
 @pytest.mark.parametrize(

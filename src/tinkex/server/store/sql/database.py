@@ -36,6 +36,19 @@ U = TypeVar("U")
 # Large enough for a burst, small enough that its first call does not wait for long.
 _LARGEST_GROUP = 256
 
+_RETRY_EVERY_S = 0.1
+_ATTEMPTS = 3
+Durability = Literal["read", "light", "full"]
+"""What a transaction survives: nothing is written (`read`), a crash of this process (`light`), or a
+power cut, too (`full`). A full one makes all earlier ones safe as well."""
+_DURABILITIES: tuple[Durability, ...] = ("read", "light", "full")
+V = TypeVar("V")
+# Databases limit the parameters of a statement, and a long transaction delays all other calls.
+AT_ONCE = 1000
+_MANY = 10_000
+_FINISHED = 2_000
+_FINISHED_BYTES = 16 << 20
+
 
 @dataclass(frozen=True, slots=True)
 class _Call:
@@ -134,10 +147,6 @@ def _settle(group: Sequence[_Call], answers: Sequence[Any | FailedCall]) -> None
                 call.future.set_result(value)
 
 
-_RETRY_EVERY_S = 0.1
-_ATTEMPTS = 3
-
-
 class DatabaseDriver(Protocol):
     """What SQLite and PostgreSQL do differently."""
 
@@ -184,12 +193,6 @@ class DatabaseDriver(Protocol):
     def unlock(self) -> None:
         """Release the store for another server; the connection is closed."""
         ...
-
-
-Durability = Literal["read", "light", "full"]
-"""What a transaction survives: nothing is written (`read`), a crash of this process (`light`), or a
-power cut, too (`full`). A full one makes all earlier ones safe as well."""
-_DURABILITIES: tuple[Durability, ...] = ("read", "light", "full")
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,9 +354,6 @@ class ConnectionOwner:
                 connection.close()
 
 
-V = TypeVar("V")
-
-
 def _weightless(value: object) -> int:
     return 0
 
@@ -393,13 +393,6 @@ class Cache(Generic[V]):
     def items(self) -> Iterator[tuple[str, V]]:
         """A copy of the entries, so that they may be changed during iteration."""
         return iter(list(self._values.items()))
-
-
-# Databases limit the parameters of a statement, and a long transaction delays all other calls.
-AT_ONCE = 1000
-_MANY = 10_000
-_FINISHED = 2_000
-_FINISHED_BYTES = 16 << 20
 
 
 def _size(operation: Operation) -> int:

@@ -58,8 +58,8 @@ class LedgerQueries(StoreState):
         return await self._database.write(partial(_add_key, key=key))
 
     async def find_key(self, key_hash: str) -> ApiKey | None:
-        # Not kept in memory here: the command line revokes keys in another process, and whoever
-        # asks knows how long an answer may be old.
+        # Not cached here: the command line revokes keys in another process, and the caller decides
+        # how old an answer may be.
         return await self._database.read(lambda c: KEYS.get(c, key_hash))
 
     async def keys(self, owner: str | None = None) -> Sequence[ApiKey]:

@@ -26,14 +26,12 @@ if TYPE_CHECKING:
 
     from sqlalchemy import ColumnElement, Connection, RowMapping, Select, TextClause
 
-
 _OUTCOME = ("size_bytes", "error", "category", "usage")
 # Of an Operation, what is not a column: the decoded request is never stored.
 _ELSEWHERE = frozenset({"request", "body", "outcome"})
 _PLAIN = tuple(f.name for f in fields(Operation) if f.name not in _ELSEWHERE)
 _COLUMNS = [operations.c[name] for name in (*_PLAIN, *_OUTCOME)]
 _NO_BODY = b""
-
 
 # The statements of every training step are built once: building costs more than running them.
 _SUBMIT = {
@@ -66,6 +64,10 @@ _FINISH = (
     .returning(operations.c.number, operations.c.model_id)
 )
 _KEEP_RESULT = results.insert()
+
+HOUR_S = 3600.0
+_WHO = ("owner", "session_id", "base_model", "project_id", "kind")
+_AMOUNTS = tuple(Usage.__struct_fields__)
 
 
 def submit(connection: Connection, operation: Operation) -> Operation:
@@ -392,7 +394,7 @@ class OperationQueries(StoreState):
             await self._database.write(_read_unfinished, self._opened)
 
     def _opened(self, found: Sequence[Operation]) -> None:
-        # Whoever asks twice at the start is answered twice; what is known by then is newer.
+        # Two calls at the start may both read; what memory has by then is newer.
         self._open_read = True
         for operation in found:
             self._open.setdefault(operation.op_id, operation)
@@ -403,14 +405,8 @@ def _read_unfinished(connection: Connection) -> Sequence[Operation]:
     return unfinished(connection)
 
 
-HOUR_S = 3600.0
-
-_WHO = ("owner", "session_id", "base_model", "project_id", "kind")
-_AMOUNTS = tuple(Usage.__struct_fields__)
-
-
 def add_usage(connection: Connection, entry: UsageEntry) -> None:
-    """Write one entry down."""
+    """Store one entry."""
     connection.execute(usage_table.insert().values(_values(entry)))
 
 

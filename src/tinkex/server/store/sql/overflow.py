@@ -36,7 +36,7 @@ class Overflow:
         self._last = 0
 
     async def keep(self, op_id: str, outcome: OperationOutcome, at: float) -> OperationOutcome:
-        """Write a sample's result down; the outcome comes back without it."""
+        """Store a sample's result; returns the outcome without it."""
         number = self._last = self._last - 1
         row = {"number": number, "finished_at": at, "body": outcome.body}
         try:

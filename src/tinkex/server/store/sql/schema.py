@@ -42,10 +42,9 @@ from tinkex.types.value import Value
 if TYPE_CHECKING:
     from sqlalchemy import Dialect, TextClause
 
-
 TIME: Double[float] = Double()
 WHOLE = BigInteger()
-# SQLite counts rows by itself only in a column whose type is exactly INTEGER.
+# SQLite numbers rows only in a column whose type is exactly INTEGER.
 NUMBER = BigInteger().with_variant(Integer(), "sqlite")
 
 
@@ -53,7 +52,7 @@ class PlainText(TypeDecorator[str]):
     """Text that both databases can hold.
 
     PostgreSQL refuses NUL and no database takes half a surrogate pair. Neither is part of any
-    id we hand out, so what a client sends of them may be written down as something visible.
+    id of this server, so what a client sends of them is stored as a visible character.
     """
 
     impl = Text

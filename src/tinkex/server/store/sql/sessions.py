@@ -14,7 +14,6 @@ from tinkex.server.store.sql.schema import (
     ACTIVE,
     LOCATED,
     OPEN,
-    SIZED,
     UNATTENDED,
     UNSAVED,
     models,
@@ -181,10 +180,6 @@ class SamplerQueries(StoreState):
             if known is not None:
                 dropped = known.dropped or why
                 self._keep_sampler(replace(known, location=None, size_bytes=0, dropped=dropped))
-
-    async def sampler_bytes(self, owner: str) -> int:
-        query = select(func.sum(samplers.c.size_bytes)).where(samplers.c.owner == owner, SIZED)
-        return await self._database.read(lambda c: int(c.execute(query).scalar_one() or 0))
 
     async def join_sampler(self, sampler_id: str) -> int:
         return await self._database.write(partial(_join, sampler_id=sampler_id))

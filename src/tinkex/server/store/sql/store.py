@@ -34,6 +34,13 @@ if TYPE_CHECKING:
     from tinkex.clock import Clock
     from tinkex.server.store.sql.database import DatabaseDriver
 
+_DRIVERS = {
+    "sqlite": "sqlite+pysqlite",
+    "postgresql": "postgresql+psycopg",
+    "postgres": "postgresql+psycopg",
+}
+MIGRATIONS = Path(__file__).parent / "migrations"
+
 
 class SqlStore(
     SessionQueries, ModelQueries, SamplerQueries, OperationQueries, LedgerQueries, PruningQueries
@@ -75,13 +82,6 @@ def _driver(url: str | Path) -> DatabaseDriver:
     return Postgres(parsed)
 
 
-_DRIVERS = {
-    "sqlite": "sqlite+pysqlite",
-    "postgresql": "postgresql+psycopg",
-    "postgres": "postgresql+psycopg",
-}
-
-
 def parse(url: str | Path) -> URL:
     """The database's address; a plain path is a SQLite file."""
     text = str(url)
@@ -103,9 +103,6 @@ def parse(url: str | Path) -> URL:
     if driver == _DRIVERS["sqlite"]:
         parsed = parsed.set(database=str(Path(str(parsed.database)).absolute()))
     return parsed.set(drivername=driver)
-
-
-MIGRATIONS = Path(__file__).parent / "migrations"
 
 
 def bring_up(connection: Connection, place: str) -> None:

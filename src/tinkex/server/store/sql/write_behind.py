@@ -1,7 +1,7 @@
-"""What is written a little later: signs of life and the usage of samples.
+"""Writes that are collected for a second or more: heartbeats, and the usage of samples.
 
-Both are many and small, and losing the last of them in a crash costs nothing that was
-promised: after a restart every session counts as seen, and a lost sample is sent again.
+Both are many and small, and a crash may lose the last of them: after a restart every session counts
+as seen, and a lost sample is sent again.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SEEN_EVERY_S = 5.0
 
 
 class WriteBehind:
-    """Collects, and writes from one task while it is `running`."""
+    """Collects entries, and writes them from one task while it is `running`."""
 
     def __init__(self, database: Database, clock: Clock) -> None:
         self._database = database
@@ -46,7 +46,7 @@ class WriteBehind:
         self._seen_at = clock.now()
 
     def see(self, session_id: str, at: float) -> None:
-        """Note a sign of life."""
+        """Note a heartbeat."""
         self.seen[session_id] = at
         self._bell.set()
 
@@ -61,7 +61,7 @@ class WriteBehind:
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
-        """Write on the way, and what is left at the end."""
+        """Write periodically, and what is left at the end."""
         failure: Exception | None = None
         async with anyio.create_task_group() as group:
             group.start_soon(self._run)
@@ -94,7 +94,7 @@ class WriteBehind:
                 # It is all kept for the next round.
                 _log.warning("usage and heartbeats are not written yet: %s", error)
                 self._bell.set()
-            except Exception:  # noqa: BLE001 - one round ends here; the server goes on
+            except Exception:  # noqa: BLE001 - one round ends here; the next may succeed
                 _log.exception("usage and heartbeats could not be written")
 
     async def _round(self) -> None:
@@ -110,7 +110,8 @@ class WriteBehind:
         if not entries:
             return
         try:
-            # Whoever waits may give up, but not in between: it would be counted twice or never.
+            # Shielded: a caller that is cancelled in between would leave the entries counted twice,
+            # or lost.
             with anyio.CancelScope(shield=True):
                 await self._database.write_lightly(lambda c: add_hourly(c, entries.values()))
         except StorageError:

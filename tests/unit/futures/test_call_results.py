@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tinkex.futures.results import combine
+from tinkex.futures.call_results import combine
 from tinkex.types import ForwardBackwardOutput, TensorData, Usage
 
 

@@ -31,7 +31,7 @@ class Ticket:
 
 
 @dataclass(frozen=True, slots=True)
-class CallResult:
+class TimedResult:
     """A result and what the server says it cost; times are None when it does not say."""
 
     value: Any

@@ -77,6 +77,8 @@ class HttpConnection(asyncio.Protocol):
     ) -> tuple[int, dict[str, str], Stream]:
         """Status and headers as soon as they are there; `timeout_s` then bounds each silence."""
         done = self._begin(head, body)
+        if done.done():
+            await done  # closed while idle: raises at once, no head will come
         sink = self._sink = Stream(self._loop, self, timeout_s)
         self._head_done = self._loop.create_future()
         done.add_done_callback(lambda _: sink.end(None if done.cancelled() else done.exception()))

@@ -187,6 +187,4 @@ def _rows(section: str) -> list[tuple[str, str]]:
 
 def _table(title: str) -> list[str]:
     """The files of a section's table, in order."""
-    files = [file for _, cell in _rows(_section(title)) for file in re.findall(r"`([^`]+)`", cell)]
-    assert all((ROOT / "src" / "tinkex" / file).exists() for file in files)
-    return files
+    return [file for _, cell in _rows(_section(title)) for file in re.findall(r"`([^`]+)`", cell)]

@@ -180,6 +180,11 @@ def test_links_to_files_lead_somewhere(page: Path):
     assert not [target for target in local if not (page.parent / target).exists()]
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_links_name_pages_by_title_and_not_by_file(page: Path):
+    assert not re.findall(r"\[[\w/-]+\.md\]\(", page.read_text())
+
+
 def _linked(page: Path) -> set[Path]:
     """The pages that a page links to."""
     targets = re.findall(r"\]\(([^)#]+\.md)(?:#[^)]*)?\)", page.read_text())

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from tinkex.engine.decoder import DecoderConfig
     from tinkex.engine.lora import LoraWeights
-    from tinkex.engine.models.weights import StoredDecoder
+    from tinkex.engine.models.families import StoredDecoder
 
 RANK = 32
 LOGITS_BYTES = 1280 * 2**20

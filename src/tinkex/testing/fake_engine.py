@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tinkex.clock import SystemClock
+from tinkex.engine.models.byte_text import BYTE_EOS, byte_text
 from tinkex.engine.protocol import (
     GAUGES,
     ImportedAdapter,
@@ -28,7 +29,6 @@ from tinkex.testing.toy_losses import LOSSES
 from tinkex.testing.toy_model import DEVICE_S_PER_TOKEN, ToyModel, input_tokens, user_error
 from tinkex.testing.toy_peft import read_toy, write_toy
 from tinkex.testing.toy_sampler import ToySampler
-from tinkex.testing.toy_text import toy_text
 from tinkex.types import AdamParams, ForwardBackwardOutput, LoraConfig, TensorData
 
 if TYPE_CHECKING:
@@ -58,11 +58,9 @@ TINY = ModelSpec(
     vocab_size=1024,
     tokenizer_id="tinkex/tiny",
     arch="toy",
-    text=toy_text(),
+    text=byte_text(),
 )
-OTHER = replace(TINY, name="tinkex/tiny-2", text=replace(toy_text(), chat_template=None))
-EOS_TOKEN = 256
-"""Ends a sequence; ids below it are bytes, which is what stop strings are compared with."""
+OTHER = replace(TINY, name="tinkex/tiny-2", text=replace(byte_text(), chat_template=None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +122,7 @@ class FakeEngine:
         self._counts: Counter[str] = Counter()
         self._heads: dict[tuple[str, int], tuple[Floats, Head]] = {}
         self._seen_prompts: set[int] = set()
-        self._sampler = ToySampler(self._clock, EOS_TOKEN)
+        self._sampler = ToySampler(self._clock, BYTE_EOS)
 
     @property
     def models(self) -> Sequence[ModelSpec]:

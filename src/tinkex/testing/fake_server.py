@@ -35,7 +35,6 @@ from tinkex.types import ClientSessionFinished, ClientSessionFinishErrored
 
 if TYPE_CHECKING:
     from collections.abc import Generator
-    from types import TracebackType
 
     import uvicorn
 
@@ -120,15 +119,10 @@ class FakeServer:
         await self._stack.enter_async_context(running(self._parts))
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *outcome: Any) -> None:
         stack, self._stack = self._stack, None
         if stack is not None:
-            await stack.__aexit__(kind, error, trace)
+            await stack.__aexit__(*outcome)
 
     def transport(self, base_url: str = "http://fake.invalid") -> InProcessTransport:
         """A transport straight into the app.

@@ -17,7 +17,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType] -- its own stub
 
-from tinkex.engine.checkpoints.peft import hugging_face_name, import_folder
+from tinkex.adapters.peft_layout import hugging_face_name
+from tinkex.engine.checkpoints.peft import import_folder
 from tinkex.engine.checkpoints.storage import write_atomically
 from tinkex.errors import InputError
 
@@ -99,7 +100,10 @@ class _In:
 
 def merged_tensors(base: NamedWeights, weights: LoraWeights) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of the merged model, one at a time, in the base model's precision."""
-    pairs = {f"{hugging_face_name(target)}.weight": pair for target, pair in weights.named()}
+    pairs = {
+        f"{hugging_face_name(target.layer, target.matrix)}.weight": pair
+        for target, pair in weights.named()
+    }
     embedding: Tensor | None = None
     for name, tensor in base.named():
         embedding = tensor if name == _EMBEDDING else embedding

@@ -24,6 +24,7 @@ from tinkex.adapters.peft_layout import (
     UNEMBED,
     WEIGHTS_FILE,
     LoraKey,
+    hugging_face_name,
     parse_key,
     read_config,
 )
@@ -40,18 +41,10 @@ if TYPE_CHECKING:
 
     from tinkex.adapters.peft_layout import AdapterConfig
     from tinkex.engine.decoder import DecoderConfig
-    from tinkex.engine.lora import LoraWeights, Target
+    from tinkex.engine.lora import LoraWeights
     from tinkex.engine.protocol import Layout
 
 _HEADS: Final[Mapping[Layout, str]] = {"peft": "lm_head", "tinker": "model.unembed_tokens"}
-
-
-def hugging_face_name(target: Target) -> str:
-    """The module that a target is in Hugging Face's models."""
-    if target.layer is None:
-        return _HEADS["peft"]
-    group = "self_attn" if target.matrix in ATTENTION else "mlp"
-    return f"model.layers.{target.layer}.{group}.{target.matrix}"
 
 
 def export_peft(weights: LoraWeights, layout: Layout = "peft") -> dict[str, bytes]:
@@ -61,7 +54,7 @@ def export_peft(weights: LoraWeights, layout: Layout = "peft") -> dict[str, byte
         raise InputError(f"{layout!r} is unknown; there are {', '.join(_HEADS)}", "layout")
     tensors: dict[str, Tensor] = {}
     for target, pair in weights.named():
-        name = head if target.layer is None else hugging_face_name(target)
+        name = head if target.layer is None else hugging_face_name(target.layer, target.matrix)
         module = f"base_model.model.{name}"
         for factor, tensor in zip("AB", pair, strict=True):
             # Views of one vector: safetensors wants memory of their own.
@@ -142,7 +135,7 @@ def _imported(
     weights = initial(config, lora, seed)
     factor = described.scale / weights.scale
     for target, pair in weights.named():
-        name = hugging_face_name(target)
+        name = hugging_face_name(target.layer, target.matrix)
         a = tensors.pop(LoraKey(target.layer, target.matrix, "A"), None)
         b = tensors.pop(LoraKey(target.layer, target.matrix, "B"), None)
         if a is not None:

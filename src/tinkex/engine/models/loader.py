@@ -33,8 +33,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tinkex.engine.decoder import DecoderConfig
+    from tinkex.engine.models.families import StoredDecoder
     from tinkex.engine.models.tokenizer import ModelTokenizer
-    from tinkex.engine.models.weights import StoredDecoder, TensorSource
+    from tinkex.engine.models.weights import TensorSource
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
@@ -125,7 +126,7 @@ def load_gguf(path: Path, name: str, placement: Placement) -> BaseModel:
 
 def _decoder(config: DecoderConfig, tensors: TensorSource, placement: Placement) -> StoredDecoder:
     made = family(config.arch, config.name)
-    check_tensors(tensors, made, config)
+    check_tensors(tensors, config, made.biased)
     decoder = made(config, dtype=placement.dtype, device=placement.device)
     decoder.fill(tensors)
     return decoder

@@ -12,6 +12,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
+from tinkex.engine.models.byte_text import byte_text
 from tinkex.errors import ModelError
 
 if TYPE_CHECKING:
@@ -23,16 +24,6 @@ if TYPE_CHECKING:
 TOKENIZER = "tokenizer.json"
 _SETTINGS = "tokenizer_config.json"
 _TEMPLATE = "chat_template.jinja"
-
-BYTE_EOS = 256
-_BYTE_SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-BYTE_VOCAB_SIZE = 264
-"""256 bytes, the special tokens, and ids that are never used up to a multiple of eight."""
-_BYTE_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
-    "{{ message['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 
 # Kinds of token in GGUF metadata: markers of the model, and texts never to be split.
 _CONTROL, _USER_DEFINED = 3, 4
@@ -79,14 +70,10 @@ class ModelTokenizer:
 
 
 def byte_tokenizer() -> ModelTokenizer:
-    """Ids 0 to 255 are bytes of UTF-8; then come the special tokens."""
-    alphabet = _byte_alphabet()
-    vocab = {alphabet[byte]: byte for byte in range(256)}
-    fast = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    fast.decoder = decoders.ByteLevel()
-    _add(fast, _BYTE_SPECIALS, special=True)
-    return ModelTokenizer(fast, _BYTE_TEMPLATE, eos_token=_BYTE_SPECIALS[0])
+    """The tokenizer of models over bytes."""
+    text = byte_text()
+    fast = tokenizers.Tokenizer.from_buffer(text.tokenizer_json)
+    return ModelTokenizer(fast, text.chat_template, eos_token=text.eos_token)
 
 
 def folder_tokenizer(folder: Path) -> ModelTokenizer | None:
@@ -221,16 +208,6 @@ def _folder_template(folder: Path, settings: _Settings) -> str | None:
     if isinstance(found, list):
         return next((entry.template for entry in found if entry.name == "default"), None)
     return found
-
-
-def _byte_alphabet() -> list[str]:
-    """The printable character that stands for each byte in a byte-level vocabulary.
-
-    Printable Latin-1 stands for itself; the others take the characters from 256 on, in order.
-    """
-    itself = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in itself]
-    return [chr(byte if byte in itself else 256 + others.index(byte)) for byte in range(256)]
 
 
 def _gpt2() -> pre_tokenizers.PreTokenizer:

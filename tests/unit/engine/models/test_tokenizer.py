@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tinkex.engine.models.byte_text import BYTE_EOS, BYTE_VOCAB_SIZE
 from tinkex.engine.models.gguf_file import GgufFile
 from tinkex.engine.models.tokenizer import (
-    BYTE_EOS,
-    BYTE_VOCAB_SIZE,
     byte_tokenizer,
     folder_tokenizer,
     gguf_tokenizer,

@@ -27,7 +27,7 @@ from tinkex.engine.sampler.runner import VersionRows
 from tinkex.types import LoraConfig
 
 if TYPE_CHECKING:
-    from tinkex.engine.models.weights import StoredDecoder
+    from tinkex.engine.models.families import StoredDecoder
 
 SPANS = [TokenSpan(0, 9, [4, 1, 7]), TokenSpan(6, 7, [0, 5]), TokenSpan(3, 11, [2, 6, 3])]
 BLOCK = 4

@@ -60,8 +60,8 @@ def test_a_failed_pass_has_let_go_of_its_memory_before_anything_else_runs():
     made = trainer()
     for name in "abc":
         add(made, name)
-    fragile = Fragile(made._room.decoder, heavy=96)
-    made._room = replace(made._room, decoder=fragile)
+    fragile = Fragile(made._context.decoder, heavy=96)
+    made._context = replace(made._context, decoder=fragile)
     light = datum(9)
     light = Datum(
         ModelInput.from_ints([token % 90 for token in light.model_input.to_ints()]),

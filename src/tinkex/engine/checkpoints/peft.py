@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 
     from tinkex.adapters.config import AdapterConfig
     from tinkex.engine.decoder import DecoderConfig
-    from tinkex.engine.lora import LoraWeights, Target
+    from tinkex.engine.lora import LoraTarget, LoraWeights
     from tinkex.engine.protocol import Layout
 
 _HEADS: Final[Mapping[Layout, str]] = {"peft": "lm_head", "tinker": "model.unembed_tokens"}
 
 
-def hugging_face_name(target: Target) -> str:
+def hugging_face_name(target: LoraTarget) -> str:
     """The module that a target is in Hugging Face's models."""
     if target.layer is None:
         return _HEADS["peft"]

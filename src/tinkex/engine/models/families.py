@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 from torch.nn import functional as F
 
 from tinkex.engine.backends.torch.layers import rotation, split_heads
-from tinkex.engine.decoder import plainly
+from tinkex.engine.decoder import keep_activations
 from tinkex.engine.models.weights import StoredDecoder
 from tinkex.errors import ModelError
 
@@ -38,7 +38,7 @@ class Llama(StoredDecoder):
         positions_T: Tensor,
         attend: Attend,
         project: Project,
-        run_block: RunBlock = plainly,
+        run_block: RunBlock = keep_activations,
     ) -> Tensor:
         """Return h_TD after the final norm."""
         rotate = rotation(positions_T, self.frequencies_F)

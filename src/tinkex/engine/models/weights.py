@@ -21,7 +21,7 @@ from tinkex.engine.decoder import (
     PROJECTIONS,
     SHARED_INPUT,
     Projection,
-    plainly,
+    keep_activations,
     projection_shape,
 )
 from tinkex.errors import ModelError
@@ -134,7 +134,7 @@ class StoredDecoder:
         positions_T: Tensor,
         attend: Attend,
         project: Project,
-        run_block: RunBlock = plainly,
+        run_block: RunBlock = keep_activations,
     ) -> Tensor:
         """Return h_TD after the final norm."""
         raise NotImplementedError

@@ -42,7 +42,7 @@ class LoraAdapters:
 
     def project(self, segments: Sequence[VersionRows]) -> Project:
         """The base layers with each segment's adapter on top."""
-        return adapted_projections(self._decoder, self.segments(segments), packed=True)
+        return adapted_projections(self._decoder, self.segments(segments), batch_invariant=True)
 
     def segments(self, segments: Sequence[VersionRows]) -> list[Segment]:
         """The same rows with the weights of their versions."""

@@ -50,7 +50,7 @@ class SampleRun:
         self.seed = seed_of(op.params.seed, op.op_id)
         # Whether a token needs nothing but its temperature and random number.
         self.plain = not (self.draw(0.0).filters or op.topk_sample_logprobs)
-        # Whether it needs not even that: see `draw_plainly`.
+        # Whether it needs not even that: see `sample_at_temperature_one`.
         self.usual = self.plain and op.params.temperature == 1.0
         self.scores = PromptScores(op, accepted.prompt, self.seed, vocab_size)
         self.sequences = [

@@ -3,7 +3,7 @@
 `Sampler` owns the requests that run. It is synchronous and belongs to one thread; whoever
 drives it calls `step` until `idle`. A step plans a pass, runs it, scores prompts, draws
 tokens, and returns the requests that ended with it. On a device with kernels for it, decoding
-is one step ahead of what is read: see `flights`.
+is one step ahead of what is read: see `async_decode`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import numpy as np
 import torch
 
 from tinkex.clock import SystemClock
-from tinkex.engine.backends.torch.pick import best, draw_plainly
+from tinkex.engine.backends.torch.pick import best, sample_at_temperature_one
 from tinkex.engine.sampler.adapters import LoraAdapters
+from tinkex.engine.sampler.async_decode import AsyncDecoder
 from tinkex.engine.sampler.batcher import Batcher
 from tinkex.engine.sampler.blocks import BlockPool
 from tinkex.engine.sampler.checks import check
-from tinkex.engine.sampler.flights import Flights
 from tinkex.engine.sampler.request import SampleRun, next_uniforms
 from tinkex.engine.sampler.runner import Runner
 from tinkex.engine.sampler.stops import stop_rule
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from tinkex.clock import Clock
     from tinkex.engine.decoder import Decoder
     from tinkex.engine.protocol import OnToken, SampleOp
+    from tinkex.engine.sampler.async_decode import DeviceSteps, PendingStep
     from tinkex.engine.sampler.batcher import Piece
-    from tinkex.engine.sampler.flights import Flight, Steps
     from tinkex.engine.sampler.request import Best
     from tinkex.engine.sampler.runner import Adapters, Pass
     from tinkex.engine.sampler.sequence import TokenSequence
@@ -101,10 +101,10 @@ class Sampler:
         self._runs: dict[TokenSequence, SampleRun] = {}
         self._ended: list[SampleRun] = []
         self._submitted = 0
-        self._flights = None if steps is None else Flights(steps, self._batcher, self._runs)
+        self._async = None if steps is None else AsyncDecoder(steps, self._batcher, self._runs)
         # Inference mode is quicker, but what is made in it may not be changed outside of it.
         self._without_gradients = torch.inference_mode if steps is None else torch.no_grad
-        self._flight: Flight | None = None
+        self._pending: PendingStep | None = None
         """A decoding step that was begun ahead."""
 
     @property
@@ -165,17 +165,17 @@ class Sampler:
 
     def step(self) -> list[SampleRun]:
         """Run one pass; return the requests that ended, in result or in error."""
-        flight, self._flight = self._flight, None
-        pieces = [] if flight is None or self._flights is None else self._flights.living(flight)
+        pending, self._pending = self._pending, None
+        pieces = [] if pending is None or self._async is None else self._async.living(pending)
         if not pieces:
-            flight, pieces = None, self._batcher.plan()
+            pending, pieces = None, self._batcher.plan()
         if pieces:
             began = self._clock.now()
             runs = [self._runs[piece.sequence] for piece in pieces]
             tokens = sum(len(piece) for piece in pieces)
             # What is not finite fails where its token is drawn.
             with np.errstate(all="ignore"), self._without_gradients():
-                for finished in self._passes(self._decode_pieces(flight, pieces)):
+                for finished in self._passes(self._decode_pieces(pending, pieces)):
                     self._use(finished)
             spent_s = self._clock.now() - began
             for run, piece in zip(runs, pieces, strict=True):
@@ -190,34 +190,34 @@ class Sampler:
         self._batcher.check()
         assert set(self._batcher) == set(self._runs)
 
-    def _decode_pieces(self, flight: Flight | None, pieces: list[Piece]) -> list[Piece]:
+    def _decode_pieces(self, pending: PendingStep | None, pieces: list[Piece]) -> list[Piece]:
         """Draw for all pieces that are under way or that a device can; return the others."""
-        if self._flights is None:
+        if self._async is None:
             return pieces
-        flight = flight or self._flights.begin(pieces)
-        if flight is None:
+        pending = pending or self._async.begin(pieces)
+        if pending is None:
             return pieces
-        decoding = self._flights.living(flight)
+        decoding = self._async.living(pending)
         for piece in decoding:  # while the device is busy
             self._batcher.done(piece)
         if len(decoding) == len(self._batcher):  # nobody else wants a turn
-            self._flight = self._flights.follow(flight)
+            self._pending = self._async.follow(pending)
         try:
-            self._take_decoded(flight)
+            self._take_decoded(pending)
         except Exception as error:  # noqa: BLE001 - whatever it is ends in the requests' errors
-            self._flight = None
+            self._pending = None
             for piece in decoding:
                 if run := self._runs.get(piece.sequence):
                     self._fail(run, f"sampling failed: {error}", error)
         taken = {piece.sequence for piece in decoding}
         return [piece for piece in pieces if piece.sequence not in taken]
 
-    def _take_decoded(self, flight: Flight) -> None:
+    def _take_decoded(self, pending: PendingStep) -> None:
         """Append what a device drew; rows that filter or ask for more are drawn here."""
-        tokens, logprobs = flight.step.wait()
+        tokens, logprobs = pending.step.wait()
         drawn: list[tuple[TokenSequence, SampleRun, int, float]] = []
         special: list[tuple[int, TokenSequence]] = []
-        for number, row in enumerate(flight.rows):
+        for number, row in enumerate(pending.rows):
             sequence = None if row.piece is None else row.piece.sequence
             run = None if sequence is None else self._runs.get(sequence)
             if sequence is None or run is None:
@@ -228,7 +228,7 @@ class Sampler:
                 special.append((number, sequence))
         for chunk in _chunks(special, self._logit_rows):
             rows, sequences = zip(*chunk, strict=True)
-            logits_BV = flight.step.logits_BV
+            logits_BV = pending.step.logits_BV
             self._draw_chunk(logits_BV[torch.tensor(rows, device=logits_BV.device)], sequences)
         for found in drawn:
             self._grow(*found, None)
@@ -295,7 +295,7 @@ class Sampler:
         numbers = next_uniforms(runs, sequences)
         bests: list[Best | None] = [None] * len(runs)
         if logits_BV.device.type == "cpu" and all(run.usual for run in runs):
-            tokens, logprobs = draw_plainly(logits_BV, numbers)
+            tokens, logprobs = sample_at_temperature_one(logits_BV, numbers)
         else:
             tokens_B = self._backend.sample(
                 logits_BV, [r.draw(u) for r, u in zip(runs, numbers, strict=True)]
@@ -358,7 +358,7 @@ class Sampler:
 
 def _runner(
     decoder: Decoder, adapters: Adapters | None, settings: SamplerSettings, pool: BlockPool
-) -> tuple[Runner, Steps[Any] | None]:
+) -> tuple[Runner, DeviceSteps[Any] | None]:
     """The plain runner and, on a device that has kernels for it, captured decoding."""
     adapters = adapters or LoraAdapters(decoder, _no_adapter)
     backend = decoder.backend

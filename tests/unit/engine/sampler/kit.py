@@ -37,7 +37,7 @@ class BaseOnly:
     """`Adapters` of a kind that the engine does not know: no version has an adapter."""
 
     def __init__(self, decoder: Decoder) -> None:
-        self._project = base_projections(decoder, packed=True)
+        self._project = base_projections(decoder, batch_invariant=True)
         self._head = decoder.head
 
     def project(self, segments: Sequence[VersionRows]) -> Project:

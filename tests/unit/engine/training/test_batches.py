@@ -276,7 +276,7 @@ class _Fragile:
 
 def test_running_out_of_memory_fails_the_culprit_alone():
     made, expected = _made(), _made()
-    made._room = replace(made._room, decoder=_Fragile(made._room.decoder))
+    made._context = replace(made._context, decoder=_Fragile(made._context.decoder))
     heavy = Datum(ModelInput.from_ints([96, 1, 2]), GOOD)
     light = Datum(
         ModelInput.from_ints([t % 90 for t in tokens(9)]),

@@ -1,12 +1,12 @@
 """From logits to tokens on the device, without sorting and without waiting.
 
-The meaning is that of `sampler/pick.py` for draws without top-k and top-p: the token at a given
-place of the cumulative distribution in the order of ids, and the model's own log-probability at
-temperature 1. Tokens are the same except where the place lies within rounding of a boundary.
+The semantics are those of `backends/torch/pick.py` for draws without top-k and top-p: the token at
+a given quantile of the cumulative distribution in the order of ids. Tokens are the same except
+where the quantile is within rounding of a boundary.
 
-One pass over the logits leaves a maximum and two sums per block of tokens; then one program per
-row adds the blocks up in float64, finds the block and reads only that one again. Rows do not
-influence each other, and both launches can be captured.
+One pass over the logits computes a maximum and a sum per block of tokens; then one program per row
+sums the blocks in float64, finds the block and reads only that one again. Rows do not influence
+each other, and both launches can be captured.
 
 Shapes: B rows, V vocabulary, N blocks of tokens.
 """
@@ -30,7 +30,7 @@ from tinkex.errors import InputError
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Below this a temperature and its reciprocal are no float32; the draw is greedy long before.
+# float32 cannot represent the reciprocal of a lower temperature; such draws are greedy anyway.
 _COLDEST: Final = tl.constexpr(1e-30)
 _BLOCK: Final = 4096
 
@@ -68,7 +68,7 @@ def _run(
 ) -> Tensor:
     """Both launches; returns the log-sum-exp and fills the last two of `draw`."""
     if logits_BV.dtype != torch.float32 or logits_BV.stride(1) != 1:
-        raise InputError("must be float32 with the numbers of a row side by side", "logits_BV")
+        raise InputError("must be float32 with contiguous rows", "logits_BV")
     temperatures_B = draw[0]
     rows, vocabulary = logits_BV.shape
     blocks = -(-vocabulary // block)
@@ -108,7 +108,7 @@ def _run(
 
 @triton.jit
 def _shift_of(largest):
-    """What to subtract before taking exponentials: nothing if all logits are minus infinity."""
+    """What to subtract before exponentials: nothing if all logits are minus infinity."""
     return tl.where(largest == float("-inf"), 0.0, largest)
 
 
@@ -166,7 +166,7 @@ def _draw(
     BLOCKS_POWER: tl.constexpr,
     VOCABULARY: tl.constexpr,
 ):
-    """The token at the place `uniform` of a row's cumulative distribution."""
+    """The token at the quantile `uniform` of a row's cumulative distribution."""
     blocks = tl.arange(0, BLOCKS_POWER)
     factors = tl.exp(below * sharpness.to(tl.float64))
     warm = tl.load(warm_ptr + blocks, mask=blocks < BLOCKS, other=0.0)

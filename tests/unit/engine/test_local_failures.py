@@ -136,7 +136,7 @@ def test_no_room_while_adding_up_fails_the_operation_and_keeps_what_was_there():
     with _NoRoom(before.weights.flat_P.numel(), "add", "__add__"):
         answers = made.train([op("a", [datum(6)]), op("b", [datum(6)])])
     assert isinstance(answers[0], RequestFailedError)
-    assert "ran out of memory while adding up the gradient: no room" in str(answers[0])
+    assert "ran out of memory while accumulating the gradient: no room" in str(answers[0])
     assert isinstance(answers[0].__cause__, MemoryError)
     assert made.adapters["a"] is before
     assert isinstance(answers[1], TrainResult)

@@ -1,7 +1,7 @@
 """The frozen tensors of a decoder, and filling them from a file of any format.
 
-Projections that share an input lie next to each other in memory: the rows of q, k and v
-are one tensor, and so are those of gate and up. Names of tensors are Hugging Face's.
+Projections that share an input are adjacent in memory: the rows of q, k and v are one tensor, and
+so are those of gate and up. Names of tensors are Hugging Face's.
 
 Shapes: T tokens, D hidden, d head size, V vocabulary, I inputs and O outputs of a projection.
 """
@@ -165,7 +165,7 @@ def allocate(
     device: torch.device,
     linear: MakeLinear = Linear,
 ) -> DecoderWeights:
-    """Room for a decoder's weights, not yet filled."""
+    """Uninitialised memory for a decoder's weights."""
 
     def empty(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
@@ -199,7 +199,7 @@ def allocate(
 def check_tensors(source: TensorSource, made: type[StoredDecoder], config: DecoderConfig) -> None:
     """Refuse a source that lacks a tensor, has one of another shape, or has one too many.
 
-    Done before any memory is taken or any tensor read.
+    Runs before any memory is allocated or any tensor read.
     """
     expected: set[str] = set()
     shapes = allocate(config, made.biased, dtype=torch.float32, device=torch.device("meta"))
@@ -222,5 +222,5 @@ def check_tensors(source: TensorSource, made: type[StoredDecoder], config: Decod
 
 
 def _harmless(name: str) -> bool:
-    # Some files repeat a tied head, and old ones hold frequencies that are computed anyway.
+    # Some files repeat a tied head, and old ones contain the rotary frequencies.
     return name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq")

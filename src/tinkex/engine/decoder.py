@@ -151,27 +151,6 @@ class Decoder(Protocol):
         """Return h_TD after the final norm, differentiable through `attend` and `project`."""
         ...
 
-    def weight(self, layer: int, name: Projection) -> Tensor:
-        """Return the base weight W_OI of one projection."""
-        ...
-
-    def bias(self, layer: int, name: Projection) -> Tensor | None:
-        """Return the base bias b_O of one projection, if it has one."""
-        ...
-
     def linear(self, layer: int, names: tuple[Projection, ...]) -> Linear:
         """Return the product with the joined weights of projections that share an input."""
         ...
-
-
-def base_projections(decoder: Decoder, *, batch_invariant: bool = False) -> Project:
-    """The base model's own linear layers, without any adapter.
-
-    `batch_invariant` selects the kind of product on a CPU: see `backends/torch/linear.py`.
-    """
-
-    def project(layer: int, names: tuple[Projection, ...], x_TI: Tensor) -> tuple[Tensor, ...]:
-        linear = decoder.linear(layer, names)
-        return linear.split(linear(x_TI, batch_invariant=batch_invariant))
-
-    return project

@@ -1,4 +1,4 @@
-"""Adapters on disk: one safetensors file each, written atomically.
+"""Adapters on disk: one safetensors file each.
 
 A file holds the flat parameters and, for resuming training, the optimizer's moments and the
 accumulated gradient. Its header describes the adapter and has a checksum of everything else, so a
@@ -10,16 +10,13 @@ Shapes: P all parameters of an adapter.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 from tinkex.engine.backends.torch.adamw import Moments
-from tinkex.engine.checkpoints.storage import write_atomically
 from tinkex.engine.checkpoints.tensor_files import damaged, read_header, read_tensors, write_tensors
 from tinkex.engine.lora import check_lora, parameter_count, wrap
-from tinkex.engine.protocol import SavedAdapter
 from tinkex.errors import InputError, RequestFailedError
 from tinkex.types import LoraConfig
 from tinkex.types.optimizers import optimizer_config
@@ -53,12 +50,6 @@ class _Header(msgspec.Struct, kw_only=True):
     lora: dict[str, Any]
     optimizer: dict[str, Any] | None
     step: int
-
-
-def save(state: State, path: Path) -> SavedAdapter:
-    """Write a checkpoint; an existing file is replaced atomically."""
-    write_atomically(path, partial(write, state))
-    return SavedAdapter(size_bytes=path.stat().st_size, has_optimizer=state.moments is not None)
 
 
 def size_bytes(state: State) -> int:

@@ -210,7 +210,7 @@ class LocalEngine:
 
         def publish() -> None:
             served, before = self._of_adapter(model_id), self._served_by_snapshot.get(snapshot)
-            weights = served.trainer.snapshot(model_id).weights
+            weights = served.trainer.weights(model_id)
             served.versions.add(snapshot_name(snapshot), weights)
             if before is not None and before is not served:
                 before.versions.retire(snapshot_name(snapshot))

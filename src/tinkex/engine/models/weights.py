@@ -144,14 +144,6 @@ class StoredDecoder:
         for name, slot in self.stored.named():
             slot.copy_(source.read(name))
 
-    def weight(self, layer: int, name: Projection) -> Tensor:
-        """The base weight W_OI of one projection."""
-        return self.stored.layers[layer].weights[name]
-
-    def bias(self, layer: int, name: Projection) -> Tensor | None:
-        """The base bias b_O of one projection, if it has one."""
-        return self.stored.layers[layer].biases.get(name)
-
     def linear(self, layer: int, names: tuple[Projection, ...]) -> Linear:
         """The product with the joined weights of projections that share an input."""
         return self.stored.layers[layer].linears[names]

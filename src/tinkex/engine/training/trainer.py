@@ -40,14 +40,13 @@ from tinkex.errors import InputError, RequestFailedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping, Sequence
-    from pathlib import Path
 
     from torch import Tensor
 
     from tinkex.clock import Clock
     from tinkex.engine.decoder import Decoder
     from tinkex.engine.lora import LoraWeights
-    from tinkex.engine.protocol import AdapterSpec, OptimOp, SavedAdapter, TrainOp
+    from tinkex.engine.protocol import AdapterSpec, OptimOp, TrainOp
     from tinkex.types import LoraConfig, OptimizerConfig
 
 MAX_PASS_TOKENS: Final = 8192
@@ -61,15 +60,6 @@ class TrainedAdapter:
     optimizer: OptimizerConfig
     moments: Moments
     gradient_P: Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
-    """An adapter as it was after `step` optimizer steps; training never touches it."""
-
-    model_id: str
-    step: int
-    weights: LoraWeights
 
 
 class Trainer:
@@ -146,11 +136,9 @@ class Trainer:
         if self._loras.pop(model_id, None) is not None:
             del self._adapters[model_id]
 
-    def snapshot(self, model_id: str) -> Snapshot:
-        """The adapter's weights as they are now, for sampling."""
-        adapter = self._adapter(model_id)
-        # Adapters are replaced, never modified, so a snapshot can share their memory.
-        return Snapshot(model_id=model_id, step=adapter.moments.step, weights=adapter.weights)
+    def weights(self, model_id: str) -> LoraWeights:
+        """The adapter's current weights; training replaces them and never modifies them."""
+        return self._adapter(model_id).weights
 
     def train(self, batch: Sequence[TrainOp]) -> list[TrainResult | RequestFailedError]:
         """Run forward or forward_backward of many operations; answers come in their order."""
@@ -214,15 +202,6 @@ class Trainer:
             moments=_moved(moments, "cpu") if optimizer else None,
             gradient_P=None if gradient_P is None or not optimizer else gradient_P.cpu(),
         )
-
-    def save(self, model_id: str, path: Path, *, optimizer: bool) -> SavedAdapter:
-        """Write an adapter to a file; complete and durable when it returns."""
-        return adapter_file.save(self.state(model_id, optimizer=optimizer), path)
-
-    def load(self, model_id: str, path: Path, *, optimizer: bool) -> None:
-        """Replace an adapter by one that was saved."""
-        self._adapter(model_id)
-        self.restore(model_id, adapter_file.load(path, self._config), optimizer=optimizer)
 
     def restore(self, model_id: str, state: adapter_file.State, *, optimizer: bool) -> None:
         """Replace an adapter's weights and, when asked, its optimizer state and gradient.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional as F
 
-from tinkex.engine.decoder import base_projections
+from tests.unit.engine.projections import base_projections
 from tinkex.engine.lora import logits as head_logits
 from tinkex.engine.models.tiny import tiny_decoder
 from tinkex.engine.models.tokenizer import byte_tokenizer

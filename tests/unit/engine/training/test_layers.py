@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from tests.unit.engine.projections import base_projections
 from tests.unit.engine.training.kit import CONFIG, QWEN2, decoder
 from tinkex.engine.backends.torch.linear import Linear
-from tinkex.engine.decoder import SHARED_INPUT, base_projections
+from tinkex.engine.decoder import SHARED_INPUT
 from tinkex.engine.lora import Segment, adapted_projections, initial, wrap
 from tinkex.types import LoraConfig
 
@@ -51,9 +52,7 @@ def test_the_gradient_by_the_input_is_that_of_the_product():
     x.requires_grad_()
     F.linear(x, linear.weight_OI, linear.bias_O).backward(gradient)
     assert x.grad is not None
-    for batch_invariant in (False, True):
-        (found,) = torch.autograd.grad(linear(x, batch_invariant=batch_invariant), x, gradient)
-        torch.testing.assert_close(found, x.grad, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(linear.input_gradient(gradient), x.grad, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("config", [CONFIG, QWEN2], ids=["plain", "biases"])
@@ -63,12 +62,14 @@ def test_joined_projections_are_views_of_one_tensor_and_equal_each_by_itself(con
         found = base_projections(made)(1, names, x)
         assert len({one.untyped_storage().data_ptr() for one in found}) == 1
         for name, one in zip(names, found, strict=True):
-            expected = F.linear(x, made.weight(1, name), made.bias(1, name))
+            expected = F.linear(
+                x, made.stored.layers[1].weights[name], made.stored.layers[1].biases.get(name)
+            )
             torch.testing.assert_close(one, expected, rtol=1e-5, atol=1e-5)
         linear = made.linear(1, names)
         weight_OI, widths = linear.weight_OI, linear.widths
         for name, rows in zip(names, weight_OI.split(widths), strict=True):
-            assert rows.data_ptr() == made.weight(1, name).data_ptr()
+            assert rows.data_ptr() == made.stored.layers[1].weights[name].data_ptr()
 
 
 def test_an_adapters_factors_that_share_an_input_are_one_matrix():
@@ -98,7 +99,7 @@ def _segments(*, room: bool):
 def test_the_gradient_by_the_input_passes_gradcheck(names):
     made = decoder(CONFIG, torch.float64)
     project = adapted_projections(made, _segments(room=False))
-    inputs = made.weight(0, names[0]).shape[1]
+    inputs = made.stored.layers[0].weights[names[0]].shape[1]
     x = _random(20, inputs, dtype=torch.float64).requires_grad_()
     assert torch.autograd.gradcheck(lambda x: project(1, names, x), x)
 
@@ -107,7 +108,7 @@ def test_the_gradient_by_the_input_passes_gradcheck(names):
 def test_the_backward_pass_writes_every_segments_gradient_and_nothing_else(names):
     made, segments = decoder(CONFIG, torch.float64), _segments(room=True)
     anchor = torch.zeros((), requires_grad=True)
-    x = _random(20, made.weight(0, names[0]).shape[1], dtype=torch.float64)
+    x = _random(20, made.stored.layers[0].weights[names[0]].shape[1], dtype=torch.float64)
     outputs = adapted_projections(made, segments, anchor=anchor)(1, names, x)
     gradients = [_random(*y.shape, seed=n, dtype=torch.float64) for n, y in enumerate(outputs)]
     torch.autograd.grad(outputs, anchor, gradients, allow_unused=True)

@@ -228,7 +228,7 @@ class DecodeGraphs:
             self._adapters.tiled(tiles),
         )
         logits_BV = self._adapters.tiled_logits(h_BD, tiles)
-        tokens_B = pick(logits_BV, floats[_TEMPERATURES].float(), floats[_UNIFORMS])[0]
+        tokens_B = pick(logits_BV, floats[_TEMPERATURES].float(), floats[_UNIFORMS])
         # The same function as in training and for prompts, so that all have the same bits.
         logprobs_B1, _ = logprobs(logits_BV, tokens_B[:, None])
         drawn_2B = torch.stack((tokens_B.double(), logprobs_B1[:, 0].double()))

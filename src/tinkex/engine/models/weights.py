@@ -1,7 +1,7 @@
 """The frozen tensors of a decoder, and filling them from a file of any format.
 
-Projections that share an input lie next to each other in memory: the rows of q, k and v
-are one tensor, and so are those of gate and up. Names of tensors are Hugging Face's.
+Projections that share an input are adjacent in memory: the rows of q, k and v are one tensor, and
+so are those of gate and up. Names of tensors are Hugging Face's.
 
 Shapes: T tokens, D hidden, d head size, V vocabulary, I inputs and O outputs of a projection.
 """
@@ -104,7 +104,7 @@ def allocate(
     device: torch.device,
     linear: MakeLinear = Linear,
 ) -> DecoderWeights:
-    """Room for a decoder's weights, not yet filled."""
+    """Uninitialised memory for a decoder's weights."""
 
     def empty(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
@@ -140,7 +140,7 @@ def check_tensors(
 ) -> None:
     """Refuse a source that lacks a tensor, has one of another shape, or has one too many.
 
-    Done before any memory is taken or any tensor read.
+    Runs before any memory is allocated or any tensor read.
     """
     expected: set[str] = set()
     shapes = allocate(config, biased, dtype=torch.float32, device=torch.device("meta"))
@@ -163,5 +163,5 @@ def check_tensors(
 
 
 def _harmless(name: str) -> bool:
-    # Some files repeat a tied head, and old ones hold frequencies that are computed anyway.
+    # Some files repeat a tied head, and old ones contain the rotary frequencies.
     return name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq")

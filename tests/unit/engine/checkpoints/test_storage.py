@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tinkex.engine.checkpoints.folder_files import FolderFiles
+from tinkex.engine.checkpoints.saved_files import FolderFiles
 from tinkex.engine.checkpoints.storage import storage_error, write_atomically
 from tinkex.engine.checkpoints.tensor_files import write_tensors
 from tinkex.errors import StorageError

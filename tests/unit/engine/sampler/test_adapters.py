@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from tests.unit.engine.projections import base_projections
 from tests.unit.engine.sampler.kit import (
     BaseOnly,
     answer,
@@ -22,7 +23,6 @@ from tests.unit.engine.sampler.kit import (
     tokens,
 )
 from tinkex.engine.attention.packed import PackedAttention
-from tinkex.engine.decoder import base_projections
 from tinkex.engine.lora import Segment, Targets, adapted_projections, initial, sweep
 from tinkex.engine.sampler import LoraAdapters
 from tinkex.types import LoraConfig

@@ -163,8 +163,8 @@ class Reference:
         return tuple(
             F.linear(
                 x,
-                self._merged(self.decoder.weight(layer, name), layer, name),
-                self.decoder.bias(layer, name),
+                self._merged(self.decoder.stored.layers[layer].weights[name], layer, name),
+                self.decoder.stored.layers[layer].biases.get(name),
             )
             for name in names
         )

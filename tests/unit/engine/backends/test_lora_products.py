@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tinkex.engine.backends.torch.layers import on_threads
-from tinkex.engine.backends.torch.thin import expand_add_, shrink
+from tinkex.engine.backends.torch.lora_products import expand_add_, shrink
 
 if TYPE_CHECKING:
     from collections.abc import Callable

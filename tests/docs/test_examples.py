@@ -55,6 +55,7 @@ NOT_RUN = {
     "coming-from-tinker.md": 1,  # a script of the reader's
     "export.md": 3,  # a model of the hub; the rest is in tests/e2e/test_export_import.py
     "gpu.md": 2,  # a GPU, and a server that runs
+    "index.md": 1,  # make and pip
     "learning.md": 2,  # minutes of training
     "quickstart.md": 1,  # make
     "recipes.md": 1,  # each has a test of its own

@@ -173,7 +173,7 @@ def test_no_room_for_a_new_adapter_or_a_snapshot_is_that_requests_failure(tmp_pa
                     lambda: target.create_adapter(spec("new")),
                 ),
                 (
-                    "tinkex.engine.training.trainer.Trainer.snapshot",
+                    "tinkex.engine.training.trainer.Trainer.weights",
                     lambda: target.publish("m", "snap"),
                 ),
                 (

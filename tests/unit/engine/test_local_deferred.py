@@ -107,7 +107,7 @@ async def test_an_adapter_of_a_model_that_is_not_loaded_can_be_exported_and_samp
         assert (await sample(engine, weights)).response == expected
 
 
-async def test_weights_that_cannot_be_read_are_an_error_of_whoever_uses_them(
+async def test_weights_that_cannot_be_read_are_an_error_of_the_calls_that_use_them(
     folder: Path, tmp_path: Path
 ):
     model = deferred(folder)

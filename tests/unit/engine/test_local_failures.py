@@ -173,7 +173,7 @@ def test_no_room_for_a_new_adapter_or_a_snapshot_is_that_requests_failure(tmp_pa
                     lambda: target.create_adapter(spec("new")),
                 ),
                 (
-                    "tinkex.engine.training.trainer.Trainer.snapshot",
+                    "tinkex.engine.training.trainer.Trainer.weights",
                     lambda: target.publish("m", "snap"),
                 ),
                 (
@@ -192,7 +192,7 @@ def test_no_room_for_a_new_adapter_or_a_snapshot_is_that_requests_failure(tmp_pa
     asyncio.run(scenario())
 
 
-def test_a_sampler_step_that_breaks_altogether_is_told_to_all_and_the_engine_goes_on(
+def test_a_sampler_step_that_breaks_altogether_fails_all_samples_and_the_engine_continues(
     tmp_path, monkeypatch
 ):
     async def scenario():

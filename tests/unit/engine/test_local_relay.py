@@ -40,7 +40,7 @@ def test_a_loop_is_woken_once_for_all_tokens_of_a_step(monkeypatch):
     assert heard[-1] == "answer"
 
 
-def test_a_callback_that_fails_costs_nobody_else_a_token(caplog):
+def test_a_callback_that_fails_costs_no_other_caller_a_token(caplog):
     async def scenario():
         loop = asyncio.get_running_loop()
         heard = []

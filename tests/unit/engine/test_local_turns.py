@@ -1,4 +1,4 @@
-"""Whose turn it is on the engine's thread, told by counting passes."""
+"""The order of work on the engine's thread, counted in passes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tinkex.errors import ClosedError, RequestFailedError
 
 
 class HandClock:
-    """A clock that only moves when somebody spends time."""
+    """A clock that advances only when an action takes time."""
 
     def __init__(self):
         self.time_s = 0.0
@@ -190,7 +190,7 @@ def test_files_do_not_hold_up_passes_but_what_shares_their_key_waits():
     assert name.startswith("tinkex-files")
 
 
-def test_a_file_that_fails_is_raised_where_the_task_goes_on():
+def test_a_file_that_fails_is_raised_where_the_task_continues():
     stage = Stage()
 
     def load():
@@ -206,7 +206,7 @@ def test_a_file_that_fails_is_raised_where_the_task_goes_on():
     assert isinstance(stage.outcomes[0].__cause__, KeyError)
 
 
-def test_work_that_nobody_wants_any_more_ends_before_its_next_pass():
+def test_cancelled_work_ends_before_its_next_pass():
     stage = Stage()
     wanted = [True]
     stage.task(
@@ -334,7 +334,7 @@ def test_other_models_are_served_in_the_middle_of_a_batch(tmp_path):
     asyncio.run(scenario())
 
 
-def test_stats_are_told_in_the_middle_of_a_pass(tmp_path):
+def test_stats_are_available_in_the_middle_of_a_pass(tmp_path):
     async def scenario():
         model, decoder = noting_model()
         async with engine(tmp_path, model, adapter_bytes=1 << 20) as target:

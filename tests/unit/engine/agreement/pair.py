@@ -1,4 +1,4 @@
-"""A trainer and samplers over one base model, asked the same questions in any company."""
+"""A trainer and samplers over one base model, asked the same questions in any batch."""
 
 from __future__ import annotations
 

@@ -318,7 +318,7 @@ def test_logits_of_a_whole_prompt_never_exist() -> None:
     assert max(watched.rows) == 4
 
 
-def test_rows_that_nobody_asked_about_get_no_logits() -> None:
+def test_rows_without_a_request_get_no_logits() -> None:
     watched = Watched()
     sample(sampler(adapters=watched), op(text(30), max_tokens=5))
     assert sum(watched.rows) == 5

@@ -1,4 +1,4 @@
-"""Many operations in one pass: nobody feels the others, and mistakes stay where they are.
+"""Many operations in one pass do not affect each other, and errors fail only their operation.
 
 What is said to be equal here is equal bit for bit on the CPU.
 """

@@ -69,23 +69,20 @@ def shrink(
     dtype: torch.dtype | None = None,
     splits: int | None = None,
     block_rows: int = _BLOCK_ROWS,
-    block_r: int | None = None,
     block_i: int = 128,
-    num_warps: int = 4,
-    num_stages: int = 3,
 ) -> Tensor:
     """Parts z [N, T, P, R] in float32 of each row times A transposed, for `expand_add_`.
 
     Values beyond a slot's rank, and skipped rows and projections, are not written.
     `dtype` is that of the adapters, by default that of `x_TI`; other adapters are converted to
-    the type of `x_TI`. `block_r` columns of z are computed by one program.
+    the type of `x_TI`.
     """
     if x_TI.stride(1) != 1:
         raise InputError("rows must be contiguous", "x_TI")
     tokens, inputs = x_TI.shape
     projections = a_addresses_SP.shape[1]
     splits = splits or default_splits(inputs)
-    block_r = block_r or _rank_block(max_rank)
+    block_r = _rank_block(max_rank)
     shape = (splits, tokens, projections, max_rank)
     z_NTPR = torch.empty(shape, dtype=torch.float32, device=x_TI.device)
     rank_blocks = -(-max_rank // block_r)
@@ -108,8 +105,8 @@ def shrink(
         BLOCK_R=block_r,
         BLOCK_I=block_i,
         WEIGHT=_triton_type(dtype or x_TI.dtype),
-        num_warps=num_warps,
-        num_stages=num_stages,
+        num_warps=4,
+        num_stages=3,
     )
     return z_NTPR
 
@@ -126,9 +123,7 @@ def expand_add_(
     offsets: Sequence[int] | None = None,
     dtype: torch.dtype | None = None,
     block_rows: int = _BLOCK_ROWS,
-    block_r: int | None = None,
     block_o: int = 128,
-    num_warps: int = 4,
 ) -> None:
     """Add scale * z times B transposed to the P projections' columns of y, in place.
 
@@ -160,10 +155,10 @@ def expand_add_(
         PROJECTIONS=projections,
         RANK=max_rank,
         BLOCK_T=block_rows,
-        BLOCK_R=block_r or _rank_block(max_rank),
+        BLOCK_R=_rank_block(max_rank),
         BLOCK_O=block_o,
         WEIGHT=_triton_type(dtype or y_TY.dtype),
-        num_warps=num_warps,
+        num_warps=4,
         num_stages=1,
     )
 

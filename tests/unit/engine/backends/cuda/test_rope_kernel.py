@@ -1,4 +1,4 @@
-"""The rotation kernels against the plain functions of `models.layers`.
+"""The rotation kernels against the reference in `backends.torch.layers`.
 
 Tolerances: float32 sums differ in order only; one step of the 16-bit types for every rounding
 (the interpreter cuts bfloat16 off where the device rounds to nearest), by the size of a pair.

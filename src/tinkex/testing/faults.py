@@ -200,7 +200,7 @@ def drop_midway(fraction: float = 0.5) -> Effect:
     async def drop_midway(exchange: Exchange) -> None:
         answer = await exchange.capture()
         await exchange.start(answer.status, answer.headers)
-        part = answer.body[: max(int(len(answer.body) * fraction), 1)]
+        part = bytes(answer.body[: max(int(len(answer.body) * fraction), 1)])
         await exchange.send_body(part, more=True)
         await exchange.abort()
 
@@ -214,7 +214,7 @@ def trickle(chunk_bytes: int, delay_s: float) -> Effect:
         answer = await exchange.capture()
         await exchange.start(answer.status, answer.headers)
         for start in range(0, len(answer.body), chunk_bytes):
-            await exchange.send_body(answer.body[start : start + chunk_bytes], more=True)
+            await exchange.send_body(bytes(answer.body[start : start + chunk_bytes]), more=True)
             await exchange.clock.sleep(delay_s)
         await exchange.send_body(b"", more=False)
 
@@ -233,7 +233,7 @@ def wrong_media_type() -> Effect:
         answer = await exchange.capture()
         binary = MEDIA_PROTOBUF in answer.headers.get("content-type", "")
         headers = {**answer.headers, "content-type": MEDIA_JSON if binary else MEDIA_PROTOBUF}
-        await exchange.answer(answer.status, answer.body, headers)
+        await exchange.answer(answer.status, bytes(answer.body), headers)
 
     return wrong_media_type
 

@@ -1,4 +1,10 @@
-"""The import hook: modules named `tinker…` made on demand, whose attributes come from tinkex."""
+"""Run code written for the official package `tinker` on tinkex, with no line changed.
+
+`install()` makes `import tinker`, the submodules that user code imports, and
+`importlib.metadata.version("tinker")` resolve to tinkex in this process;
+`python -m tinkex.dropin script.py …` does the same for a script. It is an import hook: modules
+named `tinker…` are made on demand, and their attributes come from tinkex.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +25,11 @@ if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
     from types import CodeType, ModuleType
 
+__all__ = ["install", "installed", "uninstall"]
+
 # Child processes that start afresh inherit `sys.path` but no import hook. This folder holds
 # a `tinker` that installs the hook, so that they too find tinkex under that name.
 CHILD_PATH = str(Path(__file__).parent / "path")
-
-
 _ANY_DISTRIBUTION = importlib.metadata.DistributionFinder.Context()
 
 

@@ -26,7 +26,7 @@ from tinkex.engine.local.served import Served, device_of, saved_name, snapshot_n
 from tinkex.engine.local.tasks import Task
 from tinkex.engine.local.thread import EngineThread
 from tinkex.engine.local_settings import LocalSettings
-from tinkex.engine.models.deferred import DeferredModel
+from tinkex.engine.models.loader import DeferredModel
 from tinkex.engine.protocol import GAUGES, ImportedAdapter, SavedAdapter, TrainResult
 from tinkex.engine.sampler import BASE
 from tinkex.errors import ClosedError, InputError, RequestFailedError

@@ -125,15 +125,15 @@ class AsgiTransport:
     ) -> AsyncGenerator[bytes]:
         """The body as the app sends it; each silence is bounded by the request's time-out."""
         while True:
-            received: list[bytes] = []
+            piece = b""
             async with time_limit(self._clock, request.timeout_s) as silence:
-                # An empty piece stands for the end: the app never sends one.
-                received.append(await _next_or_empty(arriving))
-            if silence.expired and not received:
+                try:
+                    piece = await arriving.receive()
+                except anyio.EndOfStream:
+                    return
+            if silence.expired and not piece:
                 raise self._timed_out(request)
-            if not received[0]:
-                return
-            yield received[0]
+            yield piece
 
     def _scope(self, request: HttpRequest) -> dict[str, Any]:
         base = self._base
@@ -257,10 +257,3 @@ class _StreamedExchange(_Exchange):
     async def on_body(self, chunk: bytes) -> None:
         if chunk:
             await self._pieces.send(chunk)
-
-
-async def _next_or_empty(arriving: MemoryObjectReceiveStream[bytes]) -> bytes:
-    try:
-        return await arriving.receive()
-    except anyio.EndOfStream:
-        return b""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tinkex.clock import SystemClock
-from tinkex.engine.models.byte_text import BYTE_EOS, byte_text
+from tinkex.engine.models.byte_text import byte_text
 from tinkex.engine.protocol import (
     GAUGES,
     ImportedAdapter,
@@ -28,7 +28,7 @@ from tinkex.errors import InputError, RequestFailedError
 from tinkex.testing.toy_losses import LOSSES
 from tinkex.testing.toy_model import DEVICE_S_PER_TOKEN, ToyModel, input_tokens, user_error
 from tinkex.testing.toy_peft import read_toy, write_toy
-from tinkex.testing.toy_sampler import ToySampler
+from tinkex.testing.toy_sampler import sample
 from tinkex.types import AdamParams, ForwardBackwardOutput, LoraConfig, TensorData
 
 if TYPE_CHECKING:
@@ -120,7 +120,6 @@ class FakeEngine:
         self._failures: dict[str, list[Exception]] = {}
         self._counts: Counter[str] = Counter()
         self._seen_prompts: set[int] = set()
-        self._sampler = ToySampler(self._clock, BYTE_EOS)
 
     @property
     def models(self) -> Sequence[ModelSpec]:
@@ -237,20 +236,21 @@ class FakeEngine:
         head = self._sampling_head(op, toy)
         self._counts["samples_running"] += 1
         try:
-            result = await self._sampler.run(
-                op, head, prompt, toy.spec, self.delays.token_s, on_token
+            result = await sample(
+                op,
+                head,
+                prompt,
+                toy.spec,
+                self._clock,
+                token_s=self.delays.token_s,
+                cached_tokens=cached,
+                on_token=on_token,
             )
         finally:
             self._counts["samples_running"] -= 1
         self._counts["tokens_prompt_total"] += result.prompt_tokens
         self._counts["tokens_generated_total"] += result.generated_tokens
-        device_s = result.device_s + self.delays.sample_s
-        return replace(
-            result,
-            cached_tokens=cached,
-            device_s=device_s,
-            response=replace(result.response, prompt_cache_hit_tokens=cached),
-        )
+        return replace(result, device_s=result.device_s + self.delays.sample_s)
 
     def _sampling_head(self, op: SampleOp, toy: ToyModel) -> Head:
         if op.weights.snapshot is not None:

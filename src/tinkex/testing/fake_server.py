@@ -188,14 +188,11 @@ class FakeServer:
         if self._loop is None or _running_loop() is self._loop:
             self._lose_samples()
             return
-        done = threading.Event()
 
-        def lose() -> None:
+        async def lose() -> None:
             self._lose_samples()
-            done.set()
 
-        self._loop.call_soon_threadsafe(lose)
-        done.wait()
+        asyncio.run_coroutine_threadsafe(lose(), self._loop).result()
 
     def _lose_samples(self) -> None:
         parts = self._parts

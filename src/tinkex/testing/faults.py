@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 RetryAfterForm = Literal["retry-after-ms", "retry-after", "date", "none"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class FaultRule:
     """When an effect strikes: matching calls `first` to `first + times - 1`, or all after."""
 
@@ -40,6 +40,7 @@ class FaultRule:
     first: int
     times: int | None
     when: Callable[[SeenRequest], bool] | None
+    matched: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +55,8 @@ class Faults:
     """The script of one server."""
 
     def __init__(self) -> None:
-        # Mutable state: rules with how many calls each has matched, and what has happened.
+        # Mutable state: the rules, which count the calls that they match, and what has happened.
         self._rules: list[FaultRule] = []
-        self._matched: list[int] = []
         self.fired: list[Fired] = []
 
     def on(
@@ -74,26 +74,23 @@ class Faults:
         """
         name = getattr(effect, "__qualname__", repr(effect)).split(".")[0]
         self._rules.append(FaultRule(effect, name, route, nth, times, when))
-        self._matched.append(0)
 
     def clear(self) -> None:
         """Remove all rules; what has happened stays."""
         self._rules.clear()
-        self._matched.clear()
 
     def choose(self, request: SeenRequest) -> Effect | None:
         """The effect for a request; counts the request for every rule it matches."""
         chosen: FaultRule | None = None
-        for index, rule in enumerate(self._rules):
+        for rule in self._rules:
             if rule.route not in (None, request.route):
                 continue
             if rule.when is not None and not rule.when(request):
                 continue
-            count = self._matched[index]
-            self._matched[index] += 1
-            within = rule.times is None or count < rule.first + rule.times
-            if chosen is None and count >= rule.first and within:
+            within = rule.times is None or rule.matched < rule.first + rule.times
+            if chosen is None and rule.matched >= rule.first and within:
                 chosen = rule
+            rule.matched += 1
         if chosen is None:
             return None
         self.fired.append(Fired(chosen.name, request))

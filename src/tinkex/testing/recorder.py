@@ -79,24 +79,16 @@ class SeenRequest:
         return self.json or self.raw_body
 
 
+@dataclass(frozen=True, slots=True)
 class Exchange:
     """One request, as an effect handles it."""
 
-    def __init__(
-        self,
-        server: FakeServer,
-        app: AsgiApp,
-        request: SeenRequest,
-        scope: MutableMapping[str, Any],
-        receive: Receive,
-        send: Send,
-    ) -> None:
-        self.server = server
-        self.request = request
-        self._app = app
-        self._scope = scope
-        self._receive = receive
-        self._send = send
+    server: FakeServer
+    request: SeenRequest
+    _app: AsgiApp
+    _scope: MutableMapping[str, Any]
+    _receive: Receive
+    _send: Send
 
     @property
     def clock(self) -> Clock:
@@ -176,7 +168,7 @@ class Recorder:
             return
         if self._server.record:
             self._server.requests.append(request)
-        exchange = Exchange(self._server, self._app, request, scope, receive, send)
+        exchange = Exchange(self._server, request, self._app, scope, receive, send)
         effect = self._server.faults.choose(request)
         if effect is None:
             await exchange.forward()

@@ -13,9 +13,8 @@ import torch
 from tests.unit.engine.models.reference import random_model
 from tinkex.config import DEFAULT_MODEL
 from tinkex.engine.local import LocalEngine, LocalSettings
-from tinkex.engine.models.deferred import DeferredModel, defer_model
 from tinkex.engine.models.hub import packaged_file
-from tinkex.engine.models.loader import BaseModel, load_model
+from tinkex.engine.models.loader import BaseModel, DeferredModel, defer_model, load_model
 from tinkex.engine.process.child import build_engine
 from tinkex.engine.process.spec import EngineSpec, ModelSource
 from tinkex.engine.protocol import AdapterSpec, SampleOp, SampleResult, Weights

@@ -25,7 +25,7 @@ from tinkex.engine.local.relay import TokenRelay, call_on_loop
 from tinkex.engine.local.served import ServedModel, device_of, saved_name, snapshot_name, spec_of
 from tinkex.engine.local.thread import EngineTask, EngineThread
 from tinkex.engine.local_settings import LocalSettings
-from tinkex.engine.models.deferred import DeferredModel
+from tinkex.engine.models.loader import DeferredModel
 from tinkex.engine.protocol import GAUGES, ImportedAdapter, SavedAdapter, TrainResult
 from tinkex.engine.sampler import BASE
 from tinkex.errors import ClosedError, InputError, RequestFailedError

@@ -10,7 +10,7 @@ from tinkex.engine.failures import failure, user_error
 from tinkex.engine.local.budgets import sizes
 from tinkex.engine.local.versions import Versions
 from tinkex.engine.lora import wrap
-from tinkex.engine.models.deferred import DeferredModel
+from tinkex.engine.models.loader import DeferredModel
 from tinkex.engine.protocol import ModelSpec, ModelText, SampleResult
 from tinkex.engine.sampler import (
     BASE,

@@ -32,6 +32,16 @@ def hub_description(name: str) -> Path:
     return _fetched(name, _DESCRIBING)
 
 
+def cached_folder(name: str) -> Path | None:
+    """The folder of the hub's cache, if the whole model is there."""
+    try:
+        hub: Any = importlib.import_module("huggingface_hub")
+        found = hub.try_to_load_from_cache(name, SINGLE)
+    except (ImportError, ValueError):
+        return None
+    return Path(found).parent if isinstance(found, str) else None
+
+
 def _fetched(name: str, patterns: list[str]) -> Path:
     try:
         hub: Any = importlib.import_module("huggingface_hub")

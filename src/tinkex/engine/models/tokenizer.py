@@ -5,6 +5,7 @@ All three are a `tokenizers.Tokenizer` inside, so each can be written as `tokeni
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import msgspec
@@ -29,44 +30,29 @@ _TEMPLATE = "chat_template.jinja"
 _CONTROL, _USER_DEFINED = 3, 4
 
 
+@dataclass(frozen=True, slots=True)
 class ModelTokenizer:
     """Text to ids and back, the way a base model was trained on."""
 
-    def __init__(
-        self,
-        fast: tokenizers.Tokenizer,
-        chat_template: str | None = None,
-        *,
-        bos_token: str | None = None,
-        eos_token: str | None = None,
-    ) -> None:
-        self._fast = fast
-        self.chat_template = chat_template
-        """The model's Jinja text that turns messages into a prompt, if it brings one."""
-        self.bos_token, self.eos_token = bos_token, eos_token
-        """The markers that a template may name."""
-
-    @property
-    def vocab_size(self) -> int:
-        """All ids, those of added tokens included; the model's own count may be padded."""
-        return self._fast.get_vocab_size(with_added_tokens=True)
+    fast: tokenizers.Tokenizer
+    chat_template: str | None = None
+    """The model's Jinja text that turns messages into a prompt, if it brings one."""
+    bos_token: str | None = None
+    """The two markers that a template may name."""
+    eos_token: str | None = None
 
     @property
     def json(self) -> str:
         """The content of its `tokenizer.json`."""
-        return self._fast.to_str()
+        return self.fast.to_str()
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The ids of `text`; special tokens written in it become their ids."""
-        return self._fast.encode(text, add_special_tokens=add_special_tokens).ids
+        return self.fast.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """The text of `token_ids`; bytes that are no whole character become U+FFFD."""
-        return self._fast.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
-
-    def token_id(self, token: str) -> int | None:
-        """The id of one token as the vocabulary writes it."""
-        return self._fast.token_to_id(token)
+        return self.fast.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
 
 def byte_tokenizer() -> ModelTokenizer:

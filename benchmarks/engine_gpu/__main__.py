@@ -20,7 +20,7 @@ from benchmarks.engine_gpu.shapes import SHAPES, random_decoder
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tinkex.engine.models.weights import StoredDecoder
+    from tinkex.engine.models.families import StoredDecoder
 
 WARM_UP, ROUNDS = 2, 5
 REQUESTS, PROMPT, GENERATED = 256, 128, 128

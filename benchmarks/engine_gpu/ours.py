@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from tinkex.engine.decoder import DecoderConfig
     from tinkex.engine.lora import LoraWeights
-    from tinkex.engine.models.weights import StoredDecoder
+    from tinkex.engine.models.families import StoredDecoder
 
 RANK = 32
 LOGITS_BYTES = 1280 * 2**20
@@ -180,7 +180,7 @@ def publish(decoder: StoredDecoder) -> Callable[[], float]:
         nonlocal count
         count += 1
         began = time.perf_counter()
-        versions[f"v{count}"] = trainer.snapshot(MODEL_ID).weights
+        versions[f"v{count}"] = trainer.weights(MODEL_ID)
         copied = time.perf_counter() - began
         first = sample(f"v{count}")
         again = min(sample(f"v{count}") for _ in range(3))

@@ -10,7 +10,7 @@ from tinkex.engine.decoder import DecoderConfig
 from tinkex.engine.models.families import family
 
 if TYPE_CHECKING:
-    from tinkex.engine.models.weights import StoredDecoder
+    from tinkex.engine.models.families import StoredDecoder
 
 SMALL = DecoderConfig(
     name="Qwen3-0.6B shape",

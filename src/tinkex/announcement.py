@@ -29,10 +29,10 @@ class Announcement(msgspec.Struct, frozen=True):
 
 def announce(folder: Path, announcement: Announcement) -> None:
     """Write the file atomically."""
-    fresh = folder / f"{_FILE}.new"
-    with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+    from tinkex.new_files import replacing  # only servers pay for it
+
+    with replacing(folder / _FILE, mode=0o600) as file:
         file.write(msgspec.json.encode(announcement))
-    fresh.replace(folder / _FILE)
 
 
 def withdraw(folder: Path) -> None:

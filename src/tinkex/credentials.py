@@ -6,7 +6,6 @@ about what it uses and keeps what it does not know.
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
@@ -108,7 +107,7 @@ def read_store(path: Path) -> CredentialStore:
 
 def write_store(path: Path, store: CredentialStore) -> None:
     """Replace the file in one step, readable by its owner only."""
-    import tempfile  # only writers pay for it
+    from tinkex.new_files import replacing  # only writers pay for it
 
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     path.parent.chmod(0o700)
@@ -119,13 +118,5 @@ def write_store(path: Path, store: CredentialStore) -> None:
     content["keys"] = {
         key_id: {"type": key.type, **msgspec.to_builtins(key)} for key_id, key in store.keys.items()
     }
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".credentials-")  # mode 0600
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    with replacing(path, mode=0o600) as file:
+        file.write(msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n")

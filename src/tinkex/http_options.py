@@ -5,6 +5,7 @@ No client takes them. They exist for scripts that build them or use them in anno
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypedDict
 
 from tinkex.errors import InputError, InputTypeError
@@ -18,6 +19,7 @@ _UNSET: Final[Any] = object()
 _PARTS = ("connect", "read", "write", "pool")
 
 
+@dataclass(init=False, repr=False, unsafe_hash=True)
 class Timeout:
     """Seconds to wait in each part of a request; None waits for ever.
 
@@ -57,12 +59,6 @@ class Timeout:
     def as_dict(self) -> dict[str, Seconds]:
         """The four parts by name."""
         return {name: getattr(self, name) for name in _PARTS}
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Timeout) and self.as_dict() == other.as_dict()
-
-    def __hash__(self) -> int:
-        return hash(tuple(self.as_dict().values()))
 
     def __repr__(self) -> str:
         parts = self.as_dict()

@@ -34,9 +34,9 @@ def new_folder(parent: Path, prefix: str) -> Path:
 
 
 @contextmanager
-def replacing(path: Path) -> Generator[BinaryIO]:
+def replacing(path: Path, *, mode: int = 0o666) -> Generator[BinaryIO]:
     """A new file that replaces `path`, flushed to disk, when the body ends without an error."""
-    handle, part = new_file(path.parent, f".{path.name}.")
+    handle, part = new_file(path.parent, f".{path.name}.", mode=mode)
     try:
         with os.fdopen(handle, "wb") as file:
             yield file

@@ -13,7 +13,7 @@ from tinkex.adapters import folder, tensor_header
 from tinkex.clients import local_loss
 from tinkex.engine.backends.torch import TORCH
 from tinkex.engine.backends.torch.adamw import fresh_moments
-from tinkex.engine.training import custom_loss, custom_loss_limits, losses, results
+from tinkex.engine.training import custom_loss, loss_evaluation, losses
 from tinkex.engine.training.optim import adamw_step
 from tinkex.server import Settings
 from tinkex.server.api import imports
@@ -65,8 +65,8 @@ def test_the_limits_and_times_are_those_in_the_code() -> None:
         custom_loss.MAX_NODES,
         custom_loss.MAX_ELEMENTS,
         custom_loss.MAX_TOTAL,
-        custom_loss_limits.MAX_VALUES,
-        custom_loss_limits.MAX_WORK,
+        custom_loss.MAX_VALUES,
+        custom_loss.MAX_WORK,
         folder.MAX_CONFIG_BYTES,
         tensor_header.MAX_HEAD_BYTES,
         imports.BLOCK_BYTES,
@@ -93,7 +93,7 @@ def test_every_metric_of_a_training_step_is_listed() -> None:
 
 def folded_names() -> set[str]:
     """The names in the code that say how parts of a batch are joined."""
-    text = "".join(inspect.getsource(module) for module in (losses, results, local_loss))
+    text = "".join(inspect.getsource(module) for module in (losses, loss_evaluation, local_loss))
     return set(re.findall(r'"(\w+:(?:sum|mean|min|max))"', text))
 
 

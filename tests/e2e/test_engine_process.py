@@ -321,8 +321,9 @@ class LocalEngine(FakeEngine):
         pass
 
 sys.modules["tinkex.engine.local"] = sys.modules[__name__]
-sys.modules["tinkex.engine.models.loader"] = types.SimpleNamespace(load_model=lambda *a, **k: None)
-sys.modules["tinkex.engine.models.deferred"] = types.SimpleNamespace(defer_model=None)
+sys.modules["tinkex.engine.models.loader"] = types.SimpleNamespace(
+    load_model=lambda *a, **k: None, defer_model=None
+)
 """
 
 

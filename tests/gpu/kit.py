@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from tinkex.engine.lora import LoraWeights
-    from tinkex.engine.models.weights import StoredDecoder
+    from tinkex.engine.models.families import StoredDecoder
     from tinkex.engine.protocol import SampleResult
 
 QWEN = DecoderConfig(

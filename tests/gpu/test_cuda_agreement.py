@@ -11,7 +11,7 @@ from tests.gpu import kit
 from tinkex.engine.local_settings import LocalSettings
 
 if TYPE_CHECKING:
-    from tinkex.engine.models.weights import StoredDecoder
+    from tinkex.engine.models.families import StoredDecoder
     from tinkex.engine.protocol import SampleResult
 
 RANKS = {"a": 16, "b": 5, "c": 40}

@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tinkex.chat import ChatExample, CompletionExample, Rendered, Renderer
-from tinkex.data import jsonl
+from tinkex.data import read_examples
 from tinkex.engine.models.tokenizer import byte_tokenizer
 from tinkex.errors import DataError
 from tinkex.tokenizers import FastTokenizer
@@ -83,7 +83,7 @@ OBJECTS = st.dictionaries(
 def lines_of(file: Path, kind: Any) -> list[int]:
     """The lines that became examples, or those that are refused: never another error."""
     try:
-        return [example.line for example in jsonl.read_examples(file, kind)]
+        return [example.line for example in read_examples(file, kind)]
     except DataError as error:
         return [problem.line for problem in error.problems]
 

@@ -19,9 +19,9 @@ EOS = 0
 def tokenizer() -> Tokenizer:
     """Byte-level, with words, parts of characters, and special and plain added tokens."""
     alphabet = decoders.ByteLevel()
-    from tinkex.testing.toy_text import toy_text
+    from tinkex.engine.models.byte_text import byte_text
 
-    single = Tokenizer.from_buffer(toy_text().tokenizer_json)
+    single = Tokenizer.from_buffer(byte_text().tokenizer_json)
     letters = [single.id_to_token(byte) or "" for byte in range(256)]
     parts = [" the", "END", "\n\n", "é", "☃"[:1], "🎉", " \n", "EN", "D"]
     merged = ["".join(letters[byte] for byte in part.encode()) for part in parts]

@@ -123,13 +123,19 @@ def parse_key(key: str) -> LoraKey | None:
     return LoraKey(int(found["layer"]), found["name"], factor)
 
 
+def module_name(matrix: str) -> str:
+    """Hugging Face's name of a matrix inside its layer."""
+    return f"{'self_attn' if matrix in ATTENTION else 'mlp'}.{matrix}"
+
+
+def hugging_face_name(layer: int | None, matrix: str) -> str:
+    """Hugging Face's name of an adapted matrix."""
+    return "lm_head" if layer is None else f"model.layers.{layer}.{module_name(matrix)}"
+
+
 def peft_key(key: LoraKey) -> str:
     """PEFT's name of a tensor."""
-    module = "lm_head"
-    if key.layer is not None:
-        group = "self_attn" if key.matrix in ATTENTION else "mlp"
-        module = f"model.layers.{key.layer}.{group}.{key.matrix}"
-    return f"base_model.model.{module}.lora_{key.factor}.weight"
+    return f"base_model.model.{hugging_face_name(key.layer, key.matrix)}.lora_{key.factor}.weight"
 
 
 def target_modules(matrices: set[str]) -> list[str]:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tinkex.chat.examples import Rendered
     from tinkex.chat.renderer import Renderer
     from tinkex.clients.service import ServiceClient
-    from tinkex.data.example_objects import Example, Kind
+    from tinkex.data import Example, Kind
     from tinkex.tokenizers import Tokenizer
 
 _NO_LIMIT = 2**62
@@ -86,7 +86,7 @@ def _load_or_report(args: argparse.Namespace) -> RenderedFile | None:
 def _load(args: argparse.Namespace) -> RenderedFile:
     from tinkex.chat.renderer import Renderer
     from tinkex.config import DEFAULT_MODEL
-    from tinkex.data.jsonl import kind_of, read_examples
+    from tinkex.data import kind_of, read_examples
     from tinkex.tokenizers import tokenizer_for
 
     path = Path(args.file)
@@ -107,7 +107,7 @@ def _render(
     renderer: Renderer, examples: Sequence[Example], most: int, source: str
 ) -> list[dict[str, Rendered]]:
     from tinkex.chat.examples import PreferenceExample
-    from tinkex.data.rendering import render_all, render_pairs
+    from tinkex.data import render_all, render_pairs
 
     pairs = [example for example in examples if isinstance(example, PreferenceExample)]
     if pairs:

@@ -21,7 +21,6 @@ from tinkex.cli.export import export_adapter
 from tinkex.cli.output import print_json, say
 from tinkex.cli.train import ADAPTER, write_figures
 from tinkex.clock import SystemClock
-from tinkex.demo import HELD_OUT, PROMPTS, TRAINING
 from tinkex.tracking.history import METRICS, read_metrics
 from tinkex.tracking.layout import bar_line, cut, duration, number, plain_line
 from tinkex.tracking.series import series_of
@@ -53,6 +52,16 @@ ARGUMENTS = (
     Argument("-o --output DIR", "the folder of the run", default="runs/demo"),
     Argument("--steps N", "training steps", type=whole_number(1), default=32),
 )
+
+TRAINING = Path(__file__).with_name("pirate.jsonl")
+HELD_OUT = Path(__file__).with_name("pirate_held_out.jsonl")
+PROMPTS = (
+    "Who are you?",
+    "What is the capital of France?",
+    "How do I make a cup of tea?",
+    "What is the moon?",
+)
+"""What is asked before and after; none of it is in the data."""
 
 _STORY = "demo.json"
 _ANSWER_TOKENS = 48

@@ -1,11 +1,10 @@
-"""What every base model offers, and what the callers of one hand in.
+"""The interface of base models.
 
-A decoder owns the frozen base weights and the order of operations. It owns neither the
-attention over earlier tokens (packing and caches belong to the caller, who passes
-`attend`) nor the adapters (the caller passes `project`), nor what of a block is kept for the
-backward pass (the caller passes `run_block`).
+A decoder owns the frozen base weights and the order of operations. The caller passes in the
+attention over earlier tokens (`attend`; it owns packing and caches), the linear layers with
+adapters (`project`), and what is saved of a block for the backward pass (`run_block`).
 
-Tokens of all sequences lie one after the other: no padding, no batch dimension.
+Tokens of all sequences are concatenated: no padding, no batch dimension.
 
 Shapes: T tokens, D hidden, H heads, G key/value heads, d head size, X = H*d, V vocabulary,
 I inputs and O outputs of one projection.
@@ -35,7 +34,7 @@ SHARED_INPUT: tuple[tuple[Projection, ...], ...] = (
     ("gate_proj", "up_proj"),
     ("down_proj",),
 )
-"""The projections of a block by what they read: each group is asked for in one go."""
+"""The projections of a block by their input: each group is computed in one call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,34 +98,34 @@ class Attend(Protocol):
     """Causal attention within each sequence; the caller owns packing and caches."""
 
     def __call__(self, layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
-        """Return o_TX, the heads of each token side by side."""
+        """Return o_TX, the concatenated heads of each token."""
         ...
 
 
 class Project(Protocol):
-    """Linear layers: base weight and bias, plus whatever adapter the caller has per token."""
+    """Linear layers: base weight and bias, plus the adapter of each token."""
 
     def __call__(
         self, layer: int, names: tuple[Projection, ...], x_TI: Tensor
     ) -> tuple[Tensor, ...]:
         """Return one output per name.
 
-        Projections that share an input are asked for together (q, k, v and gate, up), so
-        that their base weights can be multiplied in one go.
+        Projections that share an input (q, k, v and gate, up) are computed in one call, so that
+        their base weights are multiplied in one product.
         """
         ...
 
 
 class RunBlock(Protocol):
-    """Calls one transformer block; the caller may keep less of it and compute it again later."""
+    """Runs one transformer block, perhaps with activation checkpointing."""
 
     def __call__(self, block: Callable[[Tensor], Tensor], h_TD: Tensor) -> Tensor:
         """Return `block(h_TD)`."""
         ...
 
 
-def plainly(block: Callable[[Tensor], Tensor], h_TD: Tensor) -> Tensor:
-    """The usual `RunBlock`: everything that a backward pass needs is kept."""
+def keep_activations(block: Callable[[Tensor], Tensor], h_TD: Tensor) -> Tensor:
+    """The default `RunBlock`: all activations are saved for the backward pass."""
     return block(h_TD)
 
 
@@ -147,32 +146,11 @@ class Decoder(Protocol):
         positions_T: Tensor,
         attend: Attend,
         project: Project,
-        run_block: RunBlock = plainly,
+        run_block: RunBlock = keep_activations,
     ) -> Tensor:
         """Return h_TD after the final norm, differentiable through `attend` and `project`."""
-        ...
-
-    def weight(self, layer: int, name: Projection) -> Tensor:
-        """Return the base weight W_OI of one projection."""
-        ...
-
-    def bias(self, layer: int, name: Projection) -> Tensor | None:
-        """Return the base bias b_O of one projection, if it has one."""
         ...
 
     def linear(self, layer: int, names: tuple[Projection, ...]) -> Linear:
         """Return the product with the joined weights of projections that share an input."""
         ...
-
-
-def base_projections(decoder: Decoder, *, packed: bool = False) -> Project:
-    """The base model's own linear layers, without any adapter.
-
-    `packed` chooses the way of multiplying on a CPU: see `models/linear.py`.
-    """
-
-    def project(layer: int, names: tuple[Projection, ...], x_TI: Tensor) -> tuple[Tensor, ...]:
-        linear = decoder.linear(layer, names)
-        return linear.split(linear(x_TI, packed=packed))
-
-    return project

@@ -1,4 +1,4 @@
-"""Turns an error of the device into the failure of one request."""
+"""Converts exceptions into the failure of one request."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def failure(error: BaseException, doing: str, request_id: str | None) -> Request
 
 
 def is_memory(error: BaseException) -> bool:
-    """Whether there was not enough memory."""
+    """Whether the device ran out of memory."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate" in str(error)
 
 
 def forget_frames(error: BaseException) -> BaseException:
-    """Clear the tracebacks: their frames refer to the tensors that took the memory."""
+    """Drop the tracebacks: their frames keep tensors alive."""
     link: BaseException | None = error
     while link is not None:
         link.__traceback__ = None

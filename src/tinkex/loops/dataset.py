@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from tinkex.chat.examples import ChatExample, PreferenceExample
-from tinkex.data.jsonl import read_examples
+from tinkex.data import read_examples
 from tinkex.errors import InputError
 from tinkex.loops.schedule import held_out, steps_of
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tinkex.chat.renderer import Renderer
-    from tinkex.data.example_objects import Kind
+    from tinkex.data import Kind
     from tinkex.loops.run_settings import OnData, Settings
 
 R = TypeVar("R")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tinkex.chat.renderer import Renderer
-from tinkex.data.rendering import render_pairs
+from tinkex.data import render_pairs
 from tinkex.errors import ResultError
 from tinkex.loops.batches import fingerprint, tokens_of, trained_logprobs, weighted
 from tinkex.loops.dataset import FileJob

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tinkex.chat.renderer import Renderer
-from tinkex.data.rendering import render_all
+from tinkex.data import render_all
 from tinkex.loops.batches import fingerprint, loss_of, tokens_of, trained_weight, weighted
 from tinkex.loops.dataset import FileJob
 from tinkex.loops.schedule import batch

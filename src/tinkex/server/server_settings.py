@@ -65,7 +65,7 @@ class ServerSettings:
     max_small_body_bytes: int = 4 * _MIB
     # The weights of one uploaded adapter, which are written to disk as they come.
     max_import_bytes: int = 4 * _GIB
-    # A body that takes longer to arrive is given up; clients wait a minute for an answer.
+    # A body that takes longer to arrive is refused; clients wait a minute for a reply.
     upload_timeout_s: float = 120.0
     # A request that is not answered by then is logged as a warning; polls get `long_poll_s` more.
     slow_request_s: float = 5.0
@@ -114,6 +114,6 @@ class ServerSettings:
     grace_s: float = 0.0
 
     def __post_init__(self) -> None:
-        # Keys that nothing looks at would leave a server open whose operator thinks it is not.
+        # Keys that are never checked would leave a server open whose operator believes it is not.
         if bool(self.keys) != (self.key_mode == "fixed"):
             raise InputError("keys belong to key_mode='fixed', and it needs some", "keys")

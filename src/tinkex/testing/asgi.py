@@ -28,14 +28,9 @@ if TYPE_CHECKING:
     from tinkex.clock import Clock
 
     Message = MutableMapping[str, Any]
-    AsgiApp = Callable[
-        [
-            MutableMapping[str, Any],
-            Callable[[], Awaitable[Message]],
-            Callable[[Message], Awaitable[None]],
-        ],
-        Awaitable[None],
-    ]
+    Receive = Callable[[], Awaitable[Message]]
+    Send = Callable[[Message], Awaitable[None]]
+    AsgiApp = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
 
 class AsgiTransport:
@@ -58,7 +53,7 @@ class AsgiTransport:
             raise self._timed_out(request)
         if exchange.broken is not None:
             raise self._broken(request, exchange.broken) from exchange.error
-        body = b"".join(exchange.body)
+        body = bytes(exchange.body)
         encoding = exchange.headers.get("content-encoding")
         if encoding is not None:
             try:
@@ -130,15 +125,15 @@ class AsgiTransport:
     ) -> AsyncGenerator[bytes]:
         """The body as the app sends it; each silence is bounded by the request's time-out."""
         while True:
-            received: list[bytes] = []
+            piece = b""
             async with time_limit(self._clock, request.timeout_s) as silence:
-                # An empty piece stands for the end: the app never sends one.
-                received.append(await _next_or_empty(arriving))
-            if silence.expired and not received:
+                try:
+                    piece = await arriving.receive()
+                except anyio.EndOfStream:
+                    return
+            if silence.expired and not piece:
                 raise self._timed_out(request)
-            if not received[0]:
-                return
-            yield received[0]
+            yield piece
 
     def _scope(self, request: HttpRequest) -> dict[str, Any]:
         base = self._base
@@ -178,16 +173,42 @@ class AsgiTransport:
         )
 
 
-class _Exchange:
+class CapturedReply:
+    """What an app has sent so far."""
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.headers: dict[str, str] = {}
+        self.body = bytearray()
+        self.complete = False
+
+    async def send(self, message: Message) -> None:
+        """The `send` that the app is called with."""
+        if message["type"] == "http.response.start":
+            self.status = cast("int", message["status"])
+            for name, value in cast("list[tuple[bytes, bytes]]", message.get("headers", [])):
+                key, text = name.decode("latin-1").lower(), value.decode("latin-1")
+                self.headers[key] = f"{self.headers[key]}, {text}" if key in self.headers else text
+            await self.on_start()
+        elif message["type"] == "http.response.body" and not self.complete:
+            await self.on_body(bytes(message.get("body", b"")))
+            self.complete = not message.get("more_body", False)
+
+    async def on_start(self) -> None:
+        """The head is there."""
+
+    async def on_body(self, chunk: bytes) -> None:
+        """Another part of the body is there."""
+        self.body += chunk
+
+
+class _Exchange(CapturedReply):
     """One call of an app: what it sent, and how it ended."""
 
     def __init__(self, request: HttpRequest) -> None:
+        super().__init__()
         self._request = request
         self._body_given = False
-        self.status = 0
-        self.headers: dict[str, str] = {}
-        self.body: list[bytes] = []
-        self.complete = False
         self.error: Exception | None = None
 
     async def run(self, app: AsgiApp, scope: dict[str, Any]) -> None:
@@ -221,23 +242,6 @@ class _Exchange:
         await anyio.sleep_forever()
         raise AssertionError("unreachable")
 
-    async def send(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            self.status = cast("int", message["status"])
-            for name, value in cast("list[tuple[bytes, bytes]]", message.get("headers", [])):
-                key, text = name.decode("latin-1").lower(), value.decode("latin-1")
-                self.headers[key] = f"{self.headers[key]}, {text}" if key in self.headers else text
-            await self.on_start()
-        elif message["type"] == "http.response.body" and not self.complete:
-            await self.on_body(bytes(message.get("body", b"")))
-            self.complete = not message.get("more_body", False)
-
-    async def on_start(self) -> None:
-        """The head is there."""
-
-    async def on_body(self, chunk: bytes) -> None:
-        self.body.append(chunk)
-
 
 class _StreamedExchange(_Exchange):
     """The same, with the body handed on as it comes."""
@@ -253,10 +257,3 @@ class _StreamedExchange(_Exchange):
     async def on_body(self, chunk: bytes) -> None:
         if chunk:
             await self._pieces.send(chunk)
-
-
-async def _next_or_empty(arriving: MemoryObjectReceiveStream[bytes]) -> bytes:
-    try:
-        return await arriving.receive()
-    except anyio.EndOfStream:
-        return b""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tinkex.clock import SystemClock
+from tinkex.engine.models.byte_text import byte_text
 from tinkex.engine.protocol import (
     GAUGES,
     ImportedAdapter,
@@ -27,8 +28,7 @@ from tinkex.errors import InputError, RequestFailedError
 from tinkex.testing.toy_losses import LOSSES
 from tinkex.testing.toy_model import DEVICE_S_PER_TOKEN, ToyModel, input_tokens, user_error
 from tinkex.testing.toy_peft import read_toy, write_toy
-from tinkex.testing.toy_sampler import ToySampler
-from tinkex.testing.toy_text import toy_text
+from tinkex.testing.toy_sampler import sample
 from tinkex.types import AdamParams, ForwardBackwardOutput, LoraConfig, TensorData
 
 if TYPE_CHECKING:
@@ -58,11 +58,9 @@ TINY = ModelSpec(
     vocab_size=1024,
     tokenizer_id="tinkex/tiny",
     arch="toy",
-    text=toy_text(),
+    text=byte_text(),
 )
-OTHER = replace(TINY, name="tinkex/tiny-2", text=replace(toy_text(), chat_template=None))
-EOS_TOKEN = 256
-"""Ends a sequence; ids below it are bytes, which is what stop strings are compared with."""
+OTHER = replace(TINY, name="tinkex/tiny-2", text=replace(byte_text(), chat_template=None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +79,9 @@ class Delays:
 class _State:
     """Everything an adapter is; replaced, never changed in place."""
 
-    base_model: str
+    toy: ToyModel
     lora: LoraConfig
-    bias: Floats
+    head: Head
     first: Floats
     second: Floats
     step: int = 0
@@ -112,8 +110,7 @@ class FakeEngine:
         delays: Delays | None = None,
     ) -> None:
         self._clock = clock or SystemClock()
-        self._specs = tuple(models)
-        self._toys = {spec.name: ToyModel(spec.name, spec.vocab_size) for spec in models}
+        self._toys = {spec.name: ToyModel(spec) for spec in models}
         self.delays = delays or Delays()
         # Mutable state: adapters, published snapshots, saved adapters, scripted failures, counts.
         self.calls: list[EngineCall] = []
@@ -122,14 +119,12 @@ class FakeEngine:
         self._saved: dict[str, tuple[_State, bool]] = {}
         self._failures: dict[str, list[Exception]] = {}
         self._counts: Counter[str] = Counter()
-        self._heads: dict[tuple[str, int], tuple[Floats, Head]] = {}
         self._seen_prompts: set[int] = set()
-        self._sampler = ToySampler(self._clock, EOS_TOKEN)
 
     @property
     def models(self) -> Sequence[ModelSpec]:
         """The base models."""
-        return self._specs
+        return tuple(toy.spec for toy in self._toys.values())
 
     @property
     def adapters(self) -> tuple[str, ...]:
@@ -147,8 +142,8 @@ class FakeEngine:
 
     async def create_adapter(self, spec: AdapterSpec) -> None:
         await self._enter("create_adapter", (spec.model_id,), self.delays.load_s)
-        zeros = np.zeros(self._base(spec.base_model).vocab_size)
-        self._adapters[spec.model_id] = _State(spec.base_model, spec.lora, zeros, zeros, zeros)
+        toy = self._toy(spec.base_model)
+        self._adapters[spec.model_id] = _State(toy, spec.lora, toy.base, toy.zeros, toy.zeros)
 
     async def load_adapter(self, model_id: str, location: str, *, optimizer: bool) -> None:
         await self._enter("load_adapter", (model_id,), self.delays.load_s)
@@ -160,7 +155,7 @@ class FakeEngine:
             )
         if optimizer and not has_optimizer:
             raise user_error("the checkpoint has no optimizer state")
-        zeros = np.zeros_like(saved.bias)
+        zeros = saved.toy.zeros
         fresh = replace(saved, first=zeros, second=zeros, step=0, gradient=None)
         self._adapters[model_id] = saved if optimizer else fresh
 
@@ -168,7 +163,7 @@ class FakeEngine:
         await self._enter("save_adapter", (model_id,), self.delays.save_s)
         state = self._adapter(model_id)
         self._saved[location] = (state, optimizer)
-        size = state.bias.nbytes * (3 if optimizer else 1)
+        size = state.head.bias.nbytes * (3 if optimizer else 1)
         return SavedAdapter(size_bytes=size, has_optimizer=optimizer)
 
     async def drop_adapter(self, model_id: str) -> None:
@@ -183,7 +178,7 @@ class FakeEngine:
         await self._enter("save_snapshot", (snapshot,), self.delays.save_s)
         state = self._snapshot(snapshot)
         self._saved[location] = (state, False)
-        return SavedAdapter(size_bytes=state.bias.nbytes, has_optimizer=False)
+        return SavedAdapter(size_bytes=state.head.bias.nbytes, has_optimizer=False)
 
     async def drop_snapshot(self, snapshot: str) -> None:
         await self._enter("drop_snapshot", (snapshot,), 0.0)
@@ -200,17 +195,17 @@ class FakeEngine:
     async def export_saved(self, location: str, layout: Layout = "peft") -> Mapping[str, bytes]:
         await self._enter("export_saved", (location,), 0.0)
         state = self._at(location)[0]
-        return write_toy(state.base_model, state.lora.rank, state.bias, layout)
+        return write_toy(state.toy.spec.name, state.lora.rank, state.head.bias, layout)
 
     async def import_saved(self, base_model: str, folder: Path, location: str) -> ImportedAdapter:
         await self._enter("import_saved", (location,), self.delays.save_s)
+        toy = self._toy(base_model)
         try:
-            rank, bias = read_toy(folder, base_model, self._base(base_model).vocab_size)
+            rank, bias = read_toy(folder, base_model, toy.spec.vocab_size)
         except InputError as error:
             raise user_error(str(error)) from error
         lora = LoraConfig(rank=rank, train_attn=False, train_mlp=False)
-        zeros = np.zeros_like(bias)
-        self._saved[location] = (_State(base_model, lora, bias, zeros, zeros), False)
+        self._saved[location] = (_State(toy, lora, toy.head(bias), toy.zeros, toy.zeros), False)
         return ImportedAdapter(size_bytes=bias.nbytes, lora=lora)
 
     async def stats(self) -> Mapping[str, float]:
@@ -231,47 +226,38 @@ class FakeEngine:
 
     async def sample(self, op: SampleOp, on_token: OnToken | None = None) -> SampleResult:
         await self._enter("sample", (op.op_id,), self.delays.sample_s)
-        spec = self._base(op.weights.base_model)
+        toy = self._toy(op.weights.base_model)
         prompt = input_tokens(op.prompt)
         key = zlib.crc32(repr((op.weights, op.cache_salt, prompt)).encode())
         cached = len(prompt) - 1 if key in self._seen_prompts else 0
         if len(self._seen_prompts) > 100_000:
             self._seen_prompts.clear()
         self._seen_prompts.add(key)
-        head = self._sampling_head(op)
+        head = self._sampling_head(op, toy)
         self._counts["samples_running"] += 1
         try:
-            result = await self._sampler.run(op, head, prompt, spec, self.delays.token_s, on_token)
+            result = await sample(
+                op,
+                head,
+                prompt,
+                toy.spec,
+                self._clock,
+                token_s=self.delays.token_s,
+                cached_tokens=cached,
+                on_token=on_token,
+            )
         finally:
             self._counts["samples_running"] -= 1
         self._counts["tokens_prompt_total"] += result.prompt_tokens
         self._counts["tokens_generated_total"] += result.generated_tokens
-        device_s = result.device_s + self.delays.sample_s
-        return replace(
-            result,
-            cached_tokens=cached,
-            device_s=device_s,
-            response=replace(result.response, prompt_cache_hit_tokens=cached),
-        )
+        return replace(result, device_s=result.device_s + self.delays.sample_s)
 
-    def _sampling_head(self, op: SampleOp) -> Head:
-        weights = op.weights
-        if weights.snapshot is not None:
-            return self._head(weights.base_model, self._snapshot(weights.snapshot).bias)
-        if weights.location is not None:
-            return self._head(weights.base_model, self._at(weights.location)[0].bias)
-        return self._head(weights.base_model, None)
-
-    def _head(self, base_model: str, bias: Floats | None) -> Head:
-        # States are never changed in place, so an array stands for its values. The array is
-        # kept with the head: its id would otherwise be given to another one.
-        key = (base_model, id(bias))
-        if key not in self._heads:
-            if len(self._heads) > 256:
-                self._heads.clear()
-            head = self._toys[base_model].head(bias)
-            self._heads[key] = (bias if bias is not None else np.zeros(0), head)
-        return self._heads[key][1]
+    def _sampling_head(self, op: SampleOp, toy: ToyModel) -> Head:
+        if op.weights.snapshot is not None:
+            return self._snapshot(op.weights.snapshot).head
+        if op.weights.location is not None:
+            return self._at(op.weights.location)[0].head
+        return toy.base
 
     def _train_one(self, op: TrainOp, share_s: float) -> TrainResult | RequestFailedError:
         try:
@@ -283,7 +269,7 @@ class FakeEngine:
 
     def _pass(self, op: TrainOp, share_s: float) -> TrainResult:
         state = self._adapter(op.model_id)
-        toy, head = self._toys[state.base_model], self._head(state.base_model, state.bias)
+        toy, head = state.toy, state.head
         loss_fn = LOSSES.get(op.loss_fn)
         if loss_fn is None:
             raise user_error(f"loss_fn {op.loss_fn!r} is unknown; there is: {', '.join(LOSSES)}")
@@ -291,7 +277,7 @@ class FakeEngine:
             raise user_error("data is empty")
         total, tokens = 0.0, 0
         outputs: list[dict[str, TensorData]] = []
-        gradient = np.zeros(toy.vocab_size)
+        gradient = toy.zeros.copy()
         for index, datum in enumerate(op.data):
             rows, targets = self._targets(datum, toy, f"data[{index}]")
             spread = rows if targets.ndim == 1 else rows[:, None]
@@ -329,8 +315,8 @@ class FakeEngine:
                 f"the input has {len(tokens)} tokens"
             )
         for name, ids in (("model_input", np.asarray(tokens)), ("target_tokens", targets)):
-            if ids.size and (ids.min() < 0 or ids.max() >= toy.vocab_size):
-                raise user_error(f"{path}: {name} has a token outside 0..{toy.vocab_size - 1}")
+            if ids.size and (ids.min() < 0 or ids.max() >= toy.spec.vocab_size):
+                raise user_error(f"{path}: {name} has a token outside 0..{toy.spec.vocab_size - 1}")
         return toy.rows(tokens), targets
 
     def _step_one(self, op: OptimOp, share_s: float) -> OptimResult | RequestFailedError:
@@ -342,11 +328,10 @@ class FakeEngine:
         self._adapters[op.model_id] = stepped
         return OptimResult(metrics=metrics, device_s=share_s + DEVICE_S_PER_TOKEN)
 
-    def _base(self, name: str) -> ModelSpec:
-        for spec in self._specs:
-            if spec.name == name:
-                return spec
-        raise user_error(f"no base model {name!r} here; there are: {', '.join(self._toys)}")
+    def _toy(self, name: str) -> ToyModel:
+        if name not in self._toys:
+            raise user_error(f"no base model {name!r} here; there are: {', '.join(self._toys)}")
+        return self._toys[name]
 
     def _adapter(self, model_id: str) -> _State:
         state = self._adapters.get(model_id)
@@ -390,7 +375,8 @@ def _optimize(state: _State, params: Any) -> tuple[_State, dict[str, float]]:
     adam = params if isinstance(params, AdamParams) else AdamParams()
     rate = float(getattr(params, "learning_rate", adam.learning_rate))
     limit = float(getattr(params, "grad_clip_norm", 0.0))
-    gradient = np.zeros_like(state.bias) if state.gradient is None else state.gradient
+    bias, gradient = state.head.bias, state.gradient
+    gradient = state.toy.zeros if gradient is None else gradient
     norm = float(np.linalg.norm(gradient))
     if 0 < limit < norm:
         gradient = gradient * (limit / norm)
@@ -398,10 +384,9 @@ def _optimize(state: _State, params: Any) -> tuple[_State, dict[str, float]]:
     first = adam.beta1 * state.first + (1 - adam.beta1) * gradient
     second = adam.beta2 * state.second + (1 - adam.beta2) * gradient**2
     scale = np.sqrt(second / (1 - adam.beta2**step)) + adam.eps
-    update = rate * (first / (1 - adam.beta1**step) / scale + adam.weight_decay * state.bias)
-    stepped = replace(
-        state, bias=state.bias - update, first=first, second=second, step=step, gradient=None
-    )
+    update = rate * (first / (1 - adam.beta1**step) / scale + adam.weight_decay * bias)
+    head = state.toy.head(bias - update)
+    stepped = replace(state, head=head, first=first, second=second, step=step, gradient=None)
     return stepped, {
         "grad_norm": norm,
         "grad_norm_clipped": float(np.linalg.norm(gradient)),

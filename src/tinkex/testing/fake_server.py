@@ -21,6 +21,9 @@ import threading
 from contextlib import AsyncExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Self, cast
 
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
 from tinkex.clock import SystemClock
 from tinkex.errors import ClosedError, InputError
 from tinkex.server.app import create_app, running
@@ -35,9 +38,6 @@ from tinkex.types import ClientSessionFinished, ClientSessionFinishErrored
 
 if TYPE_CHECKING:
     from collections.abc import Generator
-    from types import TracebackType
-
-    import uvicorn
 
     from tinkex.clients.service import ServiceClient
     from tinkex.clock import Clock
@@ -120,15 +120,10 @@ class FakeServer:
         await self._stack.enter_async_context(running(self._parts))
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *outcome: Any) -> None:
         stack, self._stack = self._stack, None
         if stack is not None:
-            await stack.__aexit__(kind, error, trace)
+            await stack.__aexit__(*outcome)
 
     def transport(self, base_url: str = "http://fake.invalid") -> InProcessTransport:
         """A transport straight into the app.
@@ -162,8 +157,11 @@ class FakeServer:
         """Listen on a random loopback port, in a thread of its own."""
         if isinstance(self.clock, FakeClock):
             raise InputError("a real socket needs the system clock; use transport() instead")
-        server, listener = _uvicorn(self)
+        # Of no named protocol, asyncio would leave small answers waiting for an acknowledgement.
+        listener = socket.socket(proto=socket.IPPROTO_TCP)
+        listener.bind(("127.0.0.1", 0))
         host, port = listener.getsockname()
+        server = _Server(self.app)
 
         def run() -> None:
             try:
@@ -190,14 +188,11 @@ class FakeServer:
         if self._loop is None or _running_loop() is self._loop:
             self._lose_samples()
             return
-        done = threading.Event()
 
-        def lose() -> None:
+        async def lose() -> None:
             self._lose_samples()
-            done.set()
 
-        self._loop.call_soon_threadsafe(lose)
-        done.wait()
+        asyncio.run_coroutine_threadsafe(lose(), self._loop).result()
 
     def _lose_samples(self) -> None:
         parts = self._parts
@@ -257,47 +252,32 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
         return None
 
 
-def _uvicorn(fake: FakeServer) -> tuple[_Server, socket.socket]:
-    import uvicorn
-    from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+class _Protocol(HttpToolsProtocol):
+    """Lets faults break the connection."""
 
-    class Protocol(HttpToolsProtocol):
-        """Lets faults break the connection."""
-
-        def on_message_begin(self) -> None:
-            super().on_message_begin()
-            cast("dict[str, Any]", self.scope)[ABORT] = self.transport.abort
-
-    class Server(uvicorn.Server):
-        """Says when it listens."""
-
-        def __init__(self, config: uvicorn.Config) -> None:
-            super().__init__(config)
-            self.ready = threading.Event()
-            self.loop: asyncio.AbstractEventLoop | None = None
-
-        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-            await super().startup(sockets)
-            self.loop = asyncio.get_running_loop()
-            self.ready.set()
-
-    # Of no named protocol, asyncio would leave small answers waiting for an acknowledgement.
-    listener = socket.socket(proto=socket.IPPROTO_TCP)
-    listener.bind(("127.0.0.1", 0))
-    config = uvicorn.Config(
-        cast("Any", fake.app),
-        http=Protocol,
-        ws="none",
-        lifespan="on",
-        log_level="critical",
-        access_log=False,
-        timeout_graceful_shutdown=0,
-    )
-    return cast("_Server", Server(config)), listener
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        cast("dict[str, Any]", self.scope)[ABORT] = self.transport.abort
 
 
-if TYPE_CHECKING:
+class _Server(uvicorn.Server):
+    """Says when it listens."""
 
-    class _Server(uvicorn.Server):
-        ready: threading.Event
-        loop: asyncio.AbstractEventLoop | None
+    def __init__(self, app: Any) -> None:
+        config = uvicorn.Config(
+            app,
+            http=_Protocol,
+            ws="none",
+            lifespan="on",
+            log_level="critical",
+            access_log=False,
+            timeout_graceful_shutdown=0,
+        )
+        super().__init__(config)
+        self.ready = threading.Event()
+        self.loop: asyncio.AbstractEventLoop | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.loop = asyncio.get_running_loop()
+        self.ready.set()

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 RetryAfterForm = Literal["retry-after-ms", "retry-after", "date", "none"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class FaultRule:
     """When an effect strikes: matching calls `first` to `first + times - 1`, or all after."""
 
@@ -40,6 +40,7 @@ class FaultRule:
     first: int
     times: int | None
     when: Callable[[SeenRequest], bool] | None
+    matched: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +55,8 @@ class Faults:
     """The script of one server."""
 
     def __init__(self) -> None:
-        # Mutable state: rules with how many calls each has matched, and what has happened.
+        # Mutable state: the rules, which count the calls that they match, and what has happened.
         self._rules: list[FaultRule] = []
-        self._matched: list[int] = []
         self.fired: list[Fired] = []
 
     def on(
@@ -74,26 +74,23 @@ class Faults:
         """
         name = getattr(effect, "__qualname__", repr(effect)).split(".")[0]
         self._rules.append(FaultRule(effect, name, route, nth, times, when))
-        self._matched.append(0)
 
     def clear(self) -> None:
         """Remove all rules; what has happened stays."""
         self._rules.clear()
-        self._matched.clear()
 
     def choose(self, request: SeenRequest) -> Effect | None:
         """The effect for a request; counts the request for every rule it matches."""
         chosen: FaultRule | None = None
-        for index, rule in enumerate(self._rules):
+        for rule in self._rules:
             if rule.route not in (None, request.route):
                 continue
             if rule.when is not None and not rule.when(request):
                 continue
-            count = self._matched[index]
-            self._matched[index] += 1
-            within = rule.times is None or count < rule.first + rule.times
-            if chosen is None and count >= rule.first and within:
+            within = rule.times is None or rule.matched < rule.first + rule.times
+            if chosen is None and rule.matched >= rule.first and within:
                 chosen = rule
+            rule.matched += 1
         if chosen is None:
             return None
         self.fired.append(Fired(chosen.name, request))
@@ -200,7 +197,7 @@ def drop_midway(fraction: float = 0.5) -> Effect:
     async def drop_midway(exchange: Exchange) -> None:
         answer = await exchange.capture()
         await exchange.start(answer.status, answer.headers)
-        part = answer.body[: max(int(len(answer.body) * fraction), 1)]
+        part = bytes(answer.body[: max(int(len(answer.body) * fraction), 1)])
         await exchange.send_body(part, more=True)
         await exchange.abort()
 
@@ -214,7 +211,7 @@ def trickle(chunk_bytes: int, delay_s: float) -> Effect:
         answer = await exchange.capture()
         await exchange.start(answer.status, answer.headers)
         for start in range(0, len(answer.body), chunk_bytes):
-            await exchange.send_body(answer.body[start : start + chunk_bytes], more=True)
+            await exchange.send_body(bytes(answer.body[start : start + chunk_bytes]), more=True)
             await exchange.clock.sleep(delay_s)
         await exchange.send_body(b"", more=False)
 
@@ -233,7 +230,7 @@ def wrong_media_type() -> Effect:
         answer = await exchange.capture()
         binary = MEDIA_PROTOBUF in answer.headers.get("content-type", "")
         headers = {**answer.headers, "content-type": MEDIA_JSON if binary else MEDIA_PROTOBUF}
-        await exchange.answer(answer.status, answer.body, headers)
+        await exchange.answer(answer.status, bytes(answer.body), headers)
 
     return wrong_media_type
 

@@ -5,24 +5,23 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import ClientDisconnect, Request
 
 from tinkex.errors import InputError
+from tinkex.testing.asgi import CapturedReply
 from tinkex.wire.compression import decompress
 from tinkex.wire.json_codec import decode_object
 from tinkex.wire.proto_training import decode_forward_backward
 from tinkex.wire.routes import MEDIA_PROTOBUF, PREFIX, ROUTES
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+    from collections.abc import Mapping, MutableMapping
 
     from tinkex.clock import Clock
+    from tinkex.testing.asgi import AsgiApp, Message, Receive, Send
     from tinkex.testing.fake_server import FakeServer
-
-    Message = MutableMapping[str, Any]
-    Receive = Callable[[], Awaitable[Message]]
-    Send = Callable[[Message], Awaitable[None]]
-    AsgiApp = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
 # Where a server that runs on sockets puts the function that breaks the connection.
 ABORT = "tinkex.abort"
@@ -81,32 +80,15 @@ class SeenRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class CapturedReply:
-    """The reply that the app would have sent."""
-
-    status: int
-    headers: dict[str, str]
-    body: bytes
-
-
 class Exchange:
     """One request, as an effect handles it."""
 
-    def __init__(
-        self,
-        server: FakeServer,
-        app: AsgiApp,
-        request: SeenRequest,
-        scope: MutableMapping[str, Any],
-        receive: Receive,
-        send: Send,
-    ) -> None:
-        self.server = server
-        self.request = request
-        self._app = app
-        self._scope = scope
-        self._receive = receive
-        self._send = send
+    server: FakeServer
+    request: SeenRequest
+    _app: AsgiApp
+    _scope: MutableMapping[str, Any]
+    _receive: Receive
+    _send: Send
 
     @property
     def clock(self) -> Clock:
@@ -119,24 +101,14 @@ class Exchange:
 
     async def capture(self) -> CapturedReply:
         """Let the app do its work and keep its answer from the client."""
-        status, headers, body = 0, dict[str, str](), bytearray()
-
-        async def send(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = cast("int", message["status"])
-                pairs = cast("list[tuple[bytes, bytes]]", message["headers"])
-                headers.update({k.decode("latin-1"): v.decode("latin-1") for k, v in pairs})
-            elif message["type"] == "http.response.body":
-                body.extend(message.get("body", b""))
-
-        await self._app(dict(self._scope), self._replay(), send)
-        return CapturedReply(status, headers, bytes(body))
+        reply = CapturedReply()
+        await self._app(dict(self._scope), self._replay(), reply.send)
+        return reply
 
     async def answer(
         self, status: int, body: bytes, headers: Mapping[str, str], content_length: bool = True
     ) -> None:
-        """CapturedReply in the app's place."""
+        """Answer in the app's place."""
         kept = {k: v for k, v in headers.items() if k != "content-length"}
         if content_length:
             kept["content-length"] = str(len(body))
@@ -196,7 +168,7 @@ class Recorder:
             return
         if self._server.record:
             self._server.requests.append(request)
-        exchange = Exchange(self._server, self._app, request, scope, receive, send)
+        exchange = Exchange(self._server, request, self._app, scope, receive, send)
         effect = self._server.faults.choose(request)
         if effect is None:
             await exchange.forward()
@@ -204,23 +176,18 @@ class Recorder:
             await effect(exchange)
 
     async def _read(self, scope: MutableMapping[str, Any], receive: Receive) -> SeenRequest | None:
-        parts: list[bytes] = []
-        more = True
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return None
-            parts.append(bytes(message.get("body", b"")))
-            more = bool(message.get("more_body", False))
-        pairs = cast("list[tuple[bytes, bytes]]", scope["headers"])
-        headers = {k.decode("latin-1").lower(): v.decode("latin-1") for k, v in pairs}
-        method, path = str(scope["method"]), str(scope["path"])
+        received = Request(scope, receive)
+        try:
+            body = await received.body()
+        except ClientDisconnect:
+            return None
+        method, path = received.method, str(scope["path"])
         return SeenRequest(
             route=route_name(method, path),
             method=method,
             path=path,
             query=bytes(scope.get("query_string", b"")).decode("latin-1"),
-            headers={k: v for k, v in headers.items() if k not in _SECRET_HEADERS},
+            headers={k: v for k, v in received.headers.items() if k not in _SECRET_HEADERS},
             at=self._server.clock.now(),
-            raw_body=b"".join(parts),
+            raw_body=body,
         )

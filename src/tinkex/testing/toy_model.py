@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from tinkex.engine.protocol import ModelSpec
     from tinkex.types import ModelInput
 
     Floats = npt.NDArray[np.float64]
@@ -35,6 +36,7 @@ class Head:
     """The distributions of one state of the weights. Immutable; small tables are kept."""
 
     def __init__(self, table: Floats, bias: Floats) -> None:
+        self.bias = bias
         logits = table + bias
         top = logits.max(axis=1, keepdims=True)
         norm = top + np.log(np.exp(logits - top).sum(axis=1, keepdims=True))
@@ -75,15 +77,17 @@ class Head:
 class ToyModel:
     """A base model of the fake engine."""
 
-    def __init__(self, name: str, vocab_size: int) -> None:
-        numbers = np.random.Generator(np.random.PCG64(zlib.crc32(name.encode())))
-        self.name = name
-        self.vocab_size = vocab_size
-        self.table: Floats = numbers.normal(size=(ROWS, vocab_size))
+    def __init__(self, spec: ModelSpec) -> None:
+        numbers = np.random.Generator(np.random.PCG64(zlib.crc32(spec.name.encode())))
+        self.spec = spec
+        self._table: Floats = numbers.normal(size=(ROWS, spec.vocab_size))
+        self.zeros: Floats = np.zeros(spec.vocab_size)
+        self.base = self.head(self.zeros)
+        """The distributions without an adapter."""
 
-    def head(self, bias: Floats | None = None) -> Head:
-        """The distributions with a bias, or of the base model itself."""
-        return Head(self.table, np.zeros(self.vocab_size) if bias is None else bias)
+    def head(self, bias: Floats) -> Head:
+        """The distributions with a bias."""
+        return Head(self._table, bias)
 
     @staticmethod
     def rows(tokens: Sequence[int] | Ints) -> Ints:

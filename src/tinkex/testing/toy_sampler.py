@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tinkex.engine.models.byte_text import BYTE_EOS
 from tinkex.engine.protocol import SampleResult
 from tinkex.testing.toy_model import DEVICE_S_PER_TOKEN, ToyModel, uniform, user_error
 from tinkex.types import (
@@ -40,88 +41,88 @@ class _Growing:
     stop_reason: StopReason | None = None
 
 
-class ToySampler:
-    """Holds no state of its own; every draw depends on (seed, sample, position) alone."""
+async def sample(
+    op: SampleOp,
+    head: Head,
+    prompt: list[int],
+    spec: ModelSpec,
+    clock: Clock,
+    *,
+    token_s: float,
+    cached_tokens: int,
+    on_token: OnToken | None,
+) -> SampleResult:
+    """Sample every sequence of an operation, one position every `token_s` seconds of `clock`.
 
-    def __init__(self, clock: Clock, eos_token: int) -> None:
-        self._clock = clock
-        self._eos = eos_token
+    Every draw depends on (seed, sample, position) alone.
+    """
+    limit = _limit(op, prompt, spec)
+    # Without a seed the operation's own id makes calls differ, and a replay equal.
+    seed = op.params.seed if op.params.seed is not None else zlib.crc32(op.op_id.encode())
+    growing = [_Growing(index) for index in range(len(op.sequence_ids))]
+    for _ in range(limit):
+        alive = [g for g in growing if g.stop_reason is None]
+        if not alive:
+            break
+        for sequence in alive:
+            _grow(sequence, op, head, prompt, seed, on_token)
+        if token_s > 0:
+            await clock.sleep(token_s)
+    generated = sum(len(g.tokens) for g in growing)
+    response = SampleResponse(
+        sequences=[
+            _sequence(g, sequence_id, head, op.topk_sample_logprobs)
+            for g, sequence_id in zip(growing, op.sequence_ids, strict=True)
+        ],
+        prompt_logprobs_np=_prompt_logprobs(op, head, prompt),
+        topk_prompt_logprobs_np=_topk_prompt(op, head, prompt),
+        target_prompt_logprobs=_targets(op, head, prompt),
+        prompt_alt_tokens=_alternatives(op, head, prompt, seed),
+        prompt_cache_hit_tokens=cached_tokens,
+    )
+    steps = max((len(g.tokens) for g in growing), default=0)
+    return SampleResult(
+        response=response,
+        prompt_tokens=len(prompt),
+        cached_tokens=cached_tokens,
+        generated_tokens=generated,
+        device_s=steps * token_s + (len(prompt) + generated) * DEVICE_S_PER_TOKEN,
+    )
 
-    async def run(
-        self,
-        op: SampleOp,
-        head: Head,
-        prompt: list[int],
-        spec: ModelSpec,
-        token_s: float,
-        on_token: OnToken | None,
-    ) -> SampleResult:
-        """Sample every sequence of an operation, one position at a time."""
-        limit = _limit(op, prompt, spec)
-        # Without a seed the operation's own id makes calls differ, and a replay equal.
-        seed = op.params.seed if op.params.seed is not None else zlib.crc32(op.op_id.encode())
-        growing = [_Growing(index) for index in range(len(op.sequence_ids))]
-        for _ in range(limit):
-            alive = [g for g in growing if g.stop_reason is None]
-            if not alive:
-                break
-            for sequence in alive:
-                self._grow(sequence, op, head, prompt, seed, on_token)
-            if token_s > 0:
-                await self._clock.sleep(token_s)
-        generated = sum(len(g.tokens) for g in growing)
-        response = SampleResponse(
-            sequences=[
-                _sequence(g, sequence_id, head, op.topk_sample_logprobs)
-                for g, sequence_id in zip(growing, op.sequence_ids, strict=True)
-            ],
-            prompt_logprobs_np=_prompt_logprobs(op, head, prompt),
-            topk_prompt_logprobs_np=_topk_prompt(op, head, prompt),
-            target_prompt_logprobs=_targets(op, head, prompt),
-            prompt_alt_tokens=_alternatives(op, head, prompt, seed),
-        )
-        steps = max((len(g.tokens) for g in growing), default=0)
-        return SampleResult(
-            response=response,
-            prompt_tokens=len(prompt),
-            cached_tokens=0,
-            generated_tokens=generated,
-            device_s=steps * token_s + (len(prompt) + generated) * DEVICE_S_PER_TOKEN,
-        )
 
-    def _grow(
-        self,
-        sequence: _Growing,
-        op: SampleOp,
-        head: Head,
-        prompt: list[int],
-        seed: int,
-        on_token: OnToken | None,
-    ) -> None:
-        params = op.params
-        place = len(prompt) + len(sequence.tokens) - 1
-        row = ToyModel.row(sequence.tokens[-1] if sequence.tokens else prompt[-1], place)
-        u = uniform(seed, sequence.index, place)
-        token = head.pick(row, u, params.temperature, params.top_k, params.top_p)
-        logprob = float(head.logprobs[row, token])
-        sequence.tokens.append(token)
-        sequence.logprobs.append(logprob)
-        sequence.rows.append(row)
-        if on_token is not None:
-            on_token(sequence.index, token, logprob, _best(head, row, op.topk_sample_logprobs))
-        if self._stops(sequence.tokens, params):
-            sequence.stop_reason = "stop"
+def _grow(
+    sequence: _Growing,
+    op: SampleOp,
+    head: Head,
+    prompt: list[int],
+    seed: int,
+    on_token: OnToken | None,
+) -> None:
+    params = op.params
+    place = len(prompt) + len(sequence.tokens) - 1
+    row = ToyModel.row(sequence.tokens[-1] if sequence.tokens else prompt[-1], place)
+    u = uniform(seed, sequence.index, place)
+    token = head.pick(row, u, params.temperature, params.top_k, params.top_p)
+    logprob = float(head.logprobs[row, token])
+    sequence.tokens.append(token)
+    sequence.logprobs.append(logprob)
+    sequence.rows.append(row)
+    if on_token is not None:
+        on_token(sequence.index, token, logprob, _best(head, row, op.topk_sample_logprobs))
+    if _stops(sequence.tokens, params):
+        sequence.stop_reason = "stop"
 
-    def _stops(self, tokens: list[int], params: SamplingParams) -> bool:
-        stop = params.stop
-        if stop is None:
-            return tokens[-1] == self._eos
-        choices = [stop] if isinstance(stop, str) else list(stop)
-        text = bytes(token for token in tokens if token < self._eos)
-        return any(
-            (tokens[-1] == choice) if isinstance(choice, int) else text.endswith(choice.encode())
-            for choice in choices
-        )
+
+def _stops(tokens: list[int], params: SamplingParams) -> bool:
+    stop = params.stop
+    if stop is None:
+        return tokens[-1] == BYTE_EOS
+    choices = [stop] if isinstance(stop, str) else list(stop)
+    text = bytes(token for token in tokens if token < BYTE_EOS)
+    return any(
+        (tokens[-1] == choice) if isinstance(choice, int) else text.endswith(choice.encode())
+        for choice in choices
+    )
 
 
 def _best(head: Head, row: int, k: int) -> Best | None:

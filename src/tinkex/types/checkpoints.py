@@ -4,10 +4,8 @@ from datetime import datetime
 from typing import Any, Final, Literal, Self
 from urllib.parse import quote
 
-from msgspec.structs import force_setattr
-
 from tinkex.errors import InputError, InputTypeError
-from tinkex.types.optimizers import OptimizerConfigField, optimizer_config
+from tinkex.types.optimizers import OptimizerConfigField, set_optimizer_config
 from tinkex.types.value import Int, Request, Response, Result, Usage
 
 CheckpointType = Literal["training", "sampler", "external"]
@@ -200,9 +198,7 @@ class LoadWeightsRequest(Request):
 
     def __post_init__(self) -> None:
         if self.optimizer_config is not None:
-            path = "LoadWeightsRequest.optimizer_config"
-            config = optimizer_config(self.optimizer_config, path)
-            force_setattr(self, "optimizer_config", config)
+            set_optimizer_config(self)
 
     def __repr__(self) -> str:
         return _hide_token(self)

@@ -3,9 +3,12 @@
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, field
-from msgspec.structs import force_setattr
 
-from tinkex.types.optimizers import AdamOptimizerConfig, OptimizerConfigField, optimizer_config
+from tinkex.types.optimizers import (
+    AdamOptimizerConfig,
+    OptimizerConfigField,
+    set_optimizer_config,
+)
 from tinkex.types.value import Int, Request, Response
 
 
@@ -30,8 +33,7 @@ class CreateModelRequest(Request):
     optimizer_config: OptimizerConfigField = field(default_factory=AdamOptimizerConfig)
     type: Literal["create_model"] = "create_model"
 
-    def __post_init__(self) -> None:
-        _set_config(self)
+    __post_init__ = set_optimizer_config
 
 
 class CreateModelResponse(Response):
@@ -67,8 +69,7 @@ class GetInfoResponse(Response):
     lora_rank: int | None = None
     model_name: str | None = None
 
-    def __post_init__(self) -> None:
-        _set_config(self)
+    __post_init__ = set_optimizer_config
 
 
 class UnloadModelRequest(Request):
@@ -96,8 +97,7 @@ class WeightsInfoResponse(Response):
     train_mlp: bool | None = None
     train_attn: bool | None = None
 
-    def __post_init__(self) -> None:
-        _set_config(self)
+    __post_init__ = set_optimizer_config
 
 
 class SupportedModel(Response):
@@ -113,11 +113,3 @@ class GetServerCapabilitiesResponse(Response):
     """The base models a server offers."""
 
     supported_models: list[SupportedModel]
-
-
-def _set_config(
-    owner: CreateModelRequest | GetInfoResponse | WeightsInfoResponse,
-) -> None:
-    path = f"{type(owner).__name__}.optimizer_config"
-    config = optimizer_config(owner.optimizer_config, path)
-    force_setattr(owner, "optimizer_config", config)

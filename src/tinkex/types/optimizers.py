@@ -127,30 +127,33 @@ _PARAMS: Final[dict[str, type[OptimParamsBase]]] = {"dimuon": DimuonParams}
 
 def optimizer_config(value: Any, path: str) -> OptimizerConfigBase:
     """The config of a decoded object or of a caller's value."""
-    if isinstance(value, OptimizerConfigBase):
-        return value
-    if not is_mapping(value):
-        raise InputTypeError(f"expected OptimizerConfig, got {type(value).__name__}", path)
     return _pick(value, _CONFIGS, OptimizerConfigBase, path)
+
+
+def set_optimizer_config(owner: Any) -> None:
+    """Replace the field `optimizer_config` of a new struct by its value of the right class."""
+    path = f"{type(owner).__name__}.optimizer_config"
+    force_setattr(owner, "optimizer_config", optimizer_config(owner.optimizer_config, path))
 
 
 def optim_params(value: Any, path: str) -> OptimParamsBase:
     """The parameters of a decoded object or of a caller's value."""
-    if isinstance(value, OptimParamsBase):
-        return value
-    if not is_mapping(value):
-        raise InputTypeError(f"expected OptimParams, got {type(value).__name__}", path)
     return _pick(value, _PARAMS, OptimParamsBase, path)
 
 
-def _pick(fields: Any, known: dict[str, type[B]], other: type[B], path: str) -> B:
-    from tinkex.types.coercion import rebase
-
-    tag = fields.get("type")
-    kind = known.get(tag, other) if isinstance(tag, str) else other
+def _pick(value: Any, known: dict[str, type[B]], base: type[B], path: str) -> B:
+    if isinstance(value, base):
+        return value
+    if not is_mapping(value):
+        wanted = base.__name__.removesuffix("Base")
+        raise InputTypeError(f"expected {wanted}, got {type(value).__name__}", path)
+    tag = value.get("type")
+    kind = known.get(tag, base) if isinstance(tag, str) else base
     try:
-        return kind.model_validate(fields)
+        return kind.model_validate(value)
     except InputError as error:
+        from tinkex.types.coercion import rebase
+
         raise rebase(error, path) from None
 
 

@@ -56,27 +56,20 @@ class SampledSequence:
         ids = _first(tokens_np, tokens, _tokens_list)
         values = _first(logprobs_np, logprobs, _logprobs_list)
         best = _first(topk_logprobs_np, topk_logprobs, _topk_logprobs_list)
-        state = self.__dict__
-        state["stop_reason"] = stop_reason
-        state["sequence_id"] = sequence_id
-        state["tokens_np"] = (
-            None if ids is None else _flat(int32_array(ids, f"{kind}.tokens"), "tokens")
+        if ids is not None:
+            ids = _flat(int32_array(ids, f"{kind}.tokens"), f"{kind}.tokens")
+        if values is not None:
+            path = f"{kind}.logprobs"
+            values = _flat(to_array(values, "float32", path), path)
+            if ids is not None and len(ids) != len(values):
+                raise InputError(f"{len(values)} log-probabilities for {len(ids)} tokens", path)
+        self.__dict__.update(
+            stop_reason=stop_reason,
+            sequence_id=sequence_id,
+            tokens_np=ids,
+            logprobs_np=values,
+            topk_logprobs_np=_topk(best, f"{kind}.topk_logprobs"),
         )
-        state["logprobs_np"] = (
-            None
-            if values is None
-            else _flat(to_array(values, "float32", f"{kind}.logprobs"), "logprobs")
-        )
-        state["topk_logprobs_np"] = _topk(best, f"{kind}.topk_logprobs")
-        if (
-            self.tokens_np is not None
-            and self.logprobs_np is not None
-            and len(self.tokens_np) != len(self.logprobs_np)
-        ):
-            raise InputError(
-                f"{len(self.logprobs_np)} log-probabilities for {len(self.tokens_np)} tokens",
-                f"{kind}.logprobs",
-            )
 
     @classmethod
     def _make(
@@ -137,11 +130,9 @@ def _first(*values: Any) -> Any:
     return next((value for value in values if value is not None), None)
 
 
-def _flat(array: Array, name: str) -> Array:
+def _flat(array: Array, path: str) -> Array:
     if array.ndim != 1:
-        raise InputError(
-            f"expected one dimension, got shape {list(array.shape)}", f"SampledSequence.{name}"
-        )
+        raise InputError(f"expected one dimension, got shape {list(array.shape)}", path)
     return array
 
 

@@ -149,11 +149,10 @@ class TensorData:
             object.__setattr__(self, "_holders", _EXPOSED)
         return self._numpy
 
-    def __setattr__(self, name: str, value: object) -> None:
-        raise _frozen(name)
+    def __setattr__(self, name: str, *value: object) -> None:
+        raise FrozenValueError("tensors cannot be changed; make a new one", f"TensorData.{name}")
 
-    def __delattr__(self, name: str) -> None:
-        raise _frozen(name)
+    __delattr__ = __setattr__
 
     @classmethod
     def from_numpy(cls, array: Any) -> Self:
@@ -310,10 +309,6 @@ class TensorData:
         from pydantic_core import core_schema
 
         return pydantic_schema(core_schema, cls.from_json, cls.to_json)
-
-
-def _frozen(name: str) -> FrozenValueError:
-    return FrozenValueError("tensors cannot be changed; make a new one", f"TensorData.{name}")
 
 
 def _torch(tensor: Any, name: str) -> Array:

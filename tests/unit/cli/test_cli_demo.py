@@ -13,10 +13,10 @@ import pytest
 
 from tinkex.chat import ChatExample
 from tinkex.cli.commands import DONE, MISUSED
+from tinkex.cli.demo import HELD_OUT, PROMPTS, TRAINING
 from tinkex.cli.main import main
 from tinkex.config import DEFAULT_MODEL
 from tinkex.data import read_examples
-from tinkex.demo import HELD_OUT, PROMPTS, TRAINING
 from tinkex.loops import SftSettings
 from tinkex.loops.run_folder import Record, RunFolder
 

@@ -1,4 +1,4 @@
-"""One torch thread: tests run side by side, and threads that wait for a core only spin."""
+"""One torch thread: tests run adjacent, and threads that wait for a core only spin."""
 
 from __future__ import annotations
 

@@ -13,9 +13,8 @@ import torch
 from tests.unit.engine.models.reference import random_model
 from tinkex.config import DEFAULT_MODEL
 from tinkex.engine.local import LocalEngine, LocalSettings
-from tinkex.engine.models.deferred import DeferredModel, defer_model
 from tinkex.engine.models.hub import packaged_file
-from tinkex.engine.models.loader import BaseModel, load_model
+from tinkex.engine.models.loader import BaseModel, DeferredModel, defer_model, load_model
 from tinkex.engine.process.child import build_engine
 from tinkex.engine.process.spec import EngineSpec, ModelSource
 from tinkex.engine.protocol import AdapterSpec, SampleOp, SampleResult, Weights
@@ -107,7 +106,7 @@ async def test_an_adapter_of_a_model_that_is_not_loaded_can_be_exported_and_samp
         assert (await sample(engine, weights)).response == expected
 
 
-async def test_weights_that_cannot_be_read_are_an_error_of_whoever_uses_them(
+async def test_weights_that_cannot_be_read_are_an_error_of_the_calls_that_use_them(
     folder: Path, tmp_path: Path
 ):
     model = deferred(folder)

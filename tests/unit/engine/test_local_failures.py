@@ -60,8 +60,8 @@ def test_a_failed_pass_has_let_go_of_its_memory_before_anything_else_runs():
     made = trainer()
     for name in "abc":
         add(made, name)
-    fragile = Fragile(made._room.decoder, heavy=96)
-    made._room = replace(made._room, decoder=fragile)
+    fragile = Fragile(made._context.decoder, heavy=96)
+    made._context = replace(made._context, decoder=fragile)
     light = datum(9)
     light = Datum(
         ModelInput.from_ints([token % 90 for token in light.model_input.to_ints()]),
@@ -136,7 +136,7 @@ def test_no_room_while_adding_up_fails_the_operation_and_keeps_what_was_there():
     with _NoRoom(before.weights.flat_P.numel(), "add", "__add__"):
         answers = made.train([op("a", [datum(6)]), op("b", [datum(6)])])
     assert isinstance(answers[0], RequestFailedError)
-    assert "ran out of memory while adding up the gradient: no room" in str(answers[0])
+    assert "ran out of memory while accumulating the gradient: no room" in str(answers[0])
     assert isinstance(answers[0].__cause__, MemoryError)
     assert made.adapters["a"] is before
     assert isinstance(answers[1], TrainResult)
@@ -173,7 +173,7 @@ def test_no_room_for_a_new_adapter_or_a_snapshot_is_that_requests_failure(tmp_pa
                     lambda: target.create_adapter(spec("new")),
                 ),
                 (
-                    "tinkex.engine.training.trainer.Trainer.snapshot",
+                    "tinkex.engine.training.trainer.Trainer.weights",
                     lambda: target.publish("m", "snap"),
                 ),
                 (
@@ -192,7 +192,7 @@ def test_no_room_for_a_new_adapter_or_a_snapshot_is_that_requests_failure(tmp_pa
     asyncio.run(scenario())
 
 
-def test_a_sampler_step_that_breaks_altogether_is_told_to_all_and_the_engine_goes_on(
+def test_a_sampler_step_that_breaks_altogether_fails_all_samples_and_the_engine_continues(
     tmp_path, monkeypatch
 ):
     async def scenario():

@@ -14,7 +14,7 @@ from tests.unit.engine.local_kit import optim_op, spec, trained
 from tests.unit.engine.models.reference import random_model
 from tinkex.engine.checkpoints.adapter_file import load
 from tinkex.engine.checkpoints.merged import write_merged
-from tinkex.engine.checkpoints.peft import import_peft, read_folder
+from tinkex.engine.checkpoints.peft import import_folder
 from tinkex.engine.local import LocalEngine, LocalSettings
 from tinkex.engine.models.loader import load_model
 from tinkex.engine.protocol import SampleOp, TrainOp, Weights
@@ -146,7 +146,7 @@ def test_an_adapter_of_the_real_peft_samples_as_it_does_there(tmp_path: Path):
                 if "lora_B" in name:
                     parameter.normal_(0.0, 0.1, generator=generator)
         adapted.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
-    weights = import_peft(read_folder(tmp_path / "adapter"), decoder.config)
+    weights = import_folder(tmp_path / "adapter", decoder.config)
     versions = {"theirs": weights}
     sampler = Sampler(
         decoder,

@@ -1,4 +1,4 @@
-"""Every rank from 1 to 256 and every choice of targets, trained and sampled side by side."""
+"""Every rank from 1 to 256 and every choice of targets, trained and sampled adjacent."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 
 from tests.unit.engine.local_kit import engine, sample_op
-from tinkex.engine.local.relay import TokenRelay, hop
+from tinkex.engine.local.relay import TokenRelay, call_on_loop
 
 
 def test_a_loop_is_woken_once_for_all_tokens_of_a_step(monkeypatch):
@@ -26,10 +26,10 @@ def test_a_loop_is_woken_once_for_all_tokens_of_a_step(monkeypatch):
             second(1, number, -2.0, ([number], [-2.0]))
         relay.flush()
         relay.flush()
-        hop(loop, lambda: heard.append("answer"))
+        call_on_loop(loop, lambda: heard.append("answer"))
         assert heard == []
         ready = asyncio.Event()
-        hop(loop, ready.set)
+        call_on_loop(loop, ready.set)
         await ready.wait()
         assert len(hops) == 3
         return heard
@@ -40,7 +40,7 @@ def test_a_loop_is_woken_once_for_all_tokens_of_a_step(monkeypatch):
     assert heard[-1] == "answer"
 
 
-def test_a_callback_that_fails_costs_nobody_else_a_token(caplog):
+def test_a_callback_that_fails_costs_no_other_caller_a_token(caplog):
     async def scenario():
         loop = asyncio.get_running_loop()
         heard = []
@@ -52,7 +52,7 @@ def test_a_callback_that_fails_costs_nobody_else_a_token(caplog):
             sound(0, number, -1.0, None)
         relay.flush()
         ready = asyncio.Event()
-        hop(loop, ready.set)
+        call_on_loop(loop, ready.set)
         await ready.wait()
         return heard
 

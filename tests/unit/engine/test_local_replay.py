@@ -112,7 +112,7 @@ MIDDLE = 16
 """After the second operation of the third step: a gradient is waiting."""
 
 
-def company(number: int) -> list[TrainOp]:
+def other_operations(number: int) -> list[TrainOp]:
     """What the others train at the same time; never the same twice."""
     kinds = [
         lambda length: ([data(length, number), wide(length, 2 + length)], "cross_entropy"),
@@ -126,7 +126,7 @@ def company(number: int) -> list[TrainOp]:
 
 
 @dataclass
-class Crowd:
+class Load:
     """What is to happen beside the run, and how many of its own operations share a batch."""
 
     trains: bool = False
@@ -135,12 +135,12 @@ class Crowd:
 
 
 async def run(
-    target: LocalEngine, ops: Sequence[TrainOp | OptimOp], crowd: Crowd
+    target: LocalEngine, ops: Sequence[TrainOp | OptimOp], load: Load
 ) -> list[dict[str, Any]]:
     """Run operations in order; all that they answer."""
     found: list[dict[str, Any]] = []
-    for number, batch in enumerate(batches(ops, crowd.together)):
-        others = company(number) if crowd.trains else []
+    for number, batch in enumerate(batches(ops, load.together)):
+        others = other_operations(number) if load.trains else []
         if isinstance(batch[0], OptimOp):
             steps = [optim_op(each.model_id) for each in others]
             answer = (await target.optim_step([*steps, *batch]))[-1]
@@ -185,7 +185,7 @@ async def streams(target: LocalEngine, count: int) -> AsyncIterator[None]:
 
 
 async def whole_run(
-    folder: Path, crowd: Crowd, **settings: Any
+    folder: Path, load: Load, **settings: Any
 ) -> tuple[list[dict[str, Any]], bytes, list[int]]:
     """All operations: what they answered, the file at the end, and the sizes of the passes."""
     model, decoder = noting_model()
@@ -193,11 +193,11 @@ async def whole_run(
         await target.create_adapter(spec("m", 5, seed=4))
         for model_id, lora in OTHERS.items():
             await target.create_adapter(spec(model_id, **lora))
-        async with streams(target, 4 if crowd.samples else 0):
+        async with streams(target, 4 if load.samples else 0):
             ops = operations()
-            answers = await run(target, ops[:MIDDLE], crowd)
+            answers = await run(target, ops[:MIDDLE], load)
             await target.save_adapter("m", "middle", optimizer=True)
-            answers += await run(target, ops[MIDDLE:], crowd)
+            answers += await run(target, ops[MIDDLE:], load)
         return answers, await saved_file(target, folder), decoder.tokens
 
 
@@ -212,24 +212,24 @@ async def saved_file(target: LocalEngine, folder: Path) -> bytes:
 def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, bytes, list[int], Path]:
     """The undisturbed run, one operation at a time."""
     folder = tmp_path_factory.mktemp("alone")
-    return *asyncio.run(whole_run(folder, Crowd())), folder
+    return *asyncio.run(whole_run(folder, Load())), folder
 
 
 @pytest.mark.req("B16")
 @pytest.mark.parametrize(
-    ("crowd", "settings"),
+    ("load", "settings"),
     [
-        (Crowd(trains=True), {}),
-        (Crowd(together=3), {}),
-        (Crowd(samples=True, together=3), {}),
-        (Crowd(trains=True, samples=True, together=2), {}),
+        (Load(trains=True), {}),
+        (Load(together=3), {}),
+        (Load(samples=True, together=3), {}),
+        (Load(trains=True, samples=True, together=2), {}),
         # No two adapters fit: each goes to disk and comes back between its operations.
-        (Crowd(trains=True, samples=True), {"adapter_bytes": 1 << 20}),
+        (Load(trains=True, samples=True), {"adapter_bytes": 1 << 20}),
     ],
     ids=["with other adapters", "in batches", "with samples", "with all", "parked in between"],
 )
-def test_a_run_has_the_same_bits_in_any_company(tmp_path, alone, crowd, settings):
-    answers, file, passes = asyncio.run(whole_run(tmp_path, crowd, **settings))
+def test_a_run_has_the_same_bits_in_any_batch(tmp_path, alone, load, settings):
+    answers, file, passes = asyncio.run(whole_run(tmp_path, load, **settings))
     # It really was another way.
     assert passes != alone[2]
     assert answers == alone[0]
@@ -247,7 +247,7 @@ def test_a_replay_from_a_snapshot_within_a_step_has_the_same_bits(tmp_path, alon
             await target.create_adapter(spec("m", 5, seed=99))  # nothing of this seed stays
             await target.load_adapter("m", "middle", optimizer=True)
             async with streams(target, 2 if samples else 0):
-                answers = await run(target, operations()[MIDDLE:], Crowd())
+                answers = await run(target, operations()[MIDDLE:], Load())
             return answers, await saved_file(target, tmp_path)
 
     answers, file = asyncio.run(replay())
@@ -257,7 +257,7 @@ def test_a_replay_from_a_snapshot_within_a_step_has_the_same_bits(tmp_path, alon
 
 @pytest.mark.req("B16")
 def test_a_replay_from_the_beginning_has_the_same_bits(tmp_path, alone):
-    assert asyncio.run(whole_run(tmp_path, Crowd()))[:2] == alone[:2]
+    assert asyncio.run(whole_run(tmp_path, Load()))[:2] == alone[:2]
 
 
 @pytest.mark.req("B16")
@@ -277,7 +277,7 @@ def test_the_comparison_notices_one_operation_too_few(alone, tmp_path):
     async def shorter() -> bytes:
         async with engine(tmp_path, **SIZES) as target:
             await target.create_adapter(spec("m", 5, seed=4))
-            await run(target, operations()[:-7] + operations()[-6:], Crowd())
+            await run(target, operations()[:-7] + operations()[-6:], Load())
             return await saved_file(target, tmp_path)
 
     assert asyncio.run(shorter()) != alone[1]

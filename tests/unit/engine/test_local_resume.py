@@ -61,7 +61,7 @@ print(json.dumps(asyncio.run(resumed(Path(sys.argv[1]), sys.argv[2] == "True")))
 
 @pytest.mark.req("B16")
 @pytest.mark.parametrize("middle", [False, True], ids=["between steps", "within an accumulation"])
-def test_a_run_that_goes_on_in_a_new_process_equals_the_unbroken_one(tmp_path, middle):
+def test_a_run_that_continues_in_a_new_process_equals_the_unbroken_one(tmp_path, middle):
     async def unbroken() -> str:
         async with engine(tmp_path) as target:
             await target.create_adapter(spec("m", 5, seed=4))

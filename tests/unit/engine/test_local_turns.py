@@ -1,4 +1,4 @@
-"""Whose turn it is on the engine's thread, told by counting passes."""
+"""The order of work on the engine's thread, counted in passes."""
 
 from __future__ import annotations
 
@@ -20,13 +20,12 @@ from tests.unit.engine.local_kit import (
     train_op,
     trained,
 )
-from tinkex.engine.local.tasks import Task, TaskQueue
-from tinkex.engine.local.thread import COMMANDS, SAMPLER_STEPS, EngineThread
+from tinkex.engine.local.thread import COMMANDS, SAMPLER_STEPS, EngineTask, EngineThread, TaskQueue
 from tinkex.errors import ClosedError, RequestFailedError
 
 
 class HandClock:
-    """A clock that only moves when somebody spends time."""
+    """A clock that advances only when an action takes time."""
 
     def __init__(self):
         self.time_s = 0.0
@@ -80,7 +79,7 @@ class Stage:
     def post(self, steps, keys=(), training=False, **options):
         self._expected += 1
         self.thread.post(
-            Task(
+            EngineTask(
                 steps=steps,
                 settle=self._settled,
                 keys=frozenset(keys),
@@ -191,7 +190,7 @@ def test_files_do_not_hold_up_passes_but_what_shares_their_key_waits():
     assert name.startswith("tinkex-files")
 
 
-def test_a_file_that_fails_is_raised_where_the_task_goes_on():
+def test_a_file_that_fails_is_raised_where_the_task_continues():
     stage = Stage()
 
     def load():
@@ -207,7 +206,7 @@ def test_a_file_that_fails_is_raised_where_the_task_goes_on():
     assert isinstance(stage.outcomes[0].__cause__, KeyError)
 
 
-def test_work_that_nobody_wants_any_more_ends_before_its_next_pass():
+def test_cancelled_work_ends_before_its_next_pass():
     stage = Stage()
     wanted = [True]
     stage.task(
@@ -222,13 +221,13 @@ def test_work_that_nobody_wants_any_more_ends_before_its_next_pass():
     assert stage.run() == "TTa"
 
 
-def test_a_thread_that_ends_by_a_mistake_says_so_and_takes_nothing_more(caplog):
+def test_a_thread_that_ends_by_an_internal_error_logs_it_and_takes_nothing_more(caplog):
     stage = Stage(sampler_steps=3)
     stage.step = lambda: 1 // 0
     stage.thread.start()
     stage.thread._thread.join(PATIENCE_S)
     assert stage.log == ["end"]
-    assert "mistake of its own" in caplog.text
+    assert "internal error" in caplog.text
     with pytest.raises(ClosedError):
         stage.task("c")
     stage.thread.close()
@@ -237,14 +236,14 @@ def test_a_thread_that_ends_by_a_mistake_says_so_and_takes_nothing_more(caplog):
 def test_only_the_first_of_those_that_share_a_key_may_run():
     queue = TaskQueue()
     tasks = [
-        Task(steps=iter(()), settle=print, keys=frozenset(keys), training=training)
+        EngineTask(steps=iter(()), settle=print, keys=frozenset(keys), training=training)
         for keys, training in (("a", True), ("ab", False), ("b", False), ("", False), ("c", True))
     ]
     for task in tasks:
         queue.add(task)
     assert queue.next(training=True) is tasks[0]
     assert queue.next(training=False) is tasks[3]
-    tasks[0].away = True
+    tasks[0].on_file_thread = True
     assert queue.next(training=True) is tasks[4]
     queue.remove(tasks[0])
     assert queue.next(training=False) is tasks[1]
@@ -335,7 +334,7 @@ def test_other_models_are_served_in_the_middle_of_a_batch(tmp_path):
     asyncio.run(scenario())
 
 
-def test_stats_are_told_in_the_middle_of_a_pass(tmp_path):
+def test_stats_are_available_in_the_middle_of_a_pass(tmp_path):
     async def scenario():
         model, decoder = noting_model()
         async with engine(tmp_path, model, adapter_bytes=1 << 20) as target:

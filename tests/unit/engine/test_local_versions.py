@@ -173,7 +173,7 @@ def test_a_cancelled_sample_lets_go_of_its_version(tmp_path):
     assert asyncio.run(scenario()) == (1, False)
 
 
-def test_a_saved_adapter_that_can_never_fit_is_refused_and_the_engine_goes_on(tmp_path):
+def test_a_saved_adapter_that_can_never_fit_is_refused_and_the_engine_continues(tmp_path):
     async def scenario():
         async with engine(tmp_path) as target:
             await target.create_adapter(spec("m", 8))

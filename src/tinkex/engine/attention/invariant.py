@@ -1,19 +1,18 @@
-"""Attention whose bits, for one query, depend on that query and its own keys alone.
+"""Batch-invariant attention: the bits of a query depend on that query and its own keys only.
 
-Batched matrix products and a softmax, in a form in which neither the other queries nor the
-masked keys nor the number of threads change the order of any sum:
+Batched matrix products and a softmax, in a form in which neither the other queries nor the masked
+keys nor the number of threads change the order of any sum:
 
-- Queries come in multiples of `ROW_STEP`. Fewer rows than that take other matrix kernels.
-- Keys are padded to a multiple of `KEY_STEP`. The softmax adds up in vector lanes, lane by
-  lane; whole vectors of masked keys add exact zeros to each lane, a part of one would be
-  added up apart.
-- Values are mixed `VALUE_BLOCK` keys at a time, from the first key on. The library splits a
-  longer sum where it sees fit, and masked keys would move the split; a shorter one is a
-  plain chain, to which zeros may be added at the end.
+- Queries come in multiples of `ROW_STEP`. Fewer rows use other matrix kernels.
+- Keys are padded to a multiple of `KEY_STEP`. The softmax sums in SIMD lanes; whole vectors of
+  masked keys add exact zeros to each lane, a partial vector would be summed separately.
+- Values are summed over `VALUE_BLOCK` keys at a time, from the first key on. The library splits a
+  longer sum, and masked keys would move the split; a shorter one is sequential, and zeros at its
+  end do not change it.
 
-Masked keys and values must be finite: a weight of zero times infinity would not be zero.
-How a library adds up is nothing it promises. What is said here was found by trying (MKL, 1 to
-16 threads), and `tests/unit/engine/agreement` tries it on the machine at hand.
+Masked keys and values must be finite: a weight of zero times infinity is not zero. Libraries do not
+document their order of summation. These rules were found by experiment (MKL, 1 to 16 threads), and
+`tests/unit/engine/agreement` verifies them on each machine.
 
 Shapes: n independent problems (a sequence's key head), R query rows, S keys, d head size.
 """
@@ -38,7 +37,7 @@ def round_up(count: int, step: int) -> int:
 
 
 def scores(q_nRd: Tensor, k_nSd: Tensor) -> Tensor:
-    """s_nRS; the queries have been divided by the root of the head size already."""
+    """s_nRS of queries that are already divided by the square root of the head size."""
     assert q_nRd.shape[1] % ROW_STEP == 0, "too few query rows"
     assert k_nSd.shape[1] % KEY_STEP == 0, "keys are not padded"
     return torch.bmm(q_nRd, k_nSd.transpose(1, 2))

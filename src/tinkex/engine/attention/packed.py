@@ -1,9 +1,9 @@
-"""Attention for training: sequences laid end to end, no cache, differentiable.
+"""Attention for training: concatenated sequences, no cache, differentiable.
 
 Sequences of about the same length are computed together, but never mixed: see `invariant`.
-A block of queries only sees the keys up to its own end, and nothing but the queries, keys and
-values is kept for the backward pass. Both ways this is quicker on a CPU than torch's own
-attention, which repeats the keys of grouped heads and computes more that is masked.
+A block of queries reads only the keys up to its own end, and nothing but the queries, keys and
+values is saved for the backward pass. Forward and backward are faster on a CPU than torch's own
+attention, which repeats the keys of grouped heads and computes more masked scores.
 
 Shapes: T tokens, H heads, G key/value heads, d head size, X = H*d, M query heads per key
 head, N sequences of a group, L their padded length, n = N*G, R query rows (token by
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _QUERIES: Final = 64
-"""Queries of a block: a multiple of `KEY_STEP`. Larger blocks compute more that is masked."""
+"""Queries of a block: a multiple of `KEY_STEP`. Larger blocks compute more masked scores."""
 _SCORES: Final = 1 << 20
 """About how many scores exist at the same time; more would not stay in the caches."""
 
@@ -41,10 +41,10 @@ class _Group:
     tokens: Tensor
     pads: Tensor
     together: slice | None
-    """Where the tokens lie, if nothing lies between them and there are no pads."""
+    """The range of the tokens, if they are contiguous and there are no pads."""
 
     def take(self, x: Tensor) -> Tensor:
-        """Rows by token to x_NL...; pads are zero, and so are their slopes."""
+        """Rows by token to x_NL...; pads are zero, and so are their gradients."""
         if self.together is not None:
             rows = x[self.together]
         else:
@@ -55,7 +55,7 @@ class _Group:
 class PackedAttention:
     """Causal attention within each sequence of a pack; an `Attend` without a cache.
 
-    Every sequence is computed by itself, so it cannot feel its neighbours.
+    Every sequence is computed separately, so its neighbours do not affect it.
     """
 
     def __init__(self, lengths: Sequence[int], device: torch.device | str = "cpu") -> None:
@@ -80,7 +80,7 @@ class PackedAttention:
 
 
 def _groups(lengths: Sequence[int], device: torch.device) -> tuple[list[_Group], Tensor]:
-    """The groups, and where each token lies in their rows, one group after the other."""
+    """The groups, and the index of each token in their concatenated rows."""
     starts = np.array([0, *accumulate(lengths)], np.int64)
     padded = np.array([round_up(length, KEY_STEP) for length in lengths], np.int64)
     back_T = np.empty(starts[-1], np.int64)
@@ -115,9 +115,9 @@ class _Attention(torch.autograd.Function):
         return pack.join([_forward(pack.mask_QQ, *part) for part in parts]).flatten(1)
 
     @staticmethod
-    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         pack, (q_THd, k_TGd, v_TGd) = ctx.pack, ctx.saved_tensors
-        parts = pack.split(q_THd, k_TGd, v_TGd, slopes[0].view(q_THd.shape))
+        parts = pack.split(q_THd, k_TGd, v_TGd, grad_outputs[0].view(q_THd.shape))
         found = [_backward(pack.mask_QQ, *part) for part in parts]
         return None, *(pack.join(part) for part in zip(*found, strict=True))
 
@@ -135,7 +135,7 @@ def _forward(mask_QQ: Tensor, q_NLHd: Tensor, k_NLGd: Tensor, v_NLGd: Tensor) ->
 def _backward(
     mask_QQ: Tensor, q_NLHd: Tensor, k_NLGd: Tensor, v_NLGd: Tensor, do_NLHd: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The slopes by queries, keys and values; the weights are computed again."""
+    """The gradients by queries, keys and values; the attention weights are recomputed."""
     heads = k_NLGd.shape[2]
     q_nRd, k_nSd, v_nSd = _queries(q_NLHd, heads), _rows(k_NLGd, heads), _rows(v_NLGd, heads)
     do_nRd = _rows(do_NLHd, heads)
@@ -156,7 +156,7 @@ def _backward(
 
 
 def _rows(x_NLHd: Tensor, heads: int) -> Tensor:
-    """By key head: the heads that share one lie next to each other, token by token."""
+    """By key head: the heads that share one are adjacent, token by token."""
     sequences, length, _, dim = x_NLHd.shape
     x_NGLMd = x_NLHd.reshape(sequences, length, heads, -1, dim).transpose(1, 2)
     return x_NGLMd.flatten(2, 3).flatten(0, 1)
@@ -167,7 +167,7 @@ def _queries(q_NLHd: Tensor, heads: int) -> Tensor:
 
 
 def _tokens(x_nRd: Tensor, like_NLHd: Tensor, heads: int) -> Tensor:
-    """The opposite of `_rows`."""
+    """The inverse of `_rows`."""
     sequences, length, _, dim = like_NLHd.shape
     return x_nRd.view(sequences, heads, length, -1, dim).transpose(1, 2).flatten(2, 3)
 

@@ -1,15 +1,14 @@
-"""Attention for sampling without kernels of its own: packed tokens over a paged cache.
+"""Attention for sampling in plain torch: packed tokens over a paged cache.
 
-The cache is `[2, layer, G, slot, d]`: the blocks of one head lie whole, so that a sequence's
-keys are brought together block by block and are matrices right away. The products are those
-of training, so a token has the same bits there, in a prompt and while decoding: see
-`invariant`.
+The cache is `[2, layer, G, slot, d]`: a block of one head is contiguous, so that gathering a
+sequence's blocks gives a matrix of keys. The products are those of training, so a token has the
+same bits in training, prefill and decoding: see `invariant`.
 
-What does not depend on the layer is made once for a pass: with few tokens, every view of a
-tensor takes as long as a small sum.
+What does not depend on the layer is computed once per pass: with few tokens, making a view takes as
+long as a small sum.
 
 Shapes: T tokens, H heads, G key/value heads, d head size, X = H*d, M query heads per key
-head, B spans of one group, Q tokens of each of them, filled up to a common length, R query
+head, B spans of one group, Q tokens of each of them, padded to a common length, R query
 rows (token by token, its M heads one after the other, then pads), S keys that a group reads,
 n = B*G.
 """
@@ -35,18 +34,18 @@ if TYPE_CHECKING:
     from tinkex.engine.decoder import DecoderConfig
 
 _ALIGNMENT: Final = 64
-"""Of the memory that torch allocates; its vector code is fastest on it."""
+"""In bytes: that of torch's allocator, on which its vectorised code is fastest."""
 _SCORES: Final = 1 << 22
 """About how many scores exist at the same time."""
 _SHORT_CONTEXT: Final = 3
 """Up to 2 to the power of this many blocks."""
 _LENGTH_STEP: Final = 16
-"""Spans of several tokens are filled up to whole steps; a multiple of `ROW_STEP`."""
+"""Spans of several tokens are padded to multiples of this; a multiple of `ROW_STEP`."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenSpan:
-    """Tokens `start` to `stop` of one sequence, whose keys and values lie in `blocks`."""
+    """Tokens `start` to `stop` of one sequence, whose keys and values are stored in `blocks`."""
 
     start: int
     stop: int
@@ -64,10 +63,10 @@ class TokenSpan:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """What spans of one group share: their length when filled up, and about their context.
+        """What the spans of a group have in common: their padded length, and their rough context.
 
-        A further group costs more than what it would not compute: contexts count to a power
-        of two, and short ones are all one size.
+        Another group costs more than the padding it would save: contexts are rounded up to powers
+        of two, and all short ones have the same size.
         """
         length = len(self)
         return (
@@ -77,7 +76,7 @@ class TokenSpan:
 
 
 def new_cache(config: DecoderConfig, slots: int, like: Tensor) -> Tensor:
-    """An empty cache for so many tokens, on the device and in the type of `like`."""
+    """An empty cache for `slots` tokens, with the device and dtype of `like`."""
     shape = 2, config.num_layers, config.num_kv_heads, slots, config.head_dim
     if like.device.type != "cpu":
         return torch.zeros(shape, dtype=like.dtype, device=like.device)
@@ -85,10 +84,10 @@ def new_cache(config: DecoderConfig, slots: int, like: Tensor) -> Tensor:
 
 
 def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros on the CPU whose pages take neither time nor memory before they are written.
+    """Zeros on the CPU whose pages are not allocated before they are written.
 
-    `torch.zeros` writes all of them: a gigabyte, and seconds of every start, for a cache of which a
-    small model uses little.
+    `torch.zeros` writes all of them: a gigabyte, and seconds of every start, of which a small model
+    uses little.
     """
     size_bytes = prod(shape) * dtype.itemsize
     room = torch.from_numpy(np.zeros(size_bytes + _ALIGNMENT, np.uint8))  # pyright: ignore[reportUnknownMemberType] - torch types it loosely
@@ -102,7 +101,7 @@ class PagedAttention:
     def __init__(
         self, cache: Tensor, spans: Sequence[TokenSpan], *, block_size: int, strict: bool = True
     ) -> None:
-        del strict  # a token always has the bits that it has in a pack
+        del strict  # a token always has the same bits as in packed attention
         self._keys_GSd, self._values_GSd = (side.unbind(0) for side in cache.unbind(0))
         slots_T = np.concatenate([span.slots(block_size) for span in spans])
         self._slots_T = _tensor(slots_T, cache.device)
@@ -115,7 +114,7 @@ class PagedAttention:
             for shape, run in groupby(order, key=shapes.__getitem__)
         ]
         self._back_T: Tensor | None = None
-        """Where each token lies in the groups' rows, unless that is in their order."""
+        """The index of each token in the groups' rows; None if these are in token order."""
         if len(self._groups) > 1 or not self._groups[0].in_order:
             rows = _rows_of_tokens(spans, order, [shapes[i][0] for i in order])
             self._back_T = _tensor(rows, cache.device)
@@ -133,8 +132,8 @@ class PagedAttention:
 class _Group:
     """Spans of about the same length and context, attended together.
 
-    `placed` are the spans and where each begins among the tokens of the pass; all are filled up
-    to `length`.
+    `placed` are the spans with the index of their first token in the pass; all are padded to
+    `length`.
     """
 
     def __init__(
@@ -144,14 +143,14 @@ class _Group:
         self._shape = len(placed), length, heads, -1, dim
         self._rows = len(placed) * length
         starts, spans = zip(*placed, strict=True)
-        # The rows that fill a span up repeat its last token.
+        # The padding of a span repeats its last token.
         steps_BQ = np.minimum(np.arange(length), np.array([[len(s) - 1] for s in spans]))
         tokens = (np.array(starts)[:, None] + steps_BQ).ravel()
         self._first = starts[0]
         self.in_order = np.array_equal(tokens, np.arange(self._rows) + self._first)
         self._tokens = None if self.in_order else _tensor(tokens, cache.device)
         blocks_BC = block_table(spans, block_size)
-        # Every head has all blocks.
+        # Every head has its own copy of all blocks.
         blocks_BGC = blocks_BC[:, None] + slots // block_size * np.arange(heads)[:, None]
         self._blocks = _tensor(blocks_BGC.ravel(), cache.device)
         self._block_numbers = block_size * dim
@@ -161,7 +160,7 @@ class _Group:
         self._mask_B1Q1S = torch.zeros(hidden.shape, dtype=cache.dtype, device=cache.device)
         self._mask_B1Q1S.masked_fill_(hidden.to(cache.device), -torch.inf)
         """Minus infinity where a key comes after the query."""
-        # Mutable state: room for the queries of one layer.
+        # Mutable state: a buffer for the queries of one layer.
         self._queries: _Queries | None = None
 
     def attend(self, q_THd: Tensor, keys_GSd: Tensor, values_GSd: Tensor) -> Tensor:
@@ -190,7 +189,7 @@ class _Group:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Some queries of each span, and what they may not see."""
+    """Some queries of each span, and their mask."""
 
     q_BGQMd: Tensor
     mask_B1Q1S: Tensor
@@ -198,7 +197,7 @@ class _Part:
 
 
 class _Queries:
-    """Queries by key head, scaled; a lone token has its heads filled up to a whole step."""
+    """Queries by key head, scaled; the heads of a single token are padded to `ROW_STEP`."""
 
     def __init__(self, like_BQGMd: Tensor, mask_B1Q1S: Tensor) -> None:
         size, length, heads, self._shared, dim = like_BQGMd.shape
@@ -217,12 +216,12 @@ class _Queries:
         ]
 
     def parts_of(self, q_BQGMd: Tensor) -> list[_Part]:
-        """The queries of a layer; those of the one before are gone."""
+        """The queries of a layer; overwrites those of the previous one."""
         torch.mul(q_BQGMd, self._scale, out=self._into_BQGMd)
         return self._parts
 
     def in_order(self, x_BGQMd: Tensor) -> Tensor:
-        """The same numbers as x_BQGMd, without what was filled up."""
+        """The same values as x_BQGMd, without the padding."""
         return x_BGQMd.narrow(3, 0, self._shared).transpose(1, 2)
 
 
@@ -237,7 +236,7 @@ def _weights(part: _Part, k_nSd: Tensor) -> Tensor:
 def _rows_of_tokens(
     spans: Sequence[TokenSpan], order: list[int], lengths: list[int]
 ) -> NDArray[np.int64]:
-    """Where each token lies when the spans, filled up to `lengths`, come in `order`."""
+    """The row of each token when the spans, padded to `lengths`, are in `order`."""
     first = np.empty(len(spans), np.int64)
     first[order] = [0, *accumulate(lengths)][:-1]
     return np.concatenate(
@@ -246,16 +245,16 @@ def _rows_of_tokens(
 
 
 def block_table(spans: Sequence[TokenSpan], block_size: int) -> NDArray[np.int64]:
-    """Each span's blocks, in whole steps of keys whatever the size of a block."""
+    """Each span's blocks, padded to a multiple of `KEY_STEP` keys."""
     tables = [list(span.blocks) for span in spans]
     width = round_up(max(map(len, tables)), KEY_STEP // gcd(KEY_STEP, block_size))
-    # Short rows are filled up with their own first block: masked numbers still take part in the
+    # Short rows are padded with their own first block: masked values still take part in the
     # arithmetic, and a NaN of another tenant must not.
     return np.array([t + t[:1] * (width - len(t)) for t in tables], np.int64)
 
 
 def clear_fresh_blocks(cache: Tensor, spans: Sequence[TokenSpan], block_size: int) -> None:
-    """Wipe blocks that this pass begins and does not fill: see `block_table` for why."""
+    """Zero the blocks that this pass starts and does not fill: see `block_table` for why."""
     fresh = [
         span.blocks[span.stop // block_size]
         for span in spans

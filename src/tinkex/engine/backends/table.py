@@ -38,7 +38,7 @@ class MakeLinear(Protocol):
 
 
 class Rotate(Protocol):
-    """Queries and keys as heads, rotated; given weights for both, normalised before."""
+    """Splits queries and keys into heads, normalises them if given weights, and rotates them."""
 
     def __call__(
         self,
@@ -60,7 +60,7 @@ class PagedAttend(Protocol):
     ) -> Attend:
         """Writes the spans' own keys and values first.
 
-        Strict means that a token's output has the bits that it has in a pack.
+        With `strict`, a token's output has the same bits as in packed attention.
         """
         ...
 
@@ -76,7 +76,7 @@ class CrossEntropy(Protocol):
         gradient_M: Tensor | None,
         dtype: torch.dtype,
     ) -> tuple[list[Tensor], Tensor | None]:
-        """The logits' memory may be used for the answer."""
+        """The result may overwrite the logits."""
         ...
 
 
@@ -94,7 +94,7 @@ class AdamW(Protocol):
     ) -> float:
         """Write new parameters and moments; return the norm of the change.
 
-        `old` are parameters, gradient and both moments, `new` is room for parameters and moments.
+        `old` are parameters, gradient and both moments; `new` are outputs: parameters and moments.
         """
         ...
 
@@ -116,7 +116,7 @@ class Backend:
     """Differentiable attention within each sequence of a pack, without a cache."""
     paged_attention: PagedAttend
     new_cache: Callable[[DecoderConfig, int, Tensor], Tensor]
-    """An empty cache for so many tokens, on the device and in the type of a tensor."""
+    """An empty cache for a number of tokens, with the device and dtype of a tensor."""
     shrink: Callable[[Tensor, Tensor], Tensor]
     """z_SZ = x @ A.T"""
     expand_add_: Callable[[Tensor, Tensor, Tensor, float], None]
@@ -126,12 +126,12 @@ class Backend:
     """What to subtract from each row's logits to get log-probabilities."""
     adamw: AdamW
     sample: Callable[[Tensor, Sequence[Any]], Tensor]
-    """One token per row of logits, as the row's `Draw` says."""
+    """Samples one token per row of logits, with the parameters in the row's `Draw`."""
     sampling_adapters: Callable[..., Any] | None = None
-    """`Adapters` of the sampler that serve any mix of versions in one product."""
+    """Makes the sampler's `Adapters` that serve any mix of versions in one product."""
     decode_steps: Callable[..., Any] | None = None
-    """`Steps` of the sampler: whole decoding steps that a device runs ahead."""
+    """Makes the sampler's `DeviceSteps`: whole decoding steps that run asynchronously."""
     strict_products: Callable[[], Callable[[Decoder, Sequence[Any]], Any]] | None = None
-    """The products of a strict training pass, where plain ones have other bits than sampling."""
+    """Makes the products of a strict training pass, where plain ones differ from sampling."""
     copies_adapters: bool = False
-    """Whether sampling reads copies of adapters in the precision of the activations."""
+    """Whether sampling reads copies of the adapters in the precision of the activations."""

@@ -1,1 +1,1 @@
-"""Adapters outside the device: files, formats, storage, and memory that they are parked in."""
+"""Adapters outside the device: files, formats, storage, and offloading (parking)."""

@@ -1,8 +1,8 @@
-"""Adapters on disk: one safetensors file each, written whole or not at all.
+"""Adapters on disk: one safetensors file each.
 
-A file holds the flat parameters and, for training to go on, the optimizer's moments and the
-gradient accumulated so far. Its header describes the adapter and has a checksum of
-everything else, so a damaged file is noticed before it is used.
+A file holds the flat parameters and, for resuming training, the optimizer's moments and the
+accumulated gradient. Its header describes the adapter and has a checksum of everything else, so a
+damaged file is detected before it is used.
 
 Shapes: P all parameters of an adapter.
 """
@@ -10,16 +10,13 @@ Shapes: P all parameters of an adapter.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 from tinkex.engine.backends.torch.adamw import Moments
-from tinkex.engine.checkpoints.storage import write_atomically
 from tinkex.engine.checkpoints.tensor_files import damaged, read_header, read_tensors, write_tensors
 from tinkex.engine.lora import check_lora, parameter_count, wrap
-from tinkex.engine.protocol import SavedAdapter
 from tinkex.errors import InputError, RequestFailedError
 from tinkex.types import LoraConfig
 from tinkex.types.optimizers import optimizer_config
@@ -55,19 +52,13 @@ class _Header(msgspec.Struct, kw_only=True):
     step: int
 
 
-def save(state: State, path: Path) -> SavedAdapter:
-    """Write a checkpoint; a file that is already there is replaced in one go."""
-    write_atomically(path, partial(write, state))
-    return SavedAdapter(size_bytes=path.stat().st_size, has_optimizer=state.moments is not None)
-
-
 def size_bytes(state: State) -> int:
-    """About how large its file is; the header is small."""
+    """The size of its file, without the small header."""
     return sum(tensor.numel() * tensor.itemsize for tensor in _tensors(state).values())
 
 
 def write(state: State, path: Path) -> None:
-    """Write a checkpoint, neither atomically nor durably; whoever calls sees to that."""
+    """Write a checkpoint, neither atomically nor durably: the caller does both."""
     header = msgspec.json.encode(
         _Header(
             format=FORMAT,

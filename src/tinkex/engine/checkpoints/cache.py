@@ -1,8 +1,7 @@
-"""Local copies of remote files within a budget; the least recently used goes first.
+"""A cache of remote files on the local disk, with a size limit; evicts the least recently used.
 
-A copy is named after the file and a version of it, so that what was replaced elsewhere is never
-taken for what it was. When a copy was last used is its modification time, which outlives the
-process.
+The name of a copy contains the version of the file, so that a copy of an old version is never used.
+The modification time of a copy is the time of its last use, which survives a restart.
 """
 
 from __future__ import annotations
@@ -13,8 +12,7 @@ from contextlib import contextmanager, suppress
 from hashlib import sha256
 from typing import TYPE_CHECKING, Final
 
-from tinkex.engine.checkpoints.folder_files import Writing
-from tinkex.engine.checkpoints.saved_files import SUFFIX
+from tinkex.engine.checkpoints.saved_files import SUFFIX, TemporaryFiles
 from tinkex.engine.checkpoints.storage import put_in_place, storage_error
 
 if TYPE_CHECKING:
@@ -25,30 +23,34 @@ _VERSION_DIGITS: Final = 32
 
 
 class FileCache:
-    """Copies below one folder. Of one file, only the newest version is kept."""
+    """Copies below one folder, only the newest version of each file; thread-safe."""
 
     def __init__(self, folder: Path, budget_bytes: int) -> None:
         self._folder = folder
         self._budget_bytes = budget_bytes
-        self._writing = Writing(folder)
-        # Mutable state, guarded: copies that are being read, which must stay.
+        self._temporary = TemporaryFiles(folder)
+        # Mutable state: how many readers each copy has; copies with readers are not evicted. The
+        # lock guards it, and makes counting and evicting exclude each other: otherwise a copy could
+        # be removed between the count of a new reader and its read. Downloads and uploads run
+        # without the lock, so that they run in parallel; two threads never use the same location at
+        # the same time (see `SavedFiles`).
         self._lock = threading.Lock()
         self._used: Counter[Path] = Counter()
 
     @contextmanager
     def new(self, needed_bytes: int) -> Generator[Path]:
-        """A path to write to; `add` what should stay."""
+        """A temporary path to write to; pass it to `add` to keep the file."""
         self._make_room(needed_bytes)
         try:
-            with self._writing.file() as temporary:
+            with self._temporary.file() as temporary:
                 yield temporary
         except FileNotFoundError:
-            raise  # there is nothing to copy
+            raise  # the remote file does not exist
         except OSError as error:
             raise storage_error(error, "write", self._folder, needed_bytes) from error
 
     def add(self, temporary: Path, name: str, version: str) -> None:
-        """Keep a finished file as the copy of a version."""
+        """Store a finished file as the copy of a version."""
         self.forget(name)
         put_in_place(temporary, self._path(name, version))
         self._make_room(0)
@@ -57,8 +59,9 @@ class FileCache:
     def reading(
         self, name: str, version: str, size: int, fetch: Callable[[Path], None]
     ) -> Generator[Path]:
-        """The copy of a version, fetched when there is none; it stays while the block lasts."""
+        """The copy of a version, fetched if there is none; not evicted within the block."""
         path = self._path(name, version)
+        # Counted before the check that it exists, so that it cannot be evicted after the check.
         with self._lock:
             self._used[path] += 1
         try:
@@ -73,6 +76,7 @@ class FileCache:
                 self._used[path] -= 1
                 if not self._used[path]:
                     del self._used[path]
+            # The budget may be exceeded while copies are read; evict now that one is free.
             self._make_room(0)
 
     def forget(self, name: str) -> None:
@@ -81,8 +85,8 @@ class FileCache:
             path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Remove half-written files; copies stay for the next process."""
-        self._writing.close()
+        """Remove unfinished files; copies stay for the next process."""
+        self._temporary.close()
 
     def _path(self, name: str, version: str) -> Path:
         digits = sha256(version.encode()).hexdigest()[:_VERSION_DIGITS]

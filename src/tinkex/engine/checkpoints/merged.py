@@ -1,7 +1,7 @@
 """A base model with an adapter folded in, as a folder that `transformers` loads.
 
-A trained unembedding of a model with tied embeddings becomes a head of its own: the input
-embedding stays what it was.
+A trained unembedding of a model with tied embeddings becomes a separate head: the input embedding
+does not change.
 
 Shapes: I inputs and O outputs of one matrix.
 """
@@ -17,7 +17,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType] -- its own stub
 
-from tinkex.engine.checkpoints.peft import hugging_face_name, import_folder
+from tinkex.adapters.peft_layout import hugging_face_name
+from tinkex.engine.checkpoints.peft import import_folder
 from tinkex.engine.checkpoints.storage import write_atomically
 from tinkex.errors import InputError
 
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from tinkex.engine.models.tokenizer import ModelTokenizer
 
 SHARD_BYTES: Final = 4 * 2**30
-# A model is for other users and containers, too, unless the umask says otherwise.
+# Readable by other users and containers, unless the umask forbids it.
 _MODE: Final = 0o666
 _HEAD: Final = "lm_head.weight"
 _EMBEDDING: Final = "model.embed_tokens.weight"
@@ -99,7 +100,10 @@ class _In:
 
 def merged_tensors(base: NamedWeights, weights: LoraWeights) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of the merged model, one at a time, in the base model's precision."""
-    pairs = {f"{hugging_face_name(target)}.weight": pair for target, pair in weights.named()}
+    pairs = {
+        f"{hugging_face_name(target.layer, target.matrix)}.weight": pair
+        for target, pair in weights.named()
+    }
     embedding: Tensor | None = None
     for name, tensor in base.named():
         embedding = tensor if name == _EMBEDDING else embedding
@@ -163,7 +167,7 @@ def _shards(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]
         if shard and sum(t.nbytes for t in shard.values()) + tensor.nbytes > SHARD_BYTES:
             yield shard
             shard = {}
-        # Base tensors may be views of larger ones; safetensors wants memory of their own.
+        # Base tensors may be views of larger ones, which safetensors does not write.
         shard[name] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
     yield shard
 

@@ -1,14 +1,14 @@
-"""Any number of adapters on a device that holds a few: the others wait in memory or on disk.
+"""Offloading of adapters: those that do not fit on the device are parked in memory or on disk.
 
-A `Parking` owns the bytes of everything put on its shelves. What was not used for longest goes
-first: from the device to host memory, from there to a file. It comes back, bit for bit, when
-somebody asks for it. Values are never written to, so a file stays good as long as its value
-is the one on the shelf. A value that is larger than the whole device is refused.
+A `Parking` owns the memory of all values on its shelves. The least recently used is offloaded
+first: from the device to host memory, from there to a file. It is loaded, bit for bit, on its next
+use. Values are never modified, so a file stays valid while its value is on the shelf. A value that
+is larger than the device budget is refused.
 
-A spare value is dropped instead of parked: its owner can make it again.
+A spare value is dropped instead of parked, because its owner can recreate it.
 
-What is asked for within `holding` stays until that ends, even beyond the budget: a pass that
-runs is never parked. It belongs to one thread.
+Values that are used within `holding` stay on the device until it ends, even beyond the budget: a
+running pass needs them. A `Parking` belongs to one thread; only `counts` may be called from others.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Key = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Packed(Generic[T]):
-    """A value taken apart: its tensors, and how to put it together from equal ones."""
+    """A value as tensors, and a function that rebuilds it from equal ones."""
 
     tensors: Tensors
     rebuild: Callable[[Tensors], T]
@@ -49,7 +49,7 @@ class Packed(Generic[T]):
 
 @dataclass(slots=True)
 class _Entry:
-    """One value: ready on the device, or its tensors in host memory, or only in a file."""
+    """One value: on the device, or its tensors in host memory, or only in a file."""
 
     pack: Callable[[Any], Packed[Any]]
     size_bytes: int
@@ -67,7 +67,7 @@ class _Entry:
 class Parking:
     """Budgets in bytes for the device and for host memory; None is no limit.
 
-    Where the device is the host, `host_bytes` is 0: what does not fit goes to disk at once.
+    Where the device is the host, `host_bytes` is 0: values that do not fit go to disk directly.
     """
 
     def __init__(
@@ -82,25 +82,25 @@ class Parking:
         self._device = torch.device(device)
         self._host_bytes = host_bytes
         self._folder = folder
-        # Mutable state: every value, least recently used first; the shelves of copies; what was
-        # asked for since `holding` began; and a number for file names.
+        # Mutable state: every value, least recently used first; the shelves of copies; the keys
+        # used since `holding` began; and a number for file names.
         self._entries: OrderedDict[Key, _Entry] = OrderedDict()
         self._copies: set[str] = set()
         self._held: set[Key] | None = None
         self._files = 0
 
     def shelf(self, name: str, pack: Callable[[T], Packed[T]]) -> Shelf[T]:
-        """Room for values of one kind under names of their own."""
+        """A shelf for values of one kind."""
         return Shelf(self, name, pack)
 
     def copies(self, name: str, pack: Callable[[T], Packed[T]]) -> Shelf[T]:
-        """Room for copies of other shelves' values: all of them spare, none counted as adapters."""
+        """A shelf for copies of other values: all of them spare, none counted as adapters."""
         self._copies.add(name)
         return Shelf(self, name, pack, spare=True)
 
     @contextmanager
     def holding(self) -> Generator[None]:
-        """Keep whatever is asked for within the block."""
+        """Keep the values that are used within the block on the device."""
         outer, self._held = self._held, set(self._held or ())
         try:
             yield
@@ -109,22 +109,24 @@ class Parking:
 
     @property
     def on_device_bytes(self) -> int:
-        """What lies ready on the device."""
+        """Bytes of values on the device."""
         return sum(entry.size_bytes for entry in self._entries.values() if entry.ready)
 
     @property
     def in_host_bytes(self) -> int:
-        """What is parked in host memory."""
+        """Bytes of values parked in host memory."""
         return sum(entry.size_bytes for entry in self._entries.values() if entry.host is not None)
 
     def counts(self) -> tuple[int, int]:
-        """How many values lie ready on the device, and how many are parked; for any thread."""
-        entries = list(self._entries.items())  # in one go, as its owner may be at work
+        """How many values are on the device, and how many are parked; for any thread."""
+        entries = list(
+            self._entries.items()
+        )  # one atomic copy: the owning thread may modify the dict
         found = [entry.ready for (shelf, _), entry in entries if shelf not in self._copies]
         return sum(found), len(found) - sum(found)
 
     def close(self) -> None:
-        """Let go of everything, and of the files."""
+        """Drop all values and remove the files."""
         self._entries.clear()
         if self._folder is not None:
             self._folder.close()
@@ -133,7 +135,7 @@ class Parking:
         return key in self._entries
 
     def names(self, shelf: str) -> list[str]:
-        """What is on one shelf."""
+        """The names on one shelf."""
         return [name for own, name in self._entries if own == shelf]
 
     def size_of(self, key: Key) -> int:
@@ -141,7 +143,7 @@ class Parking:
         return self._entries[key].size_bytes
 
     def check(self, name: str, size_bytes: int) -> None:
-        """Refuse what would not fit if nothing else were on the device."""
+        """Refuse a value that is larger than the device budget."""
         if self.device_bytes is not None and size_bytes > self.device_bytes:
             raise RequestFailedError(
                 f"{name!r} takes {size_bytes} bytes; {self.device_bytes} are set aside for "
@@ -153,7 +155,7 @@ class Parking:
     def put(
         self, key: Key, value: T, pack: Callable[[T], Packed[T]], *, spare: bool = False
     ) -> None:
-        """Put a value in; when it raises, what was there before still is."""
+        """Add or replace a value; when it raises, the old value stays."""
         size = _size(pack(value).tensors)
         self.check(key[1], size)
         self._make_room(size, apart_from=key)
@@ -163,7 +165,7 @@ class Parking:
             _remove_file(before)
 
     def get(self, key: Key) -> Any:
-        """A value, ready on the device; raises `KeyError` when there is none."""
+        """A value, loaded onto the device; raises `KeyError`."""
         entry = self._entries[key]
         if not entry.ready:
             self._make_room(entry.size_bytes, apart_from=key)
@@ -172,21 +174,21 @@ class Parking:
         return entry.value
 
     def peek(self, key: Key) -> Any:
-        """A value where it lies, on the device or not; for whoever makes a copy of it."""
+        """A value without loading it onto the device, to be copied."""
         entry = self._entries[key]
         if entry.rebuild is None:
             return entry.value
         return entry.rebuild(self._parked(key, entry))
 
     def set_spare(self, key: Key, *, spare: bool) -> None:
-        """Say whether a value may be dropped instead of parked."""
+        """Set whether a value is dropped instead of parked."""
         entry = self._entries[key]
         entry.spare = spare
         if spare and not entry.ready and entry.host is None:
-            self.drop(key)  # all that is left of it is a file, which is what nobody needs now
+            self.drop(key)  # only its file is left, and a spare value needs none
 
     def drop(self, key: Key) -> None:
-        """Forget a value and remove its file; unknown keys are fine."""
+        """Drop a value and remove its file; unknown keys are ignored."""
         entry = self._entries.pop(key, None)
         if entry is not None:
             _remove_file(entry)
@@ -223,7 +225,7 @@ class Parking:
         entry.value, entry.rebuild = None, packed.rebuild
 
     def _fits_host(self, size: int) -> bool:
-        """Make room in host memory; says whether there is any."""
+        """Make room in host memory; return whether the value fits."""
         if self._host_bytes is None:
             return True
         if size > self._host_bytes:
@@ -242,7 +244,7 @@ class Parking:
         return True
 
     def _write(self, key: Key, entry: _Entry, tensors: Tensors) -> None:
-        if entry.file is not None:  # written before, and the value is still the same
+        if entry.file is not None:  # written before; the value has not changed
             return
         if self._folder is None:
             raise _failed(f"no folder was given to park {key[1]!r} in", None)
@@ -279,7 +281,7 @@ class Parking:
 
 
 class Shelf(MutableMapping[str, T]):
-    """Values of one kind by name; asking for one brings it back to the device."""
+    """Values of one kind by name; reading one loads it onto the device."""
 
     def __init__(
         self,
@@ -294,25 +296,20 @@ class Shelf(MutableMapping[str, T]):
         self._pack = pack
         self._spare = spare
 
-    @property
-    def parking(self) -> Parking:
-        """Where the values are."""
-        return self._parking
-
     def size_of(self, name: str) -> int:
-        """Bytes of one value, wherever it is."""
+        """Bytes of one value."""
         return self._parking.size_of((self._name, name))
 
     def peek(self, name: str) -> T:
-        """A value where it lies, on the device or not; for whoever makes a copy of it."""
+        """A value without loading it onto the device, to be copied."""
         return cast("T", self._parking.peek((self._name, name)))
 
     def set_spare(self, name: str, *, spare: bool) -> None:
-        """Say whether a value may be dropped instead of parked."""
+        """Set whether a value is dropped instead of parked."""
         self._parking.set_spare((self._name, name), spare=spare)
 
     def discard(self, name: str) -> None:
-        """Forget a value; unknown names are fine."""
+        """Drop a value; unknown names are ignored."""
         self._parking.drop((self._name, name))
 
     def __getitem__(self, name: str) -> T:
@@ -338,7 +335,7 @@ class Shelf(MutableMapping[str, T]):
 
 def _remove_file(entry: _Entry) -> None:
     if entry.file is not None:
-        with suppress(OSError):  # what cannot be removed now goes with its folder
+        with suppress(OSError):  # removed with its folder at the latest
             entry.file.unlink()
 
 

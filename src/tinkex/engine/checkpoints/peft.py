@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load as load_bytes
 from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType] -- its own stub
 from safetensors.torch import save as save_bytes
 
@@ -24,8 +23,8 @@ from tinkex.adapters.peft_layout import (
     UNEMBED,
     WEIGHTS_FILE,
     LoraKey,
+    hugging_face_name,
     parse_key,
-    read_config,
 )
 from tinkex.engine.lora import ALPHA, check_lora, initial, wrap
 from tinkex.engine.protocol import MAX_RANK
@@ -40,18 +39,10 @@ if TYPE_CHECKING:
 
     from tinkex.adapters.peft_layout import AdapterConfig
     from tinkex.engine.decoder import DecoderConfig
-    from tinkex.engine.lora import LoraWeights, Target
+    from tinkex.engine.lora import LoraWeights
     from tinkex.engine.protocol import Layout
 
 _HEADS: Final[Mapping[Layout, str]] = {"peft": "lm_head", "tinker": "model.unembed_tokens"}
-
-
-def hugging_face_name(target: Target) -> str:
-    """The module that a target is in Hugging Face's models."""
-    if target.layer is None:
-        return _HEADS["peft"]
-    group = "self_attn" if target.matrix in ATTENTION else "mlp"
-    return f"model.layers.{target.layer}.{group}.{target.matrix}"
 
 
 def export_peft(weights: LoraWeights, layout: Layout = "peft") -> dict[str, bytes]:
@@ -61,7 +52,7 @@ def export_peft(weights: LoraWeights, layout: Layout = "peft") -> dict[str, byte
         raise InputError(f"{layout!r} is unknown; there are {', '.join(_HEADS)}", "layout")
     tensors: dict[str, Tensor] = {}
     for target, pair in weights.named():
-        name = head if target.layer is None else hugging_face_name(target)
+        name = head if target.layer is None else hugging_face_name(target.layer, target.matrix)
         module = f"base_model.model.{name}"
         for factor, tensor in zip("AB", pair, strict=True):
             # Views of one vector: safetensors wants memory of their own.
@@ -94,27 +85,12 @@ def export_peft(weights: LoraWeights, layout: Layout = "peft") -> dict[str, byte
     }
 
 
-def import_peft(files: Mapping[str, bytes], config: DecoderConfig, *, seed: int = 0) -> LoraWeights:
-    """The adapter in these PEFT files.
-
-    An adapter that covers only some matrices of a group (say q and v) gets the others as
-    fresh ones, which add nothing until they are trained. Another `lora_alpha` is folded
-    into B.
-    """
-    if CONFIG_FILE not in files:
-        raise InputError("is missing", CONFIG_FILE)
-    described = read_config(files[CONFIG_FILE])
-    try:
-        tensors = load_bytes(files[WEIGHTS_FILE])
-    except KeyError:
-        raise InputError("is missing", WEIGHTS_FILE) from None
-    except SafetensorError as error:
-        raise InputError(f"cannot be read: {error}", WEIGHTS_FILE) from error
-    return _imported(described, tensors, config, seed)
-
-
 def import_folder(folder: Path, config: DecoderConfig, *, seed: int = 0) -> LoraWeights:
-    """The same from a folder, whose weights are never in memory as a whole."""
+    """The adapter in a PEFT folder.
+
+    If an adapter covers only some matrices of a group (say q and v), the others are fresh ones,
+    which add nothing until they are trained. Another `lora_alpha` is folded into B.
+    """
     described = read_adapter(folder).config
     try:
         return _imported(described, load_file(folder / WEIGHTS_FILE), config, seed)
@@ -142,7 +118,7 @@ def _imported(
     weights = initial(config, lora, seed)
     factor = described.scale / weights.scale
     for target, pair in weights.named():
-        name = hugging_face_name(target)
+        name = hugging_face_name(target.layer, target.matrix)
         a = tensors.pop(LoraKey(target.layer, target.matrix, "A"), None)
         b = tensors.pop(LoraKey(target.layer, target.matrix, "B"), None)
         if a is not None:
@@ -172,12 +148,3 @@ def _fill(into: Tensor, found: Tensor, name: str) -> None:
     if not bool(torch.isfinite(found).all()):
         raise InputError(f"{name} has values that are not finite", WEIGHTS_FILE)
     into.copy_(found)
-
-
-def read_folder(folder: Path) -> dict[str, bytes]:
-    """The two files of a PEFT folder."""
-    return {
-        name: (folder / name).read_bytes()
-        for name in (CONFIG_FILE, WEIGHTS_FILE)
-        if (folder / name).is_file()
-    }

@@ -1,6 +1,6 @@
-"""Saved files at a URL: the truth is there, and this machine has copies to read from.
+"""Saved files at a URL, with a local cache of copies to read from.
 
-A file counts as saved once the other side has all of it, so a machine with an empty cache finds
+A file is saved once the remote side has all of it, so a machine with an empty cache finds
 everything. The only module that uses fsspec.
 """
 
@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from urllib.parse import unquote, urlsplit
 
 from tinkex.engine.checkpoints.cache import FileCache
-from tinkex.engine.checkpoints.folder_files import FolderFiles
-from tinkex.engine.checkpoints.saved_files import file_name
+from tinkex.engine.checkpoints.saved_files import FolderFiles, file_name
 from tinkex.engine.checkpoints.storage import storage_error
 from tinkex.errors import InputError, MissingPackageError
 
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
     from tinkex.engine.checkpoints.saved_files import SavedFiles
 
-# Where an upload appears whole or not at all; elsewhere it gets another name first.
+# Protocols whose uploads are atomic; others upload under a temporary name and rename.
 _ATOMIC: Final = frozenset(
     {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "oci", "memory"}
 )
@@ -37,59 +36,59 @@ class RemoteFiles:
         self._cache = cache
 
     def put(self, location: str, write: Callable[[Path], object], needed_bytes: int) -> int:
-        """Write a file here and send it there."""
+        """Write a local file and upload it."""
         name = file_name(location)
         with self._cache.new(needed_bytes) as temporary:
             write(temporary)
             size = temporary.stat().st_size
-            self._cache.add(temporary, name, self._sent(temporary, name, size))
+            self._cache.add(temporary, name, self._upload(temporary, name, size))
         return size
 
     @contextmanager
     def open(self, location: str) -> Generator[Path]:
-        """A copy of the file as it is there now."""
+        """A local copy of the current remote file."""
         name = file_name(location)
-        with self._asking("read", name):
-            version, size = self._look(name)
+        with self._storage_errors("read", name):
+            version, size = self._stat(name)
 
         def fetch(path: Path) -> None:
-            with self._asking("read", name):
+            with self._storage_errors("read", name):
                 self._files.get_file(self._path(name), str(path))
 
         with self._cache.reading(name, version, size, fetch) as path:
             yield path
 
     def copy(self, source: str, target: str) -> None:
-        """Copy a file over there."""
+        """Copy a file on the remote side."""
         name = file_name(source)
-        with self._asking("copy", name):
-            self._look(name)
+        with self._storage_errors("copy", name):
+            self._stat(name)
             self._duplicate(name, file_name(target))
 
     def delete(self, location: str) -> None:
-        """Delete a file, and the copies of it."""
+        """Delete a file and its local copies."""
         name = file_name(location)
         self._cache.forget(name)
-        with self._asking("delete", name):
+        with self._storage_errors("delete", name):
             try:
                 self._files.rm_file(self._path(name))
             except FileNotFoundError:
                 return
 
     def close(self) -> None:
-        """Remove half-written files; copies stay for the next process."""
+        """Remove unfinished files; copies stay for the next process."""
         self._cache.close()
 
-    def _sent(self, path: Path, name: str, size: int) -> str:
-        """Send a file and make sure that it came; returns its version."""
-        with self._asking("write", name, size, writes=True):
-            self._send(path, name)
-            version, there = self._look(name)
+    def _upload(self, path: Path, name: str, size: int) -> str:
+        """Upload a file and check its size; returns its version."""
+        with self._storage_errors("write", name, size, writes=True):
+            self._put(path, name)
+            version, there = self._stat(name)
             if there != size:
                 raise OSError(f"{size} bytes were sent and {there} are there")
         return version
 
-    def _send(self, path: Path, name: str) -> None:
+    def _put(self, path: Path, name: str) -> None:
         if self._atomic:
             self._files.put_file(str(path), self._path(name))
             return
@@ -106,10 +105,10 @@ class RemoteFiles:
         self._files.cp_file(self._path(source), aside)
         self._files.mv(aside, self._path(target))
 
-    def _look(self, name: str) -> tuple[str, int]:
-        """Which version is there now, and its size; raises `FileNotFoundError`."""
+    def _stat(self, name: str) -> tuple[str, int]:
+        """The current version and its size; raises `FileNotFoundError`."""
         info = cast("dict[str, Any]", self._files.info(self._path(name)))
-        # What tells two versions apart: an object's tag, or else when it was written.
+        # What distinguishes two versions: the object's tag, or else its modification time.
         keys = ("ETag", "etag", "md5", "generation", "created", "mtime", "LastModified", "modified")
         marks = [f"{key}={info[key]}" for key in keys if info.get(key) is not None]
         return f"{info['size']} {' '.join(marks)}", int(info["size"])
@@ -118,12 +117,12 @@ class RemoteFiles:
         return f"{self._root}/{name}"
 
     @contextmanager
-    def _asking(
+    def _storage_errors(
         self, doing: str, name: str, needed_bytes: int | None = None, *, writes: bool = False
     ) -> Generator[None]:
         try:
             yield
-        except Exception as error:  # every library behind fsspec has errors of its own
+        except Exception as error:  # fsspec passes on the exceptions of many libraries
             if isinstance(error, FileNotFoundError) and not writes:
                 raise
             where = str(self._files.unstrip_protocol(self._path(name)))
@@ -134,8 +133,8 @@ def _connect(url: str) -> tuple[Any, str]:
     try:
         import fsspec.core as fsspec
 
-        # Others may write there, so what it was like a moment ago means nothing. An instance of
-        # its own, as a shared one may have been made for another server.
+        # Without a listings cache, because other machines write there, too. Not a shared instance,
+        # because that may have been made for another server.
         files, root = cast("Any", fsspec).url_to_fs(
             url, use_listings_cache=False, skip_instance_cache=True
         )
@@ -148,7 +147,7 @@ def _connect(url: str) -> tuple[Any, str]:
 
 
 def _scheme(url: str) -> str:
-    # Never more of it: a URL may hold a password.
+    # Only the scheme may be shown: a URL may contain a password.
     return url.partition("://")[0]
 
 
@@ -162,9 +161,9 @@ _CACHE: Final = "cache"
 
 
 def open_saved(folder: Path, url: str | None, cache_bytes: int) -> SavedFiles:
-    """Files below `folder`, or at `url` with copies below `folder`.
+    """Files below `folder`, or at `url` with a cache below `folder`.
 
-    A path, or a URL that begins with `file:`, is a folder too, and needs no copies.
+    A path, or a URL that begins with `file:`, is a folder, too, and needs no cache.
     """
     if url is None:
         return FolderFiles(folder / _SAVED)

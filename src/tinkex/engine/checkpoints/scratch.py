@@ -1,7 +1,7 @@
-"""A folder for files that nobody needs after this process.
+"""A folder for temporary files of this process.
 
-It is made when first used and removed when closed. A process that died could not do so; the
-next one removes what it left, which it can tell by the lock that a living process holds.
+It is created on first use and removed when closed. A process that was killed leaves its folder; the
+next one removes all folders that are not locked by a running process.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class ScratchFolder:
     def __init__(self, parent: Path, prefix: str) -> None:
         self._parent = parent
         self._prefix = prefix
-        # Mutable state: the folder and the handle that keeps it locked, once there is one.
+        # Mutable state: the folder and the handle that keeps it locked, once it is created.
         self._made: tuple[Path, int] | None = None
 
     def path(self) -> Path:
-        """The folder; raises `OSError` when it cannot be made."""
+        """The folder; raises `OSError` when it cannot be created."""
         if self._made is None:
             self._parent.mkdir(parents=True, exist_ok=True)
             self._remove_abandoned()
@@ -48,11 +48,11 @@ class ScratchFolder:
             try:
                 handle = os.open(folder / _LOCK, os.O_RDWR)
             except OSError:
-                continue  # just being made, or not ours
+                continue  # just being created, or not a scratch folder
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder, ignore_errors=True)
             except BlockingIOError:
-                pass  # its process lives
+                pass  # its process is running
             finally:
                 os.close(handle)

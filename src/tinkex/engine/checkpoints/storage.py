@@ -1,4 +1,4 @@
-"""Says what is wrong with storage in words that help, whichever library noticed."""
+"""Atomic writes, and errors that say what is wrong with the storage and what to do."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def storage_error(
 
 
 def full_disk(error: BaseException | None) -> str | None:
-    """The system's reason where a full disk or a limit on its use is behind an error."""
+    """The system's message if a full disk or a quota caused an error."""
     while error is not None:
         if (number := _number(error)) in _FULL:
             return os.strerror(number or 0)
@@ -76,7 +76,7 @@ def _sizes(place: Path | str, needed_bytes: int | None) -> str:
 
 
 def free_bytes(path: Path) -> int | None:
-    """How much fits on the file system of a path, which need not exist yet."""
+    """Free bytes on the file system of a path, which need not exist yet."""
     for folder in (path, *path.parents):
         try:
             return shutil.disk_usage(folder).free
@@ -86,9 +86,9 @@ def free_bytes(path: Path) -> int | None:
 
 
 def write_atomically(path: Path, write: Callable[[Path], None], *, mode: int = 0o600) -> None:
-    """Have `write(temporary_path)` make a file, then put it in its place durably.
+    """Call `write(temporary_path)`, then rename the file to `path` durably.
 
-    `mode` is what the file gets at most; the umask may take some of it away.
+    `mode` is the file's mode before the umask.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -107,8 +107,9 @@ def write_atomically(path: Path, write: Callable[[Path], None], *, mode: int = 0
 
 
 def put_in_place(temporary: Path, path: Path) -> None:
-    """Rename a finished file of the same file system, instead of what may be there."""
+    """Flush a finished file and rename it to `path`, on the same file system."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    # Content before name, then the folder: a crash leaves the old file or the complete new one.
     _flush(temporary)
     temporary.replace(path)
     _flush(path.parent)

@@ -27,7 +27,7 @@ _ENTRY: Final = "tinkex"
 def write_tensors(path: Path, header: str, tensors: Mapping[str, Tensor]) -> None:
     """Write tensors and a text that describes them; neither atomic nor durable by itself."""
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    # One entry: the library writes several in any order, and the same state is the same file.
+    # One entry: the library writes several in any order, and equal states must give equal files.
     metadata = {_ENTRY: f"{_checksum(header, plain)} {header}"}
     try:
         save_file(plain, path, metadata=metadata)
@@ -37,7 +37,7 @@ def write_tensors(path: Path, header: str, tensors: Mapping[str, Tensor]) -> Non
 
 
 def read_tensors(path: Path) -> tuple[str, dict[str, Tensor]]:
-    """The text and the tensors, on the CPU; a file that has changed since is refused."""
+    """The text and the tensors, on the CPU; a file whose checksum differs is refused."""
     with _opened(path) as file:
         # A copy: the file may be replaced while its memory map is in use.
         tensors: dict[str, Tensor] = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 -- no dict
@@ -48,13 +48,13 @@ def read_tensors(path: Path) -> tuple[str, dict[str, Tensor]]:
 
 
 def read_header(path: Path) -> str:
-    """The text alone, which may have changed since."""
+    """The text only, without checking the checksum."""
     with _opened(path) as file:
         return _described(file)[1]
 
 
 def _described(file: Any) -> tuple[str, str]:
-    """The checksum and the text; empty ones when the file is somebody else's."""
+    """The checksum and the text; empty if the file was not written by this module."""
     metadata: dict[str, str] = file.metadata() or {}
     checksum, _, header = metadata.get(_ENTRY, "").partition(" ")
     return checksum, header

@@ -1,7 +1,7 @@
-"""How much memory the engine gives to what, decided once when it starts.
+"""Memory budgets, computed once when the engine starts.
 
-The settings say it, or it is a part of what the machine has: of what is free on a CUDA device
-once the base models and their caches are there, and of all memory where the CPU computes.
+They come from the settings, or are a fraction of the machine's memory: of what is free on a CUDA
+device after loading the base models, or of all memory on a CPU.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tinkex.engine.local_settings import LocalSettings
 
 _MIB: Final = 2**20
-# The rest is for the sampler's passes, for the allocator, and for whoever else is there.
+# The rest is for the sampler's passes, the allocator and other processes.
 _CUDA_CACHES: Final = 0.3
 _CUDA_PASS: Final = 0.6
 _CUDA_ADAPTERS: Final = 0.25
@@ -32,9 +32,9 @@ _CGROUP_LIMITS: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budgets:
-    """Bytes of each model's cache, a training pass, adapters on the device, and parked ones.
+    """Bytes of each model's KV cache, a training pass, adapters on the device, and parked ones.
 
-    Adapters are those in training, snapshots, and the copies of both that kernels sample from.
+    Adapters are those in training, snapshots, and the copies of both that sampling reads.
     """
 
     cache_bytes: int
@@ -45,7 +45,7 @@ class Budgets:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """How much a device does at a time: enough to keep it busy, little enough to stay fair."""
+    """Batch sizes: large enough to keep the device busy, small enough to stay fair."""
 
     sequences: int
     sample_tokens: int
@@ -58,13 +58,13 @@ _ON_CUDA: Final = Sizes(sequences=256, sample_tokens=8192, logit_rows=512, logit
 
 
 def sizes(settings: LocalSettings, device: torch.device) -> Sizes:
-    """What suits the device, where the settings do not say it."""
+    """Defaults for the device, overridden by the settings."""
     found = _ON_CUDA if device.type == "cuda" else _ON_CPU
     return replace(found, sequences=_either(settings.max_sequences, found.sequences))
 
 
 def budgets(settings: LocalSettings, device: torch.device, models: int) -> Budgets:
-    """What the settings say; the rest from the machine. `models` caches will yet be taken."""
+    """The budgets of an engine with `models` base models, whose caches are not allocated yet."""
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
         cache_bytes = _either(settings.cache_bytes, int(free * _CUDA_CACHES) // models)
@@ -100,7 +100,7 @@ def _on_cpu(host: int) -> Budgets:
         cache_bytes=0,
         pass_bytes=int(host * _CPU_PASS),
         adapter_bytes=int(host * _CPU_ADAPTERS),
-        host_bytes=0,  # the device is the host: what leaves the one leaves the other
+        host_bytes=0,  # the device is the host: parked adapters go to disk
     )
 
 

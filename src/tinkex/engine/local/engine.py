@@ -1,8 +1,8 @@
-"""`Engine` on this machine: every method hands work to one thread and waits for it.
+"""`Engine` on this machine: every method submits a task to one thread and waits for it.
 
-That thread owns all tensors (`thread.py`); files are read and written beside it. Work on the
-same model, snapshot or location runs in the order it was submitted; anything else may run
-between two training passes of a long batch.
+That thread owns all tensors (`thread.py`); files are read and written on other threads. Work on the
+same model, snapshot or location runs in the order of submission; other work may run between two
+training passes of a long batch.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ from tinkex.engine.checkpoints.remote_files import open_saved
 from tinkex.engine.checkpoints.scratch import ScratchFolder
 from tinkex.engine.failures import user_error
 from tinkex.engine.local.budgets import budgets
-from tinkex.engine.local.relay import TokenRelay, hop
-from tinkex.engine.local.served import Served, device_of, saved_name, snapshot_name, spec_of
-from tinkex.engine.local.tasks import Task
-from tinkex.engine.local.thread import EngineThread
+from tinkex.engine.local.relay import TokenRelay, call_on_loop
+from tinkex.engine.local.served import ServedModel, device_of, saved_name, snapshot_name, spec_of
+from tinkex.engine.local.thread import EngineTask, EngineThread
 from tinkex.engine.local_settings import LocalSettings
-from tinkex.engine.models.deferred import DeferredModel
+from tinkex.engine.models.loader import DeferredModel
 from tinkex.engine.protocol import GAUGES, ImportedAdapter, SavedAdapter, TrainResult
 from tinkex.engine.sampler import BASE
 from tinkex.errors import ClosedError, InputError, RequestFailedError
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
 
     from tinkex.clock import Clock
     from tinkex.engine.decoder import DecoderConfig
-    from tinkex.engine.local.tasks import Steps
+    from tinkex.engine.local.thread import Steps
     from tinkex.engine.models.loader import BaseModel
     from tinkex.engine.protocol import (
         AdapterSpec,
@@ -78,19 +77,19 @@ class LocalEngine:
         )
         self._relay = TokenRelay()
         self._serve = partial(
-            Served, settings=settings, budgets=room, parking=self._parking, relay=self._relay
+            ServedModel, settings=settings, budgets=room, parking=self._parking, relay=self._relay
         )
         self._models = [spec_of(model) for model in models]
-        # Mutable state: base models that nobody has used yet and those that are loaded, which
-        # base model each adapter and snapshot belongs to (the thread's), and every answer that
-        # somebody waits for (the callers').
+        # Mutable state of the engine's thread: base models that are not loaded yet, those that are,
+        # and the base model of each adapter and snapshot. `_pending` belongs to the callers' loops:
+        # the answers that they wait for, which `_end_all` fails when the thread ends.
         self._deferred = {m.config.name: m for m in models if isinstance(m, DeferredModel)}
         made = [self._serve(model) for model in models if not isinstance(model, DeferredModel)]
         self._served = {served.name: served for served in made}
         self._samplers = made
-        self._homes: dict[str, Served] = {}
-        self._published: dict[str, Served] = {}
-        self._owed: set[asyncio.Future[Any]] = set()
+        self._served_by_adapter: dict[str, ServedModel] = {}
+        self._served_by_snapshot: dict[str, ServedModel] = {}
+        self._pending: set[asyncio.Future[Any]] = set()
         self._thread = EngineThread(self._samplers, self._end_all, clock)
         self._thread.start()
 
@@ -103,11 +102,11 @@ class LocalEngine:
         """Make a fresh adapter on its base model."""
 
         def create() -> None:
-            if spec.model_id in self._homes:
+            if spec.model_id in self._served_by_adapter:
                 raise user_error(f"model {spec.model_id!r} exists already")
             served = self._base(spec.base_model)
             served.trainer.create(spec)
-            self._homes[spec.model_id] = served
+            self._served_by_adapter[spec.model_id] = served
 
         await self._do(_once(create), _model(spec.model_id))
 
@@ -115,7 +114,7 @@ class LocalEngine:
         """Replace an adapter's weights, and its optimizer state too when asked."""
 
         def load() -> Steps:
-            served = self._home(model_id)
+            served = self._of_adapter(model_id)
             state = yield partial(self._read, location, served)
             served.trainer.restore(model_id, state, optimizer=optimizer)
 
@@ -125,7 +124,7 @@ class LocalEngine:
         """Write an adapter; complete and durable when it returns."""
 
         def save() -> Steps:
-            served = self._home(model_id)
+            served = self._of_adapter(model_id)
             state = served.trainer.state(model_id, optimizer=optimizer)
             return (yield from self._write(state, location))
 
@@ -138,15 +137,15 @@ class LocalEngine:
         return SavedAdapter(size_bytes=size, has_optimizer=state.moments is not None)
 
     def _retire(self, location: str) -> None:
-        """Have the next sample of a location read its file again."""
+        """Make the next sample of a location read its file again."""
         for served in self._served.values():
             served.versions.retire(saved_name(location))
 
     async def drop_adapter(self, model_id: str) -> None:
-        """Free an adapter; unknown names are fine."""
+        """Free an adapter; unknown names are ignored."""
 
         def drop() -> None:
-            served = self._homes.pop(model_id, None)
+            served = self._served_by_adapter.pop(model_id, None)
             if served is not None:
                 served.trainer.drop(model_id)
 
@@ -155,7 +154,7 @@ class LocalEngine:
     async def train(self, batch: Sequence[TrainOp]) -> Sequence[TrainResult | RequestFailedError]:
         """Run forward or forward_backward of many operations at once.
 
-        Cancelled, it ends after the pass that runs; each operation is then done or untouched.
+        A cancelled call ends after the current pass; each operation is then done or untouched.
         """
         return await self._do(
             self._train(batch), *(_model(op.model_id) for op in batch), training=True
@@ -174,7 +173,7 @@ class LocalEngine:
         return [answers[place] for place in range(len(batch))]
 
     def _pass_tokens(self) -> int:
-        """How large the next training pass may be: smaller while a stream waits for its end."""
+        """The size of the next training pass: smaller while samples wait for its end."""
         if self._thread.sampling:
             return self._settings.shared_pass_tokens
         return self._settings.max_pass_tokens
@@ -195,11 +194,11 @@ class LocalEngine:
 
     def _by_model(
         self, batch: Sequence[TrainOp] | Sequence[OptimOp], answers: dict[int, Any]
-    ) -> Iterator[tuple[Served, list[int]]]:
-        """Places of the batch by base model; operations on unknown adapters are answered."""
+    ) -> Iterator[tuple[ServedModel, list[int]]]:
+        """Indices of the batch by base model; unknown adapters get their error in `answers`."""
         places: dict[str, list[int]] = {}
         for place, op in enumerate(batch):
-            served = self._homes.get(op.model_id)
+            served = self._served_by_adapter.get(op.model_id)
             if served is None:
                 answers[place] = user_error(f"model {op.model_id!r} is not loaded", op.op_id)
             else:
@@ -210,12 +209,12 @@ class LocalEngine:
         """Freeze an adapter as it is for sampling under the name `snapshot`."""
 
         def publish() -> None:
-            served, before = self._home(model_id), self._published.get(snapshot)
-            weights = served.trainer.snapshot(model_id).weights
+            served, before = self._of_adapter(model_id), self._served_by_snapshot.get(snapshot)
+            weights = served.trainer.weights(model_id)
             served.versions.add(snapshot_name(snapshot), weights)
             if before is not None and before is not served:
                 before.versions.retire(snapshot_name(snapshot))
-            self._published[snapshot] = served
+            self._served_by_snapshot[snapshot] = served
 
         await self._do(_once(publish), _model(model_id), _snapshot(snapshot))
 
@@ -223,7 +222,7 @@ class LocalEngine:
         """Write what was published; complete and durable when it returns."""
 
         def save() -> Steps:
-            served = self._published.get(snapshot)
+            served = self._served_by_snapshot.get(snapshot)
             if served is None:
                 raise user_error(f"snapshot {snapshot!r} is not published")
             return (yield from self._write(served.frozen(snapshot), location))
@@ -231,24 +230,24 @@ class LocalEngine:
         return await self._do(save(), _snapshot(snapshot), _saved(location))
 
     async def drop_snapshot(self, snapshot: str) -> None:
-        """Forget a snapshot, unknown names are fine; samples that use it keep it."""
+        """Drop a snapshot; samples that use it keep it. Unknown names are ignored."""
 
         def drop() -> None:
-            served = self._published.pop(snapshot, None)
+            served = self._served_by_snapshot.pop(snapshot, None)
             if served is not None:
                 served.versions.retire(snapshot_name(snapshot))
 
         await self._do(_once(drop), _snapshot(snapshot))
 
     async def sample(self, op: SampleOp, on_token: OnToken | None = None) -> SampleResult:
-        """Sample; cancelling the call frees its place."""
+        """Sample; cancelling the call frees its blocks."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[SampleResult] = loop.create_future()
         weights = op.weights
         cancels: list[Callable[[], None]] = []
 
-        def tell(outcome: object) -> None:
-            hop(loop, lambda: _settle(answer, outcome))
+        def notify(outcome: object) -> None:
+            call_on_loop(loop, lambda: _settle(answer, outcome))
 
         def submit() -> Steps:
             served = self._base(weights.base_model)
@@ -258,7 +257,7 @@ class LocalEngine:
                 state = yield partial(self._read, weights.location, served)
                 version = served.add_saved(weights.location, state)
             relayed = None if on_token is None else self._relay.to(loop, on_token)
-            cancels.append(served.submit(op, version, relayed, tell))
+            cancels.append(served.submit(op, version, relayed, notify))
 
         keys = [_snapshot(weights.snapshot)] if weights.snapshot is not None else []
         keys += [_saved(weights.location)] if weights.location is not None else []
@@ -266,9 +265,10 @@ class LocalEngine:
             await self._do(submit(), *keys)
             result: SampleResult = await self._answer(answer)
         except asyncio.CancelledError:
-            # It may just have been submitted, so the thread looks when it comes to this.
+            # The thread may be submitting the sample right now, so the cancellation is a task, too:
+            # it runs after that, and finds the sample in `cancels`.
             with suppress(ClosedError):
-                self._thread.post(_errand(lambda: [cancel() for cancel in cancels]))
+                self._thread.post(_background(lambda: [cancel() for cancel in cancels]))
             raise
         return replace(result, version=weights.snapshot or weights.location or BASE)
 
@@ -316,7 +316,7 @@ class LocalEngine:
         return await self._do(imported(), _saved(location))
 
     async def stats(self) -> Mapping[str, float]:
-        """Gauges and counters; reads numbers beside the thread, so it never waits for a pass."""
+        """Gauges and counters; reads them from this thread, so it never waits for a pass."""
         resident, parked = self._parking.counts()
         found = Counter({**dict.fromkeys(GAUGES, 0.0), "adapters_resident": resident})
         found["adapters_parked"] = parked
@@ -324,8 +324,8 @@ class LocalEngine:
             found.update(served.stats())
         return dict(found)
 
-    def _read(self, location: str, served: Served | None = None) -> adapter_file.State:
-        """What is saved there, for a base model; None is the one that it belongs to."""
+    def _read(self, location: str, served: ServedModel | None = None) -> adapter_file.State:
+        """The adapter saved at a location, for a base model; None is its own base model."""
         with _naming(location), self._files.open(location) as path:
             config = served.config if served else self._config(adapter_file.base_model_of(path))
             return adapter_file.load(path, config)
@@ -334,8 +334,8 @@ class LocalEngine:
         deferred = self._deferred.get(name)
         return self._base(name).config if deferred is None else deferred.config
 
-    def _base(self, name: str) -> Served:
-        """A base model, loaded now if nobody used it before."""
+    def _base(self, name: str) -> ServedModel:
+        """A base model, loaded on first use."""
         deferred = self._deferred.get(name)
         if deferred is not None:
             self._served[name] = self._serve(deferred.load())
@@ -347,46 +347,49 @@ class LocalEngine:
             raise user_error(f"no base model {name!r} here; there are: {names}")
         return served
 
-    def _home(self, model_id: str) -> Served:
-        served = self._homes.get(model_id)
+    def _of_adapter(self, model_id: str) -> ServedModel:
+        served = self._served_by_adapter.get(model_id)
         if served is None:
             raise user_error(f"model {model_id!r} is not loaded")
         return served
 
     async def _do(self, steps: Steps, *keys: str, training: bool = False) -> Any:
-        """Run steps on the engine's thread, in turn with whatever has one of these keys."""
+        """Run steps on the engine's thread, in order with other tasks of these keys."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Any] = loop.create_future()
 
         def settle(outcome: object) -> None:
-            hop(loop, lambda: _settle(answer, outcome))
+            call_on_loop(loop, lambda: _settle(answer, outcome))
 
         def wanted() -> bool:
             return not answer.cancelled()
 
         self._thread.post(
-            Task(steps=steps, settle=settle, keys=frozenset(keys), training=training, wanted=wanted)
+            EngineTask(
+                steps=steps, settle=settle, keys=frozenset(keys), training=training, wanted=wanted
+            )
         )
         return await self._answer(answer)
 
     async def _answer(self, answer: asyncio.Future[Any]) -> Any:
-        """Wait for an answer that `close` would end, too."""
-        self._owed.add(answer)
+        """Wait for an answer; `close` fails it if it is still pending."""
+        self._pending.add(answer)
         try:
             return await answer
         finally:
-            self._owed.discard(answer)
+            self._pending.discard(answer)
 
     async def close(self) -> None:
-        """End the thread after what it is doing now; whoever still waits gets a `ClosedError`."""
+        """End the thread after its current step; pending calls raise `ClosedError`."""
+        # In this order: the thread uses the parking and the files until it has ended.
         await asyncio.to_thread(self._thread.close)
         await asyncio.to_thread(self._parking.close)
         await asyncio.to_thread(self._files.close)
 
     def _end_all(self) -> None:
         error = ClosedError("the engine was closed")
-        for answer in list(self._owed):
-            hop(answer.get_loop(), partial(_settle, answer, error))
+        for answer in list(self._pending):
+            call_on_loop(answer.get_loop(), partial(_settle, answer, error))
 
     async def __aenter__(self) -> LocalEngine:
         return self
@@ -419,18 +422,18 @@ def _saved(location: str) -> str:
 
 
 def _once(action: Callable[[], object]) -> Steps:
-    """Steps of which there is one."""
+    """A task of one step."""
     return action()
     yield
 
 
-def _errand(action: Callable[[], object]) -> Task:
-    """A task that nobody waits for."""
-    return Task(steps=_once(action), settle=lambda _: None)
+def _background(action: Callable[[], object]) -> EngineTask:
+    """A task whose result is ignored."""
+    return EngineTask(steps=_once(action), settle=lambda _: None)
 
 
 def _settle(answer: asyncio.Future[Any], outcome: object) -> None:
-    if answer.done():
+    if answer.done():  # cancelled, or failed by `close`
         return
     if isinstance(outcome, BaseException):
         answer.set_exception(outcome)
@@ -440,6 +443,7 @@ def _settle(answer: asyncio.Future[Any], outcome: object) -> None:
 
 @contextmanager
 def _naming(location: str) -> Generator[None]:
+    """Raise an error that names the location if there is no file."""
     try:
         yield
     except FileNotFoundError as error:

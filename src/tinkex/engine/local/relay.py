@@ -1,7 +1,7 @@
 """From the engine's thread to its callers' loops: answers at once, tokens once per sampler step.
 
-Waking a loop for every token would cost more than drawing it. So the tokens of one step wait for
-its end, and each loop is woken once for all of its own, in the order they were drawn.
+Waking a loop for every token would take longer than sampling it. So the tokens of a step are
+collected, and at its end each loop is woken once for all of its tokens, in the order of sampling.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _log = logging.getLogger(__name__)
 
 
 class TokenRelay:
-    """Tokens on their way; touched by the engine's thread only."""
+    """Collects tokens; used by the engine's thread only, so it needs no lock."""
 
     def __init__(self) -> None:
-        # Mutable state: what was drawn since the last `flush`.
+        # Mutable state: the tokens since the last `flush`.
         self._drawn: dict[AbstractEventLoop, list[Drawn]] = {}
 
     def to(self, loop: AbstractEventLoop, on_token: OnToken) -> OnToken:
-        """What the sampler calls so that `on_token` is called on `loop`."""
+        """A callback for the sampler that calls `on_token` on `loop`."""
 
         def relay(sample: int, token: int, logprob: float, best: Best | None) -> None:
             self._drawn.setdefault(loop, []).append((on_token, sample, token, logprob, best))
@@ -36,23 +36,23 @@ class TokenRelay:
         return relay
 
     def flush(self) -> None:
-        """Send everything; what is sent to a loop later comes after it."""
+        """Send all tokens; a later `call_on_loop` for the same loop runs after them."""
         drawn, self._drawn = self._drawn, {}
         for loop, tokens in drawn.items():
-            hop(loop, lambda tokens=tokens: _hand_out(tokens))
+            call_on_loop(loop, lambda tokens=tokens: _call_all(tokens))
 
 
-def hop(loop: AbstractEventLoop, action: Callable[[], None]) -> None:
-    """Run `action` on a caller's loop; one that has closed has nobody waiting."""
+def call_on_loop(loop: AbstractEventLoop, action: Callable[[], None]) -> None:
+    """Run `action` on a caller's loop; a closed loop has no callers left."""
     try:
         loop.call_soon_threadsafe(action)
     except RuntimeError:
         _log.debug("a caller's loop closed before its answer came")
 
 
-def _hand_out(tokens: list[Drawn]) -> None:
+def _call_all(tokens: list[Drawn]) -> None:
     for on_token, sample, token, logprob, best in tokens:
         try:
             on_token(sample, token, logprob, best)
-        except Exception:  # noqa: BLE001 - the caller's own code; others' tokens are in the list
+        except Exception:  # noqa: BLE001 - the caller's code; other callers' tokens follow in the list
             _log.exception("on_token failed")

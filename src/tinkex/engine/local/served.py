@@ -1,4 +1,4 @@
-"""One base model with everything that hangs on it; touched by the engine's thread only."""
+"""One base model with its trainer, sampler and versions; used by the engine's thread only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tinkex.engine.failures import failure, user_error
 from tinkex.engine.local.budgets import sizes
 from tinkex.engine.local.versions import Versions
 from tinkex.engine.lora import wrap
-from tinkex.engine.models.deferred import DeferredModel
+from tinkex.engine.models.loader import DeferredModel
 from tinkex.engine.protocol import ModelSpec, ModelText, SampleResult
 from tinkex.engine.sampler import (
     BASE,
@@ -37,10 +37,10 @@ if TYPE_CHECKING:
     from tinkex.engine.sampler.request import SampleRun
     from tinkex.errors import RequestFailedError
 
-    Tell = Callable[["SampleResult | RequestFailedError"], None]
+    Notify = Callable[["SampleResult | RequestFailedError"], None]
 
 
-class Served:
+class ServedModel:
     """A trainer, a sampler, and the versions that samples name."""
 
     def __init__(
@@ -69,11 +69,11 @@ class Served:
             parking=parking,
             strict=settings.strict,
         )
-        # Mutable state besides the trainer's: versions, whom to tell about which sample, and
-        # tokens so far.
+        # Mutable state besides the trainer's and the sampler's: versions, the callback of each
+        # running sample, and token counts.
         copied_as = weight.dtype if decoder.backend.copies_adapters else None
         self.versions = Versions(parking, config.name, copied_as)
-        self._waiting: dict[SampleRun, Tell] = {}
+        self._waiting: dict[SampleRun, Notify] = {}
         self.counts: Counter[str] = Counter()
         sampling = SamplerSettings(
             cache_tokens=budgets.cache_bytes // cache_bytes_per_token(config, weight.dtype),
@@ -97,7 +97,7 @@ class Served:
         )
 
     def frozen(self, snapshot: str) -> adapter_file.State:
-        """What was published under a name, in host memory."""
+        """A copy of a published snapshot in host memory."""
         version = self.versions.find(snapshot_name(snapshot))
         weights = None if version is None else self.versions.peek(version)
         if weights is None:
@@ -108,7 +108,7 @@ class Served:
         )
 
     def version(self, weights: Weights) -> str | None:
-        """The version that a sample asks for; None when its file has to be read first."""
+        """The version of a sample's weights; None when its file has to be read first."""
         if weights.snapshot is not None:
             found = self.versions.find(snapshot_name(weights.snapshot))
             if found is None:
@@ -119,18 +119,18 @@ class Served:
         return self.versions.find(saved_name(weights.location))
 
     def add_saved(self, location: str, state: adapter_file.State) -> str:
-        """Make what was read from a file a version."""
+        """Add weights that were read from a file as a version."""
         flat_P = state.weights.flat_P
         self._parking.check(location, flat_P.numel() * flat_P.itemsize)
         weights = wrap(self.config, state.weights.lora, flat_P.to(self._device))
         return self.versions.add(saved_name(location), weights, in_file=True)
 
     def submit(
-        self, op: SampleOp, version: str, on_token: OnToken | None, tell: Tell
+        self, op: SampleOp, version: str, on_token: OnToken | None, notify: Notify
     ) -> Callable[[], None]:
-        """Begin a sample; returns what cancels it. Raises `InputError` if it cannot run."""
+        """Start a sample; returns a function that cancels it. Raises `InputError`."""
         run = self._sampler.submit(op, version=version, on_token=on_token)
-        self._waiting[run] = tell
+        self._waiting[run] = notify
         self.versions.begin(version)
 
         def cancel() -> None:
@@ -145,7 +145,7 @@ class Served:
         return self._sampler.idle
 
     def step(self) -> None:
-        """Run one pass of the sampler, and tell those whose samples ended."""
+        """Run one pass of the sampler, and notify the callers whose samples ended."""
         try:
             with self._parking.holding():
                 ended = self._sampler.step()
@@ -153,19 +153,19 @@ class Served:
             self._relay.flush()
             self._fail_all(error)
             return
-        # Before anybody is told of an end: the last tokens come first.
+        # Before the results: a caller must get its last tokens before the end of its sample.
         self._relay.flush()
         for run in ended:
-            tell = self._leave(run)
+            notify = self._leave(run)
             outcome = run.error or run.result
             if isinstance(outcome, SampleResult):
                 self.counts["tokens_prompt_total"] += outcome.prompt_tokens
                 self.counts["tokens_generated_total"] += outcome.generated_tokens
-            if tell is not None and outcome is not None:
-                tell(outcome)
+            if notify is not None and outcome is not None:
+                notify(outcome)
 
     def stats(self) -> dict[str, float]:
-        """How much it does and did; may be asked from any thread, so it only reads numbers."""
+        """Gauges and counters; called from any thread, so it only reads single numbers."""
         sampler, block = self._sampler, self._block_size
         return {
             "samples_running": len(self._waiting),
@@ -175,19 +175,19 @@ class Served:
             **self.counts,
         }
 
-    def _leave(self, run: SampleRun) -> Tell | None:
-        tell = self._waiting.pop(run, None)
-        if tell is not None:
+    def _leave(self, run: SampleRun) -> Notify | None:
+        notify = self._waiting.pop(run, None)
+        if notify is not None:
             self.versions.end(run.version)
-        return tell
+        return notify
 
     def _fail_all(self, error: BaseException) -> None:
-        """A step that failed as a whole: nobody knows how far it came, so nobody goes on."""
+        """A step failed as a whole; its progress is unknown, so every sample fails."""
         for run in list(self._waiting):
-            tell = self._leave(run)
+            notify = self._leave(run)
             self._sampler.cancel(run)
-            if tell is not None:
-                tell(failure(error, "while sampling", run.op.op_id))
+            if notify is not None:
+                notify(failure(error, "while sampling", run.op.op_id))
 
 
 def _not_published(snapshot: str) -> RequestFailedError:
@@ -195,7 +195,7 @@ def _not_published(snapshot: str) -> RequestFailedError:
 
 
 def spec_of(model: BaseModel | DeferredModel) -> ModelSpec:
-    """What a server is told about a base model."""
+    """The description of a base model for servers."""
     config = model.config if isinstance(model, DeferredModel) else model.decoder.config
     return ModelSpec(
         name=config.name,
@@ -207,7 +207,7 @@ def spec_of(model: BaseModel | DeferredModel) -> ModelSpec:
 
 
 def device_of(model: BaseModel | DeferredModel) -> torch.device:
-    """Where a base model is, or will be."""
+    """The device of a base model."""
     return model.device if isinstance(model, DeferredModel) else model.decoder.unembed_VD.device
 
 
@@ -222,10 +222,10 @@ def _text(tokenizer: ModelTokenizer, config: DecoderConfig) -> ModelText:
 
 
 def snapshot_name(snapshot: str) -> str:
-    """What a snapshot is called among the versions."""
+    """The name of a snapshot in `Versions`."""
     return f"snapshot:{snapshot}"
 
 
 def saved_name(location: str) -> str:
-    """What a saved adapter is called among the versions."""
+    """The name of a saved adapter in `Versions`."""
     return f"saved:{location}"

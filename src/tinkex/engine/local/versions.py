@@ -1,12 +1,12 @@
-"""The frozen weights that samples name: kept while they have a name or a sample uses them.
+"""The frozen weights of samples, kept while they have a name or a sample uses them.
 
-A name is a snapshot or a saved location. What it stands for may be replaced or dropped; the
-samples that began with it keep what they had. Every version has an id that never returns, so
-that cached keys and values of one are never taken for those of another.
+A name is a snapshot or a saved location. Its weights may be replaced or dropped; samples that
+started with them keep them. Every version has a unique id that is never reused, so that the KV
+cache of one version is never used for another.
 
-All of them are on shelves of one `Parking` and count against its budgets: the weights, and the
-copies that a CUDA device samples from. What was read from a file is read again when it is needed,
-so it is dropped instead of parked while no sample uses it.
+All are on shelves of one `Parking` and count against its budgets: the weights, and the copies that
+a CUDA device samples from. Weights that were read from a file can be read again, so they are
+dropped instead of parked while no sample uses them.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 class Versions:
     """The versions of one base model.
 
-    `copied_as` is the precision of the copies that samples are drawn from, None where they are
-    drawn from the weights themselves.
+    `copied_as` is the precision of the copies that sampling reads, None where it reads the weights
+    themselves.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Versions:
         self._copied_as = copied_as
         self._numbers = count(1)
         # Mutable state: weights by id and their copies on the device, the id of each name, ids
-        # whose weights lie in a file, and how many samples use an id.
+        # whose weights are stored in a file, and how many samples use an id.
         self._weights = parking.shelf(f"sampling/{base_model}", pack_weights)
         self.copies = parking.copies(f"sampling copies/{base_model}", pack_weights)
         self._named: dict[str, str] = {}
@@ -52,9 +52,9 @@ class Versions:
         return len(self._weights)
 
     def add(self, name: str, weights: LoraWeights, *, in_file: bool = False) -> str:
-        """Give a name to some weights, instead of those it had.
+        """Give a name to some weights, instead of its current ones.
 
-        Those of a file may be gone when they are next looked for: see `find`.
+        With `in_file` they may be dropped again: see `find`.
         """
         version = f"{name}@{next(self._numbers)}"
         self._weights[version] = weights
@@ -66,7 +66,7 @@ class Versions:
         return version
 
     def find(self, name: str) -> str | None:
-        """The version that a name stands for now; None also where a file has to be read again."""
+        """The current version of a name; None also where its file has to be read again."""
         version = self._named.get(name)
         if version is not None and version not in self._weights:
             self.retire(name)
@@ -74,19 +74,19 @@ class Versions:
         return version
 
     def retire(self, name: str) -> None:
-        """Take a name away; unknown ones are fine."""
+        """Remove a name; unknown ones are ignored."""
         version = self._named.pop(name, None)
         if version is not None:
             self._free_if_unused(version)
 
     def begin(self, version: str) -> None:
-        """A sample uses it from now on."""
+        """Count a sample that uses the version."""
         self._users[version] += 1
         if version in self._in_files:
             self._weights.set_spare(version, spare=False)
 
     def end(self, version: str) -> None:
-        """One sample less uses it."""
+        """Count a sample that no longer uses the version."""
         self._users[version] -= 1
         if not self._users[version]:
             del self._users[version]
@@ -100,11 +100,11 @@ class Versions:
         return None if version == BASE else self._weights[version]
 
     def peek(self, version: str) -> LoraWeights | None:
-        """The weights of a version wherever they lie, to be copied; None for the base model."""
+        """The weights of a version on any device, to be copied; None for the base model."""
         return None if version == BASE else self._weights.peek(version)
 
     def fit(self, versions: set[str]) -> bool:
-        """Whether samples of these versions can be drawn in one pass."""
+        """Whether the weights of these versions fit on the device together."""
         room = self._parking.device_bytes
         return room is None or sum(map(self._sampled_bytes, versions - {BASE})) <= room
 

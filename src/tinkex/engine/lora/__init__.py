@@ -4,8 +4,8 @@ from tinkex.engine.lora.head import LOGITS_BYTES, Swept, Targets, adapt_, logits
 from tinkex.engine.lora.layers import Segment, adapted_projections
 from tinkex.engine.lora.shapes import (
     ALPHA,
+    LoraTarget,
     Matrix,
-    Target,
     check_lora,
     parameter_count,
     targets,
@@ -20,7 +20,7 @@ __all__ = [
     "Pair",
     "Segment",
     "Swept",
-    "Target",
+    "LoraTarget",
     "Targets",
     "adapt_",
     "adapted_projections",

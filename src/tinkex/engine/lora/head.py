@@ -1,11 +1,11 @@
-"""Log-probabilities of chosen tokens, and their gradient, without the logits in one piece.
+"""Log-probabilities of chosen tokens, and their gradient, in chunks of logits.
 
-The unembedding and its adapters are applied to a few rows at a time; a row's logits live
-only as long as its chunk. Memory grows with tokens x hidden, never with tokens x vocabulary.
+The unembedding and its adapters are applied to a few rows at a time, and the logits of a chunk are
+freed with it. Memory grows with tokens x hidden, never with tokens x vocabulary.
 
-One sweep gives the log-probabilities; a sweep that is also told the slope of the loss by
-each log-probability gives the gradient as well. Where the slope is known beforehand
-(cross-entropy) one sweep does both; otherwise the second recomputes the logits.
+One sweep gives the log-probabilities; given the gradient of the loss by each log-probability, it
+gives the gradient by the hidden states as well. Where that gradient is known beforehand
+(cross-entropy) one sweep does both; otherwise a second one recomputes the logits.
 
 Shapes: T tokens, C rows of a chunk, S rows of a piece, B rows of a rectangle of targets, D hidden,
 V vocabulary, R rank, K targets of a row, M targets of all rows, one after the other.
@@ -39,12 +39,12 @@ LOGITS_BYTES: Final = 64 * 2**20
 """How large a chunk of logits may be."""
 _MANY_ROWS: Final = 256
 _CPU_BYTES: Final = 16 * 2**20
-"""The same on a CPU: every step of the softmax then finds its input in the cache."""
+"""The same on a CPU, so that every step of the softmax finds its input in the cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """The tokens whose log-probability is wanted: `counts[t]` of `ids_M` belong to row t."""
+    """The tokens to score: `counts[t]` of `ids_M` belong to row t."""
 
     ids_M: Tensor
     counts: Sequence[int]
@@ -52,14 +52,14 @@ class Targets:
 
 @dataclass(frozen=True, slots=True)
 class Swept:
-    """What a sweep found; the gradient is there when it was given slopes."""
+    """The result of a sweep; `dh_TD` is there if the sweep was given a gradient."""
 
     logprobs_M: Tensor
     dh_TD: Tensor | None
 
 
 class HeadProducts(Protocol):
-    """How logits are computed, adapters included, where that is not the usual way."""
+    """Strict products: how logits are computed, adapters included."""
 
     def logits(self, h_CD: Tensor, start: int, stop: int) -> Tensor:
         """The fp32 logits of the pass's tokens from `start` to `stop`."""
@@ -80,21 +80,21 @@ def sweep(
     decoder: Decoder,
     segments: Sequence[Segment],
     targets: Targets,
-    slope_M: Tensor | None = None,
+    gradient_M: Tensor | None = None,
     *,
     logits_bytes: int = LOGITS_BYTES,
     products: HeadProducts | None = None,
 ) -> Swept:
-    """Log-probabilities of the targets and, given slopes, the gradients they lead to.
+    """Log-probabilities of the targets and, given the gradient by them, that by the hidden states.
 
     Runs outside autograd: the caller continues with `dh_TD`. The gradients of the
-    unembedding's factors are written to those segments that have room for them. Rows beyond
-    the last segment are ignored.
+    unembedding's factors are written to the segments that have a gradient. Rows beyond the last
+    segment are ignored.
     """
     if h_TD.device.type == "cpu":
         logits_bytes = min(logits_bytes, _CPU_BYTES)
     with torch.no_grad():
-        state = _Sweep(h_TD.detach(), decoder, segments, targets, slope_M, products)
+        state = _Sweep(h_TD.detach(), decoder, segments, targets, gradient_M, products)
         for chunk in _chunks(segments, chunk_rows(decoder.config.vocab_size, logits_bytes)):
             state.run(chunk)
         return Swept(torch.cat(state.found), state.dh_TD)
@@ -103,7 +103,7 @@ def sweep(
 def chunk_rows(vocabulary: int, logits_bytes: int = LOGITS_BYTES) -> int:
     """How many rows of fp32 logits fit, at least `MIN_ROWS` and a multiple of it.
 
-    Many are a power of two: products on a device like that best.
+    A large number is rounded to a power of two, which is fastest on a device.
     """
     rows = logits_bytes // (4 * vocabulary)
     if rows >= _MANY_ROWS:
@@ -112,10 +112,10 @@ def chunk_rows(vocabulary: int, logits_bytes: int = LOGITS_BYTES) -> int:
 
 
 def _chunks(segments: Sequence[Segment], limit: int) -> list[list[_Piece]]:
-    """Neighbouring pieces, up to `limit` rows together.
+    """Adjacent pieces, up to `limit` rows together.
 
-    Pieces are cut from the start of their segment, so a segment's sums over rows are
-    grouped the same way in every batch.
+    Pieces are cut from the start of their segment, so that a segment's sums over rows are grouped
+    in the same way in every batch.
     """
     chunks: list[list[_Piece]] = []
     room = 0
@@ -134,7 +134,7 @@ def logits(h_CD: Tensor, head: Linear) -> Tensor:
     """The base model's logits in fp32 or better."""
     if h_CD.device.type == "cuda" and h_CD.dtype not in (torch.float32, torch.float64):
         return torch.mm(h_CD, head.weight_OI.T, out_dtype=torch.float32)
-    logits_CV = head.multiply(h_CD, packed=True)
+    logits_CV = head.multiply(h_CD, batch_invariant=True)
     return logits_CV if logits_CV.dtype == torch.float64 else logits_CV.float()
 
 
@@ -151,7 +151,7 @@ def adapt_(
 
 
 class _Sweep:
-    """One walk over the chunks."""
+    """One sweep over the chunks."""
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ class _Sweep:
         decoder: Decoder,
         segments: Sequence[Segment],
         targets: Targets,
-        slope_M: Tensor | None,
+        gradient_M: Tensor | None,
         products: HeadProducts | None,
     ) -> None:
         self._products = products
@@ -168,10 +168,10 @@ class _Sweep:
         self._backend = decoder.backend
         self._segments = segments
         self._targets = targets
-        self._slope_M = slope_M
-        # Mutable state: results so far, and the next unread target.
+        self._gradient_M = gradient_M
+        # Mutable state: results so far, and the index of the next target.
         self.found: list[Tensor] = [h_TD.new_zeros(0, dtype=torch.float32)]
-        self.dh_TD = None if slope_M is None else torch.zeros_like(h_TD)
+        self.dh_TD = None if gradient_M is None else torch.zeros_like(h_TD)
         self._next = 0
 
     def run(self, chunk: list[_Piece]) -> None:
@@ -186,14 +186,14 @@ class _Sweep:
             logits_CV = self._products.logits(h_CD, start, stop)
         inner = {piece: self._adapt(piece, logits_CV, start) for piece in chunk}
         parts = self._rectangles(chunk)
-        ids_M, slope_M = self._targets.ids_M, self._slope_M
+        ids_M, gradient_M = self._targets.ids_M, self._gradient_M
         found, dlogits_CV = self._backend.cross_entropy(
-            logits_CV, parts, ids_M, slope_M, h_CD.dtype
+            logits_CV, parts, ids_M, gradient_M, h_CD.dtype
         )
         self.found += [each.float() for each in found]
         if dlogits_CV is None or self.dh_TD is None:
             return
-        self._head.slope(dlogits_CV[:rows], out=self.dh_TD[start:stop])
+        self._head.input_gradient(dlogits_CV[:rows], out=self.dh_TD[start:stop])
         for piece, z_SR in inner.items():
             if z_SR is not None:
                 self._gradient(piece, dlogits_CV[piece.start - start : piece.stop - start], z_SR)

@@ -1,15 +1,14 @@
 """Linear layers that serve many adapters at once.
 
-The tokens of a batch lie adapter by adapter. The base weight is multiplied with all of them
-in one go; then each segment adds its own low-rank product. `_Adapted` is the one place where
-the two meet, so a grouped kernel has one function to replace.
+The tokens of a batch are ordered by adapter. The base weight is multiplied with all of them in one
+product; then each segment adds its own low-rank product. Both happen in `_Adapted`.
 
-A segment's own products only ever see that segment's rows, so its gradients do not depend
-on what else is in the batch. The backward pass writes them where the segment says, in the
-precision of the masters; autograd only carries the slopes from layer to layer.
+A segment's products read only that segment's rows, so its gradients do not depend on the rest of
+the batch. The backward pass writes them to the segment's own buffers, in the precision of the
+master weights; autograd only propagates the gradients of activations.
 
 Shapes: T tokens, S tokens of a segment, R rank, Z ranks of projections that share an input,
-I inputs, O outputs of one projection, Y outputs of those that share an input, side by side.
+I inputs, O outputs of one projection, Y outputs of those that share an input, concatenated.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from tinkex.engine.backends.torch.layers import side_by_side
+from tinkex.engine.backends.torch.layers import concatenated_view
 from tinkex.engine.lora.weights import in_dtype
 
 if TYPE_CHECKING:
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
 class Segment:
     """Consecutive tokens that share an adapter; None is the base model itself.
 
-    `gradient` is where the backward pass writes; without it the adapter gets no gradient.
+    The backward pass writes to `gradient`; without it the adapter gets no gradient.
     """
 
     start: int
@@ -48,13 +47,13 @@ class Segment:
 
 
 class RowProducts(Protocol):
-    """How the products of a pass are computed, where that is not the usual way.
+    """Strict products: how the products of a pass are computed.
 
     `base` multiplies with a base weight; `add` adds all low-rank products to its result.
     """
 
     def base(self, linear: Linear, x_TI: Tensor) -> Tensor:
-        """Return x times the weight in fresh memory."""
+        """Return x times the weight in new memory."""
         ...
 
     def add(self, layer: int, names: tuple[Projection, ...], x_TI: Tensor, y_TY: Tensor) -> None:
@@ -78,14 +77,14 @@ def adapted_projections(
     segments: Sequence[Segment],
     *,
     anchor: Tensor | None = None,
-    packed: bool = False,
+    batch_invariant: bool = False,
     products: RowProducts | None = None,
 ) -> Project:
     """The base model's linear layers with the adapter of each segment on top.
 
     For gradients, `anchor` is any tensor that requires one: differentiating the result by it
-    makes the backward pass fill in the segments' gradients. `packed` chooses the way of
-    multiplying with base weights on a CPU: see `models/linear.py`.
+    makes the backward pass fill in the segments' gradients. `batch_invariant` selects the kind of
+    product with base weights on a CPU: see `backends/torch/linear.py`.
     """
     dtype = decoder.unembed_VD.dtype
     cast = [
@@ -100,7 +99,11 @@ def adapted_projections(
         pieces = tuple(piece for piece in found if piece is not None)
         if products is None:
             plan = _Plan(
-                linear, decoder.backend, pieces, partial(linear.multiply, packed=packed), None
+                linear,
+                decoder.backend,
+                pieces,
+                partial(linear.multiply, batch_invariant=batch_invariant),
+                None,
             )
         else:
             plan = _Plan(
@@ -133,7 +136,7 @@ def _apply(plan: _Plan, x_TI: Tensor, anchor: Tensor | None) -> tuple[Tensor, ..
 
 
 def _forward(plan: _Plan, x_TI: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """The outputs side by side, and the inner activations of the pieces."""
+    """The concatenated outputs, and the inner activations of the pieces."""
     y_TY = plan.base(x_TI)
     if plan.add is not None:
         plan.add(x_TI, y_TY)
@@ -161,15 +164,15 @@ class _Adapted(torch.autograd.Function):
         return plan.linear.split(y_TY)
 
     @staticmethod
-    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         plan: _Plan = ctx.plan
         x_TI, *inner = ctx.saved_tensors
-        dy_TY = _joined(slopes)
-        dx_TI = plan.linear.slope(dy_TY) if ctx.needs_input_grad[1] else None
+        dy_TY = _joined(grad_outputs)
+        dx_TI = plan.linear.input_gradient(dy_TY) if ctx.needs_input_grad[1] else None
         for number, piece in enumerate(plan.pieces):
             x_SI, dy_SY = x_TI[piece.rows], dy_TY[piece.rows]
             z_SZ = inner[number] if inner else torch.mm(x_SI, piece.factors.a_ZI.T)
-            dz_SZ = _inner_slope(piece, dy_SY, z_SZ)
+            dz_SZ = _inner_gradient(piece, dy_SY, z_SZ)
             if dx_TI is not None:
                 dx_TI[piece.rows].addmm_(dz_SZ, piece.factors.a_ZI)
             if piece.gradient is not None:
@@ -181,8 +184,8 @@ class _Adapted(torch.autograd.Function):
         return None, dx_TI, None
 
 
-def _inner_slope(piece: AdaptedRows, dy_SY: Tensor, z_SZ: Tensor) -> Tensor:
-    """The slope by the inner activations, with the scale in it."""
+def _inner_gradient(piece: AdaptedRows, dy_SY: Tensor, z_SZ: Tensor) -> Tensor:
+    """The gradient by the inner activations, times the scale."""
     dz_SZ = torch.empty_like(z_SZ)
     parts = piece.parts(dy_SY, dz_SZ)
     for (dy_SO, dz_SR), b_OR in zip(parts, piece.factors.bs_OR, strict=True):
@@ -193,9 +196,9 @@ def _inner_slope(piece: AdaptedRows, dy_SY: Tensor, z_SZ: Tensor) -> Tensor:
 def product_into(
     out: Tensor, left: Tensor, right: Tensor, *, scale: float = 1.0, add: bool = False
 ) -> None:
-    """A product over tokens: many terms, so it comes in the precision of the masters.
+    """Write a product over tokens: many terms, so it has the precision of the master weights.
 
-    With `add` it is added to what is there.
+    With `add` it is added to `out`.
     """
     if left.is_cuda and left.dtype != out.dtype:
         if add:
@@ -209,11 +212,11 @@ def product_into(
         torch.addmm(out, left, right, beta=float(add), alpha=scale, out=out)
 
 
-def _joined(slopes: tuple[Tensor, ...]) -> Tensor:
-    """Slopes of several projections as one tensor; without a copy where they already lie so."""
-    joined_TY = side_by_side(slopes)
+def _joined(gradients: tuple[Tensor, ...]) -> Tensor:
+    """Gradients of several projections as one tensor, without a copy where they are adjacent."""
+    joined_TY = concatenated_view(gradients)
     if joined_TY is None or not joined_TY.is_contiguous():
-        return torch.cat(slopes, dim=1)
+        return torch.cat(gradients, dim=1)
     return joined_TY
 
 
@@ -221,7 +224,7 @@ def _joined(slopes: tuple[Tensor, ...]) -> Tensor:
 class AdaptedRows:
     """The low-rank products of one segment that share an input.
 
-    `factors` are in the activations' precision, `gradient` in that of the masters.
+    `factors` are in the activations' precision, `gradient` in that of the master weights.
     """
 
     rows: slice

@@ -1,7 +1,7 @@
 """Which matrices of a base model an adapter covers, and how large its own are.
 
-Pure arithmetic on configurations: no tensors. The order of `groups` is the order in which an
-adapter's parameters lie in memory and in its checkpoints: for each group every A, then every B.
+Pure arithmetic on configurations: no tensors. An adapter's parameters are stored, in memory and in
+checkpoints, in the order of `groups`: for each group every A, then every B.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Matrix = Projection | Literal["unembed"]
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class LoraTarget:
     """One covered matrix; the unembedding belongs to no layer."""
 
     layer: int | None
@@ -52,7 +52,7 @@ def matrix_shape(config: DecoderConfig, matrix: Matrix) -> tuple[int, int]:
     return inputs, outputs
 
 
-def groups(config: DecoderConfig, lora: LoraConfig) -> tuple[tuple[Target, ...], ...]:
+def groups(config: DecoderConfig, lora: LoraConfig) -> tuple[tuple[LoraTarget, ...], ...]:
     """The matrices an adapter of this configuration covers; those of a group share an input."""
     covered = [
         names
@@ -60,16 +60,16 @@ def groups(config: DecoderConfig, lora: LoraConfig) -> tuple[tuple[Target, ...],
         if (lora.train_attn if names[0] in ATTENTION else lora.train_mlp)
     ]
     found = [
-        tuple(Target(layer, name, *matrix_shape(config, name)) for name in names)
+        tuple(LoraTarget(layer, name, *matrix_shape(config, name)) for name in names)
         for layer in range(config.num_layers)
         for names in covered
     ]
     if lora.train_unembed:
-        found.append((Target(None, "unembed", *matrix_shape(config, "unembed")),))
+        found.append((LoraTarget(None, "unembed", *matrix_shape(config, "unembed")),))
     return tuple(found)
 
 
-def targets(config: DecoderConfig, lora: LoraConfig) -> tuple[Target, ...]:
+def targets(config: DecoderConfig, lora: LoraConfig) -> tuple[LoraTarget, ...]:
     """Every covered matrix, layer by layer."""
     return tuple(target for group in groups(config, lora) for target in group)
 

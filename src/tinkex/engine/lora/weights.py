@@ -1,7 +1,7 @@
 """An adapter's matrices: one flat vector, seen as A and B per covered matrix.
 
-The flat vector makes optimizer steps, norms, copies and checkpoints one operation each. The A
-of matrices that share an input lie one below the other, so that they are one matrix, too.
+With a flat vector optimizer steps, norms, copies and checkpoints are one operation each. The A of
+matrices that share an input are adjacent, so that they form one matrix.
 
 Shapes: P all parameters, R rank, I inputs and O outputs of one matrix, Z = R times the number
 of matrices in a group.
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import torch
 
 from tinkex.engine.decoder import SHARED_INPUT
-from tinkex.engine.lora.shapes import ALPHA, Matrix, Target, groups, parameter_count, targets
+from tinkex.engine.lora.shapes import ALPHA, LoraTarget, Matrix, groups, parameter_count, targets
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -43,7 +43,7 @@ class Pair(NamedTuple):
 
 
 class Group(NamedTuple):
-    """The factors of matrices that share an input; the first R rows of A are the first's."""
+    """The factors of matrices that share an input; each has R consecutive rows of A."""
 
     a_ZI: Tensor
     bs_OR: tuple[Tensor, ...]
@@ -51,7 +51,7 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LoraWeights:
-    """The matrices of one adapter, views of `flat_P` that are made when they are asked for."""
+    """The matrices of one adapter, views of `flat_P` that are made on first use."""
 
     config: DecoderConfig
     lora: LoraConfig
@@ -60,7 +60,7 @@ class LoraWeights:
 
     @property
     def scale(self) -> float:
-        """What B @ A is multiplied with."""
+        """The factor of B @ A."""
         return ALPHA / self.lora.rank
 
     def group(self, layer: int | None, matrices: tuple[Matrix, ...]) -> Group | None:
@@ -83,7 +83,7 @@ class LoraWeights:
         rank, number = self.lora.rank, matrices.index(matrix)
         return Pair(group.a_ZI[number * rank : (number + 1) * rank], group.bs_OR[number])
 
-    def named(self) -> Iterator[tuple[Target, Pair]]:
+    def named(self) -> Iterator[tuple[LoraTarget, Pair]]:
         """Every covered matrix with its factors, in order."""
         for target in targets(self.config, self.lora):
             pair = self.pair(target.layer, target.matrix)
@@ -93,7 +93,7 @@ class LoraWeights:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a group lies within the flat vector: every A, then every B."""
+    """The position of a group within the flat vector: every A, then every B."""
 
     start: int
     inputs: int
@@ -123,7 +123,7 @@ def _layout(config: DecoderConfig, lora: LoraConfig) -> dict[_GroupKey, _Place]:
 
 
 def wrap(config: DecoderConfig, lora: LoraConfig, flat_P: Tensor) -> LoraWeights:
-    """See a flat vector as the matrices of an adapter."""
+    """View a flat vector as the matrices of an adapter."""
     expected = parameter_count(config, lora)
     assert flat_P.shape == (expected,), f"expected {expected} parameters, got {flat_P.shape}"
     return LoraWeights(config, lora, flat_P)
@@ -142,7 +142,7 @@ def initial(
     """A fresh adapter: A uniform in ±1/sqrt(inputs), B zero.
 
     The numbers are drawn on the CPU, so every device starts from the same bits. Each A has
-    a stream of its own: it does not depend on what else the adapter covers.
+    its own random stream, so it does not depend on what else the adapter covers.
     """
     weights = wrap(config, lora, torch.zeros(parameter_count(config, lora)))
     for target, pair in weights.named():
@@ -150,7 +150,7 @@ def initial(
     return wrap(config, lora, weights.flat_P.to(device))
 
 
-def initial_a(target: Target, rank: int, seed: int) -> Tensor:
+def initial_a(target: LoraTarget, rank: int, seed: int) -> Tensor:
     """The A that `initial` gives one matrix."""
     digest = hashlib.blake2b(f"{seed}/{target.name}".encode(), digest_size=8).digest()
     generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest, "little") >> 1)
@@ -161,7 +161,7 @@ def initial_a(target: Target, rank: int, seed: int) -> Tensor:
 def seed_of(lora: LoraConfig, model_id: str) -> int:
     """The configured seed; without one it follows from the model's id.
 
-    So a model that is made again under its id, after a restart, starts from the same bits.
+    So a model that is recreated under its id after a restart has the same initial weights.
     """
     if lora.seed is not None:
         return lora.seed

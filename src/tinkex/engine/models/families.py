@@ -1,7 +1,7 @@
 """The dense families: pre-norm blocks of rotary attention with grouped heads, and a gated MLP.
 
-`Llama` defines the order of operations. The others differ in what their weights are: Qwen2 has
-biases on q, k and v, Qwen3 normalises queries and keys per head before the rotation.
+`StoredDecoder` defines the order of operations. The families differ in what their weights are:
+Qwen2 has biases on q, k and v, Qwen3 normalises queries and keys per head before the rotation.
 
 Shapes: T tokens, D hidden, H heads, G key/value heads, d head size, X = H*d, Y = G*d,
 M intermediate.
@@ -14,23 +14,55 @@ from typing import TYPE_CHECKING, ClassVar
 
 from torch.nn import functional as F
 
-from tinkex.engine.backends.torch.layers import rotation, split_heads
-from tinkex.engine.decoder import plainly
-from tinkex.engine.models.weights import StoredDecoder
+from tinkex.adapters.peft_layout import ATTENTION
+from tinkex.engine.backends.choose import backend_for
+from tinkex.engine.backends.torch.layers import rope_frequencies, rotation, split_heads
+from tinkex.engine.decoder import keep_activations
+from tinkex.engine.models.weights import allocate
 from tinkex.errors import ModelError
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from tinkex.engine.backends.torch.layers import Rotation
-    from tinkex.engine.decoder import Attend, Project, Projection, RunBlock
+    from tinkex.engine.backends.torch.linear import Linear
+    from tinkex.engine.decoder import Attend, DecoderConfig, Project, Projection, RunBlock
+    from tinkex.engine.models.weights import TensorSource
 
 
-class Llama(StoredDecoder):
-    """Llama 2 and 3, SmolLM2 and others of `LlamaForCausalLM`."""
+class StoredDecoder:
+    """A decoder whose weights lie in memory of its own."""
 
-    arch = "LlamaForCausalLM"
-    model_type = "llama"
+    arch: ClassVar[str]
+    """The name of Hugging Face's class."""
+    model_type: ClassVar[str]
+    """The family's short name, the same in `config.json` and in GGUF."""
+    biased: ClassVar[tuple[Projection, ...]] = ATTENTION
+    """The projections that have a bias when the configuration has `attention_bias`."""
+    always_biased: ClassVar[bool] = False
+    """Whether the family has these biases without the configuration saying so."""
+    qk_norm: ClassVar[bool] = False
+    """Whether queries and keys are normalised per head."""
+
+    def __init__(self, config: DecoderConfig, *, dtype: torch.dtype, device: torch.device) -> None:
+        self.config = config
+        self.backend = backend_for(config, dtype=dtype, device=device)
+        self.stored = allocate(
+            config, self.biased, dtype=dtype, device=device, linear=self.backend.linear
+        )
+        self.unembed_VD = self.stored.unembed_VD
+        self.head = self.backend.linear(self.unembed_VD)
+        self.frequencies_F = rope_frequencies(config).to(device)
+
+    def fill(self, source: TensorSource) -> None:
+        """Copy every tensor from the source, one at a time, converting as it goes."""
+        for name, slot in self.stored.named():
+            slot.copy_(source.read(name))
+
+    def linear(self, layer: int, names: tuple[Projection, ...]) -> Linear:
+        """The product with the joined weights of projections that share an input."""
+        return self.stored.layers[layer].linears[names]
 
     def hidden(
         self,
@@ -38,7 +70,7 @@ class Llama(StoredDecoder):
         positions_T: Tensor,
         attend: Attend,
         project: Project,
-        run_block: RunBlock = plainly,
+        run_block: RunBlock = keep_activations,
     ) -> Tensor:
         """Return h_TD after the final norm."""
         rotate = rotation(positions_T, self.frequencies_F)
@@ -63,7 +95,14 @@ class Llama(StoredDecoder):
         return h_TD + project(layer, ("down_proj",), compute.gate(gate_TM, up_TM))[0]
 
 
-class Qwen2(Llama):
+class Llama(StoredDecoder):
+    """Llama 2 and 3, SmolLM2 and others of `LlamaForCausalLM`."""
+
+    arch = "LlamaForCausalLM"
+    model_type = "llama"
+
+
+class Qwen2(StoredDecoder):
     """Qwen2 and Qwen2.5: biases on the attention's inputs and none on its output."""
 
     arch = "Qwen2ForCausalLM"
@@ -72,7 +111,7 @@ class Qwen2(Llama):
     always_biased = True
 
 
-class Qwen3(Llama):
+class Qwen3(StoredDecoder):
     """The dense Qwen3: queries and keys are normalised per head."""
 
     arch = "Qwen3ForCausalLM"

@@ -21,7 +21,6 @@ from tinkex.errors import ModelError
 
 if TYPE_CHECKING:
     from pathlib import Path
-    from types import TracebackType
 
     import numpy.typing as npt
 
@@ -74,12 +73,7 @@ class GgufFile:
     def __enter__(self) -> GgufFile:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *outcome: object) -> None:
         self._map.close()
 
     def get(self, key: str, kind: type[_T], default: _T | None = None) -> _T:

@@ -1,4 +1,4 @@
-"""A Hugging Face `config.json` as a `DecoderConfig`; what we cannot run is refused by name."""
+"""A Hugging Face `config.json` as a `DecoderConfig`; unsupported features are refused by name."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _S = TypeVar("_S", bound=msgspec.Struct)
 
 
 class _Kind(msgspec.Struct, kw_only=True):
-    # Read before the rest, so that a foreign model is refused for its name, not for a field.
+    # Read first, so that an unsupported model is refused by its name, not because of a field.
     architectures: list[str] | None = None
     model_type: str | None = None
 

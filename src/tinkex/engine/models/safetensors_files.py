@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from contextlib import AbstractContextManager
     from pathlib import Path
-    from types import TracebackType
 
     from torch import Tensor
 
@@ -71,12 +70,7 @@ class SafetensorsFolder:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *outcome: object) -> None:
         self._stack.close()
 
     def names(self) -> frozenset[str]:

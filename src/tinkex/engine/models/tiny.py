@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from tinkex.engine.decoder import DecoderConfig
+from tinkex.engine.models.byte_text import BYTE_EOS, BYTE_VOCAB_SIZE
 from tinkex.engine.models.families import Llama
-from tinkex.engine.models.tokenizer import BYTE_EOS, BYTE_VOCAB_SIZE
 
 if TYPE_CHECKING:
     from torch import Tensor

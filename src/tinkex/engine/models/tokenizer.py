@@ -5,6 +5,7 @@ All three are a `tokenizers.Tokenizer` inside, so each can be written as `tokeni
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import msgspec
@@ -12,6 +13,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
+from tinkex.engine.models.byte_text import byte_text
 from tinkex.errors import ModelError
 
 if TYPE_CHECKING:
@@ -24,69 +26,40 @@ TOKENIZER = "tokenizer.json"
 _SETTINGS = "tokenizer_config.json"
 _TEMPLATE = "chat_template.jinja"
 
-BYTE_EOS = 256
-_BYTE_SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-BYTE_VOCAB_SIZE = 264
-"""256 bytes, the special tokens, and ids that are never used up to a multiple of eight."""
-_BYTE_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
-    "{{ message['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
 # Kinds of token in GGUF metadata: markers of the model, and texts never to be split.
 _CONTROL, _USER_DEFINED = 3, 4
 
 
+@dataclass(frozen=True, slots=True)
 class ModelTokenizer:
     """Text to ids and back, the way a base model was trained on."""
 
-    def __init__(
-        self,
-        fast: tokenizers.Tokenizer,
-        chat_template: str | None = None,
-        *,
-        bos_token: str | None = None,
-        eos_token: str | None = None,
-    ) -> None:
-        self._fast = fast
-        self.chat_template = chat_template
-        """The model's Jinja text that turns messages into a prompt, if it brings one."""
-        self.bos_token, self.eos_token = bos_token, eos_token
-        """The markers that a template may name."""
-
-    @property
-    def vocab_size(self) -> int:
-        """All ids, those of added tokens included; the model's own count may be padded."""
-        return self._fast.get_vocab_size(with_added_tokens=True)
+    fast: tokenizers.Tokenizer
+    chat_template: str | None = None
+    """The model's Jinja text that turns messages into a prompt, if it brings one."""
+    bos_token: str | None = None
+    """The two markers that a template may name."""
+    eos_token: str | None = None
 
     @property
     def json(self) -> str:
         """The content of its `tokenizer.json`."""
-        return self._fast.to_str()
+        return self.fast.to_str()
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The ids of `text`; special tokens written in it become their ids."""
-        return self._fast.encode(text, add_special_tokens=add_special_tokens).ids
+        return self.fast.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """The text of `token_ids`; bytes that are no whole character become U+FFFD."""
-        return self._fast.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
-
-    def token_id(self, token: str) -> int | None:
-        """The id of one token as the vocabulary writes it."""
-        return self._fast.token_to_id(token)
+        return self.fast.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
 
 def byte_tokenizer() -> ModelTokenizer:
-    """Ids 0 to 255 are bytes of UTF-8; then come the special tokens."""
-    alphabet = _byte_alphabet()
-    vocab = {alphabet[byte]: byte for byte in range(256)}
-    fast = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    fast.decoder = decoders.ByteLevel()
-    _add(fast, _BYTE_SPECIALS, special=True)
-    return ModelTokenizer(fast, _BYTE_TEMPLATE, eos_token=_BYTE_SPECIALS[0])
+    """The tokenizer of models over bytes."""
+    text = byte_text()
+    fast = tokenizers.Tokenizer.from_buffer(text.tokenizer_json)
+    return ModelTokenizer(fast, text.chat_template, eos_token=text.eos_token)
 
 
 def folder_tokenizer(folder: Path) -> ModelTokenizer | None:
@@ -221,16 +194,6 @@ def _folder_template(folder: Path, settings: _Settings) -> str | None:
     if isinstance(found, list):
         return next((entry.template for entry in found if entry.name == "default"), None)
     return found
-
-
-def _byte_alphabet() -> list[str]:
-    """The printable character that stands for each byte in a byte-level vocabulary.
-
-    Printable Latin-1 stands for itself; the others take the characters from 256 on, in order.
-    """
-    itself = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in itself]
-    return [chr(byte if byte in itself else 256 + others.index(byte)) for byte in range(256)]
 
 
 def _gpt2() -> pre_tokenizers.PreTokenizer:

@@ -1,7 +1,7 @@
 """The frozen tensors of a decoder, and filling them from a file of any format.
 
-Projections that share an input lie next to each other in memory: the rows of q, k and v
-are one tensor, and so are those of gate and up. Names of tensors are Hugging Face's.
+Projections that share an input are adjacent in memory: the rows of q, k and v are one tensor, and
+so are those of gate and up. Names of tensors are Hugging Face's.
 
 Shapes: T tokens, D hidden, d head size, V vocabulary, I inputs and O outputs of a projection.
 """
@@ -9,21 +9,13 @@ Shapes: T tokens, D hidden, d head size, V vocabulary, I inputs and O outputs of
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from tinkex.adapters.peft_layout import ATTENTION
-from tinkex.engine.backends.choose import backend_for
-from tinkex.engine.backends.torch.layers import rope_frequencies
+from tinkex.adapters.peft_layout import module_name
 from tinkex.engine.backends.torch.linear import Linear
-from tinkex.engine.decoder import (
-    PROJECTIONS,
-    SHARED_INPUT,
-    Projection,
-    plainly,
-    projection_shape,
-)
+from tinkex.engine.decoder import PROJECTIONS, SHARED_INPUT, Projection, projection_shape
 from tinkex.errors import ModelError
 
 if TYPE_CHECKING:
@@ -32,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tinkex.engine.backends.table import MakeLinear
-    from tinkex.engine.decoder import Attend, DecoderConfig, Project, RunBlock
+    from tinkex.engine.decoder import DecoderConfig
 
 
 class TensorSource(Protocol):
@@ -94,67 +86,14 @@ class DecoderWeights:
 def _named_in_layer(layer: LayerWeights) -> Iterator[tuple[str, Tensor]]:
     yield "input_layernorm.weight", layer.input_norm_D
     for name in PROJECTIONS:
-        group = "self_attn" if name in ATTENTION else "mlp"
-        yield f"{group}.{name}.weight", layer.weights[name]
+        module = module_name(name)
+        yield f"{module}.weight", layer.weights[name]
         if name in layer.biases:
-            yield f"{group}.{name}.bias", layer.biases[name]
+            yield f"{module}.bias", layer.biases[name]
     if layer.head_norms_2d is not None:
         for name, norm_d in zip(("q_norm", "k_norm"), layer.head_norms_2d, strict=True):
             yield f"self_attn.{name}.weight", norm_d
     yield "post_attention_layernorm.weight", layer.post_attention_norm_D
-
-
-class StoredDecoder:
-    """A decoder's weights and frequencies; a family adds the order of operations."""
-
-    arch: ClassVar[str]
-    """The name of Hugging Face's class."""
-    model_type: ClassVar[str]
-    """The family's short name, the same in `config.json` and in GGUF."""
-    biased: ClassVar[tuple[Projection, ...]] = ATTENTION
-    """The projections that have a bias when the configuration has `attention_bias`."""
-    always_biased: ClassVar[bool] = False
-    """Whether the family has these biases without the configuration saying so."""
-    qk_norm: ClassVar[bool] = False
-    """Whether queries and keys are normalised per head."""
-
-    def __init__(self, config: DecoderConfig, *, dtype: torch.dtype, device: torch.device) -> None:
-        self.config = config
-        self.backend = backend_for(config, dtype=dtype, device=device)
-        self.stored = allocate(
-            config, self.biased, dtype=dtype, device=device, linear=self.backend.linear
-        )
-        self.unembed_VD = self.stored.unembed_VD
-        self.head = self.backend.linear(self.unembed_VD)
-        self.frequencies_F = rope_frequencies(config).to(device)
-
-    def hidden(
-        self,
-        tokens_T: Tensor,
-        positions_T: Tensor,
-        attend: Attend,
-        project: Project,
-        run_block: RunBlock = plainly,
-    ) -> Tensor:
-        """Return h_TD after the final norm."""
-        raise NotImplementedError
-
-    def fill(self, source: TensorSource) -> None:
-        """Copy every tensor from the source, one at a time, converting as it goes."""
-        for name, slot in self.stored.named():
-            slot.copy_(source.read(name))
-
-    def weight(self, layer: int, name: Projection) -> Tensor:
-        """The base weight W_OI of one projection."""
-        return self.stored.layers[layer].weights[name]
-
-    def bias(self, layer: int, name: Projection) -> Tensor | None:
-        """The base bias b_O of one projection, if it has one."""
-        return self.stored.layers[layer].biases.get(name)
-
-    def linear(self, layer: int, names: tuple[Projection, ...]) -> Linear:
-        """The product with the joined weights of projections that share an input."""
-        return self.stored.layers[layer].linears[names]
 
 
 def allocate(
@@ -165,7 +104,7 @@ def allocate(
     device: torch.device,
     linear: MakeLinear = Linear,
 ) -> DecoderWeights:
-    """Room for a decoder's weights, not yet filled."""
+    """Uninitialised memory for a decoder's weights."""
 
     def empty(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
@@ -196,13 +135,15 @@ def allocate(
     )
 
 
-def check_tensors(source: TensorSource, made: type[StoredDecoder], config: DecoderConfig) -> None:
+def check_tensors(
+    source: TensorSource, config: DecoderConfig, biased: tuple[Projection, ...]
+) -> None:
     """Refuse a source that lacks a tensor, has one of another shape, or has one too many.
 
-    Done before any memory is taken or any tensor read.
+    Runs before any memory is allocated or any tensor read.
     """
     expected: set[str] = set()
-    shapes = allocate(config, made.biased, dtype=torch.float32, device=torch.device("meta"))
+    shapes = allocate(config, biased, dtype=torch.float32, device=torch.device("meta"))
     for name, slot in shapes.named():
         expected.add(name)
         shape = source.shape(name)
@@ -222,5 +163,5 @@ def check_tensors(source: TensorSource, made: type[StoredDecoder], config: Decod
 
 
 def _harmless(name: str) -> bool:
-    # Some files repeat a tied head, and old ones hold frequencies that are computed anyway.
+    # Some files repeat a tied head, and old ones contain the rotary frequencies.
     return name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq")

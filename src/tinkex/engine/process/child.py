@@ -40,8 +40,7 @@ if TYPE_CHECKING:
     import torch
 
     from tinkex.engine.local import LocalEngine
-    from tinkex.engine.models.deferred import DeferredModel
-    from tinkex.engine.models.loader import BaseModel
+    from tinkex.engine.models.loader import BaseModel, DeferredModel
     from tinkex.engine.process.calls import Decode
     from tinkex.engine.process.messages import Channel, Message
     from tinkex.engine.process.spec import EngineSpec
@@ -168,8 +167,7 @@ def build_engine(spec: EngineSpec, say: Callable[[str], None]) -> LocalEngine:
 
         from tinkex.engine.heap import keep_freed_memory
         from tinkex.engine.local import LocalEngine
-        from tinkex.engine.models.deferred import defer_model
-        from tinkex.engine.models.loader import load_model
+        from tinkex.engine.models.loader import defer_model, load_model
     except ModuleNotFoundError as error:
         needs = f"the engine needs {error.name}"
         raise MissingPackageError(needs, "'tinkex[engine]'") from error

@@ -67,7 +67,7 @@ class ProcessEngine(ForwardingEngine):
         self._clock = clock
         self._on_phase = on_phase
         self._loop = asyncio.get_running_loop()
-        # Mutable state: how far it is, why it was or has to be given up, and its parts.
+        # Mutable state: its state and phase, why it was or has to be killed, and its parts.
         self.state: ProcessState = "starting"
         self._phase = "starting the engine process"
         self._models: Sequence[ModelSpec] = ()

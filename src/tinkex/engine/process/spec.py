@@ -1,4 +1,4 @@
-"""What an engine process is to load, and how its parent looks after it: plain values."""
+"""What an engine process loads, and how its parent watches it: plain values."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class EngineSpec:
 
     models: tuple[ModelSource, ...]
     folder: Path
-    """Where saved adapters lie, or copies of them, and what only this process needs."""
+    """The folder of saved adapters, or of copies of them, and of this process's other files."""
     artifacts: str | None = None
-    """Where saved adapters lie instead: a URL that fsspec knows, such as s3://bucket/prefix."""
+    """Where saved adapters are stored instead: a URL that fsspec knows, such as s3://bucket/prefix."""
     device: str = "cpu"
     """Or `auto`: `cuda` where torch sees one."""
     dtype: DtypeName | None = "float32"

@@ -1,8 +1,7 @@
 """Sampling: continuous batching over a paged key/value cache."""
 
-from tinkex.engine.sampler.adapters import LoraAdapters
 from tinkex.engine.sampler.request import SampleRun
-from tinkex.engine.sampler.runner import Adapters, VersionRows, cache_bytes_per_token
+from tinkex.engine.sampler.runner import Adapters, LoraAdapters, VersionRows, cache_bytes_per_token
 from tinkex.engine.sampler.sampler import BASE, Sampler, SamplerSettings
 
 __all__ = [

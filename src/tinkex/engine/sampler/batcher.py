@@ -2,9 +2,9 @@
 
 Each pass takes the sequences that decode first, so that running streams never wait for a
 long prompt, and fills the rest of its token budget with prompts, in pieces where needed.
-When blocks run out, the sequence whose turn is last gives its own up and is computed again
-later; of those that run the one whose turn is first always moves, and nobody starts before one
-that waits with an earlier turn, hence everything ends. No tensors.
+When blocks run out, the running sequence with the last turn is preempted and recomputed later. The
+running sequence with the first turn always makes progress, and no sequence starts before a waiting
+one with an earlier turn, so every sequence ends. No tensors.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Piece:
 class Batcher:
     """Continuous batching over one pool of blocks.
 
-    `fits` says whether the weights of some versions have room at the same time.
+    `fits` tells whether the weights of some versions fit on the device together.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Batcher:
         self.max_sequences = max_sequences
         self._fits = fits
         self.preemptions = 0
-        # All mutable state: both lists by turn, and who is filling which block right now.
+        # All mutable state: both lists by turn, and the sequence that is computing each block.
         self._running: list[TokenSequence] = []
         self._waiting: list[TokenSequence] = []
         self._filling: dict[bytes, TokenSequence] = {}
@@ -75,7 +75,7 @@ class Batcher:
         yield from self._waiting
 
     def add(self, sequence: TokenSequence) -> None:
-        """Take a sequence in; the caller has made sure that it fits into the empty pool."""
+        """Add a sequence; the caller has checked that it fits into the empty pool."""
         insort(self._waiting, sequence, key=_turn)
 
     def plan(self) -> list[Piece]:
@@ -103,9 +103,9 @@ class Batcher:
         return list(pieces.values())
 
     def ahead(self, sequences: Sequence[TokenSequence]) -> list[Piece] | None:
-        """The pieces that follow when each of these has drawn its next token; all have been `done`.
+        """The pieces after the next token of each of these sequences; all have been `done`.
 
-        Gives them the blocks that they need; None where there are too few.
+        Allocates their blocks; None where there are too few.
         """
         size = self.pool.block_size
         full = [s for s in sequences if s.computed == len(s.blocks) * size]
@@ -116,7 +116,7 @@ class Batcher:
         return [Piece(s, s.computed, s.computed + 1) for s in sequences]
 
     def done(self, piece: Piece) -> None:
-        """Note that a piece's keys and values are in the cache; full blocks become shareable."""
+        """Record that a piece's keys and values are in the cache; full blocks become shareable."""
         sequence = piece.sequence
         size = self.pool.block_size
         if sequence.computed // size == piece.stop // size:
@@ -130,14 +130,14 @@ class Batcher:
         sequence.computed = piece.stop
 
     def remove(self, sequence: TokenSequence) -> None:
-        """Let go of a sequence, finished or cancelled, and of its blocks at once."""
+        """Remove a finished or cancelled sequence and free its blocks."""
         if sequence.running:
             self._stop(sequence)
         elif sequence in self._waiting:
             self._waiting.remove(sequence)
 
     def check(self) -> None:
-        """Raise `AssertionError` when the books do not balance."""
+        """Raise `AssertionError` if the state is inconsistent."""
         self.pool.check(sequence.blocks for sequence in self._running)
         assert all(not s.blocks and s.computed == 0 and not s.running for s in self._waiting)
         assert sorted(self._running, key=_turn) == self._running
@@ -150,7 +150,7 @@ class Batcher:
     ) -> None:
         """Give `sequence` blocks for its first `tokens`.
 
-        Takes them from the sequences whose turn comes last, if need be from itself.
+        Preempts the sequences with the last turns, if necessary this one.
         """
         missing = self.pool.blocks_for(tokens) - len(sequence.blocks)
         while missing > self.pool.available:
@@ -178,7 +178,7 @@ class Batcher:
 
     def _admit(self, pieces: dict[TokenSequence, Piece], budget: int) -> None:
         """Start waiting sequences in turn, until one does not fit."""
-        # Copied because starting one takes it off the list; not at all when nobody can start.
+        # Copied, because starting a sequence removes it from the list; empty when none can start.
         waiting = list(self._waiting) if budget and len(self._running) < self.max_sequences else ()
         for sequence in waiting:
             if budget == 0 or len(self._running) >= self.max_sequences:
@@ -190,7 +190,7 @@ class Batcher:
             found = self._shared_prefix(sequence)
             if sequence.waits_for is not None:
                 continue
-            # Whatever runs has its blocks already, unless it used up the budget.
+            # Running sequences have their blocks already, unless the budget was used up.
             if self._needs(sequence, found) > self.pool.available:
                 return
             self._start(sequence, found)
@@ -201,14 +201,14 @@ class Batcher:
             budget -= count
 
     def _has_room(self, version: str) -> bool:
-        """Whether the weights of a version have room beside those that run; alone they do."""
+        """Whether the weights of a version fit with the running ones; a single one always fits."""
         if self._fits is None:
             return True
         running = {sequence.version for sequence in self._running}
         return not running or version in running or self._fits(running | {version})
 
     def _shared_prefix(self, sequence: TokenSequence) -> list[int]:
-        """Cached blocks to begin with; sets `waits_for` when the next one is on its way."""
+        """The cached prefix; sets `waits_for` when another sequence computes the next block."""
         # At least one token is left to compute: its row predicts the next.
         most = min(sequence.reusable, len(sequence.tokens) - 1) // self.pool.block_size
         keys = sequence.keys(self.pool.block_size)[:most]
@@ -218,7 +218,7 @@ class Batcher:
         return found
 
     def _needs(self, sequence: TokenSequence, found: list[int]) -> int:
-        """Blocks that all its tokens so far, and one more, would withdraw from the pool."""
+        """Blocks that its tokens so far, and one more, would take from the pool."""
         tokens = min(len(sequence.tokens) + 1, sequence.cache_length)
         return self.pool.blocks_for(tokens) - len(found) + self.pool.idle_among(found)
 

@@ -1,10 +1,10 @@
 """Which blocks of the key/value cache are free, in use, or kept for the next prompt.
 
-A block holds the keys and values of `block_size` consecutive tokens. A full block may be
-named by a key that covers the weights, the request's salt and every token up to its end; a
-named block is shared by all sequences that begin alike, and stays findable after its last user
-until the space is needed, least recently used first. Only full blocks are named, so a shared
-block is never written again and nothing is ever copied. No tensors here.
+A block holds the keys and values of `block_size` consecutive tokens. A full block may be named by a
+hash of the weights' version, the request's salt and every token up to its end. Sequences with the
+same prefix share named blocks, which stay in the cache after their last user until the space is
+needed (LRU). Only full blocks are named, so a shared block is never written again and nothing is
+copied. No tensors here.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _KEY_BYTES = 16
 
 
 def root_key(version: str, salt: str = "") -> bytes:
-    """Where the chain of keys of one version of the weights and one salt starts."""
-    # The length says where the version ends, so that no other pair gives the same text.
+    """The parent key of the first block, for one version of the weights and one salt."""
+    # With the length of the version, so that no other pair gives the same text.
     named = f"{len(version)}:{version}{salt}"
     return blake2b(named.encode(), digest_size=_KEY_BYTES).digest()
 
@@ -57,7 +57,7 @@ class BlockPool:
         return len(self._free) + len(self._idle)
 
     def blocks_for(self, tokens: int) -> int:
-        """How many blocks so many tokens fill."""
+        """The number of blocks for a number of tokens."""
         return -(-tokens // self.block_size)
 
     def find(self, keys: Iterable[bytes]) -> list[int]:
@@ -71,18 +71,18 @@ class BlockPool:
         return found
 
     def idle_among(self, blocks: Iterable[int]) -> int:
-        """How many of these `share` would withdraw from `available`."""
+        """How many of these blocks `share` would take from `available`."""
         return sum(1 for block in blocks if self._users[block] == 0)
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Become one more user of blocks that `find` returned."""
+        """Add a user to blocks that `find` returned."""
         for block in blocks:
             if self._users[block] == 0:
                 del self._idle[block]
             self._users[block] += 1
 
     def take(self, count: int) -> list[int]:
-        """Become the only user of `count` unnamed blocks, forgetting idle ones if need be."""
+        """Allocate `count` unnamed blocks, evicting idle ones if necessary."""
         if count > self.available:
             raise ValueError(f"{count} blocks were asked for, {self.available} are available")
         taken = [self._free.pop() if self._free else self._evict() for _ in range(count)]
@@ -91,7 +91,7 @@ class BlockPool:
         return taken
 
     def name(self, block: int, key: bytes) -> None:
-        """Make a full block findable; of two blocks with equal content the first keeps the name."""
+        """Name a full block; of two blocks with equal content the first keeps the name."""
         if self._users[block] == 0:
             raise ValueError(f"block {block} is not in use")
         if self._keys[block] is None and key not in self._by_key:
@@ -99,8 +99,8 @@ class BlockPool:
             self._by_key[key] = block
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Stop using blocks, given in token order."""
-        # The end of a prefix goes first, so that it is also forgotten first.
+        """Remove a user from blocks, given in token order."""
+        # In reverse, so that the end of a prefix is evicted before its beginning.
         for block in reversed(blocks):
             if self._users[block] == 0:
                 raise ValueError(f"block {block} was released twice")

@@ -1,4 +1,4 @@
-"""Refuses a sampling request that cannot be run, before anything reaches the device."""
+"""Checks a sampling request before it reaches the device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Accepted:
 
 
 def check(op: SampleOp, config: DecoderConfig, cache_tokens: int) -> Accepted:
-    """Raise `InputError` naming what is wrong, or say what will run."""
+    """The prompt and length of a request; raises `InputError` naming what is wrong."""
     if not op.sequence_ids:
         raise InputError("at least one sample must be asked for", "num_samples")
     prompt = _prompt(op, config)
@@ -110,7 +110,7 @@ def _max_length(op: SampleOp, prompt_length: int, config: DecoderConfig, cache_t
             f"the engine a cache of at least {prompt_length} tokens",
             "prompt",
         )
-    # The last token drawn is never fed back, so it needs no room in the cache.
+    # The last sampled token is never computed, so it needs no slot in the cache.
     most = cache_tokens + 1
     wanted = op.params.max_tokens
     if wanted is None:

@@ -1,7 +1,7 @@
-"""What a request wants to know about its own prompt, collected row by row.
+"""The prompt scores of a request, collected row by row.
 
-Row i of a pass predicts prompt token i + 1. Rows arrive in order and a few at a time, so
-logits of a whole prompt never exist; a preempted sequence goes on where it was.
+Row i of a pass predicts prompt token i + 1. Rows arrive in order and a few at a time, so the logits
+of a whole prompt never exist; a preempted sequence continues with the next row.
 
 Shapes: R rows, V vocabulary, K tokens per row.
 """
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class PromptScores:
-    """Collects all that one request asks about its prompt.
+    """Collects the scores that one request asks for.
 
     `next_row` is the first row still wanted, `stop_row` the end of the rows that exist.
     """
@@ -120,7 +120,7 @@ class _Topk:
 
 
 class _Targets:
-    """Dense cells are treated as CSR with full rows; the answer has the layout of the question."""
+    """Dense targets are treated as CSR with full rows; the result has the layout of the targets."""
 
     def __init__(self, asked: TensorData) -> None:
         self._asked = asked

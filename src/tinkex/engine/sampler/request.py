@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tinkex.errors import RequestFailedError
 
 _AHEAD: Final = 64
-"""Random numbers made at a time."""
+"""Random numbers generated at a time."""
 
 Best = tuple[list[int], list[float]]
 """The likeliest tokens of one position and their log-probabilities."""
@@ -48,9 +48,9 @@ class SampleRun:
         self.cancelled = False
         self.device_s = 0.0
         self.seed = seed_of(op.params.seed, op.op_id)
-        # Whether a token needs nothing but its temperature and random number.
+        # Whether sampling needs only the temperature and a random number.
         self.plain = not (self.draw(0.0).filters or op.topk_sample_logprobs)
-        # Whether it needs not even that: see `draw_plainly`.
+        # Whether it does not even need a temperature: see `sample_at_temperature_one`.
         self.usual = self.plain and op.params.temperature == 1.0
         self.scores = PromptScores(op, accepted.prompt, self.seed, vocab_size)
         self.sequences = [
@@ -62,7 +62,7 @@ class SampleRun:
         for sequence in self.sequences[1:]:
             sequence.first = self.sequences[0]
         self._best: list[list[Best]] = [[] for _ in self.sequences]
-        # Random numbers made ahead, with the position of the first, by sample.
+        # Random numbers generated ahead, with the position of the first, by sample.
         self._ahead: list[tuple[int, list[float]]] = [(0, [])] * len(self.sequences)
         self._stops = stops
         self._on_token = on_token
@@ -79,7 +79,7 @@ class SampleRun:
         return [sequence for sequence in self.sequences if sequence.stop_reason is None]
 
     def draws(self, sequence: TokenSequence) -> bool:
-        """Whether the next row of `sequence` is to become a token."""
+        """Whether the next row of `sequence` is sampled."""
         return len(sequence.tokens) < sequence.max_length
 
     def held_back_by(self, sequence: TokenSequence) -> list[TokenSequence]:
@@ -94,23 +94,23 @@ class SampleRun:
         return Draw(params.temperature, params.top_k, params.top_p, uniform)
 
     def known_uniform(self, sequence: TokenSequence, place: int) -> float | None:
-        """The random number of the token at a place, if it was made already."""
+        """The random number of the token at a position, if it was generated already."""
         start, numbers = self._ahead[sequence.sample]
         return numbers[place - start] if 0 <= place - start < len(numbers) else None
 
     def keep_uniforms(self, sequence: TokenSequence, start: int, numbers: list[float]) -> None:
-        """Keep the random numbers of the tokens from a place on."""
+        """Store the random numbers of the tokens from a position on."""
         self._ahead[sequence.sample] = start, numbers
 
     def scored(self) -> None:
-        """Note progress of the prompt scores: what is scored may come from the cache next time."""
+        """Update the first sample after progress: scored rows may come from the cache."""
         first = self.sequences[0]
         first.reusable = self._reusable()
         if first.stop_reason is None and not self._has_work(first):
             first.stop_reason = "length"
 
     def grow(self, sequence: TokenSequence, token: int, logprob: float, best: Best | None) -> None:
-        """Append a drawn token and see whether the sequence ends with it."""
+        """Append a sampled token and check whether the sequence ends with it."""
         sequence.tokens.append(token)
         sequence.logprobs.append(logprob)
         if best is not None:
@@ -123,7 +123,7 @@ class SampleRun:
             self._on_token(sequence.sample, token, logprob, best)
 
     def finish(self) -> None:
-        """Put the result together; all sequences have ended."""
+        """Build the result; all sequences have ended."""
         first = self.sequences[0]
         cached = first.cached or 0
         response = SampleResponse(
@@ -144,7 +144,7 @@ class SampleRun:
         )
 
     def _reusable(self) -> int:
-        """The row still to be scored must be computed, so its token cannot come from the cache."""
+        """Tokens that may come from the cache: rows that are not scored yet must be computed."""
         first = self.sequences[0]
         return first.max_length if self.scores.complete else self.scores.next_row
 
@@ -183,7 +183,7 @@ def next_uniforms(
             missing.append((number, run, sequence, place))
         found.append(known or 0.0)
     if missing:
-        # Making one number takes as long as making many.
+        # Generating one number takes as long as generating many.
         _, makers, whose, starts = zip(*missing, strict=True)
         made = uniforms(
             np.array([run.seed for run in makers], np.uint64)[:, None],
@@ -201,8 +201,8 @@ def _sequence(
     accepted: Accepted, version: str, salt: str, number: int, sample: int
 ) -> TokenSequence:
     return TokenSequence(
-        # Sample k lets at most k later requests go first: many samples of one request do not
-        # hold up everybody else, and still none of them waits for ever.
+        # At most k later requests overtake sample k: many samples of one request do not delay the
+        # others, and still none of them waits forever.
         turn=(number + sample, number),
         sample=sample,
         version=version,

@@ -1,7 +1,7 @@
 """The forward pass: packed tokens through the decoder, attention over the paged cache.
 
-Owns the cache tensors. Pieces of prompts and decoding rows share one pass; the batcher has
-already said which tokens run and which blocks they write.
+Owns the cache tensors. Pieces of prompts and decoding rows share one pass; the batcher has already
+chosen the tokens and the blocks they write.
 
 Shapes: T tokens, D hidden, V vocabulary, R rows.
 """
@@ -16,13 +16,15 @@ import numpy as np
 import torch
 
 from tinkex.engine.attention.paged import TokenSpan
+from tinkex.engine.lora import Segment, adapt_, adapted_projections, logits
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, MutableMapping, Sequence
 
     from torch import Tensor
 
     from tinkex.engine.decoder import Decoder, DecoderConfig, Project
+    from tinkex.engine.lora import LoraWeights
     from tinkex.engine.sampler.batcher import Piece
 
 
@@ -36,15 +38,55 @@ class VersionRows:
 
 
 class Adapters(Protocol):
-    """The versions of the weights that sequences name. Segments tile the rows in order."""
+    """The linear layers for sequences of several versions. Segments cover the rows in order."""
 
     def project(self, segments: Sequence[VersionRows]) -> Project:
-        """The linear layers for tokens that lie in these segments."""
+        """The linear layers for the tokens of these segments."""
         ...
 
     def logits(self, h_RD: Tensor, segments: Sequence[VersionRows]) -> Tensor:
         """The logits [R, V] of rows in these segments, each with its own unembedding."""
         ...
+
+
+class LoraAdapters:
+    """`Adapters` over the trainer's own LoRA layers, so that both compute the same.
+
+    `find` gives the weights of a version, None for the base model; they never change. If it raises,
+    the requests for the version fail. For a backend that samples from copies, `peek` gives the
+    weights on any device, and `copies` holds the copies.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        find: Callable[[str], LoraWeights | None],
+        *,
+        peek: Callable[[str], LoraWeights | None] | None = None,
+        copies: MutableMapping[str, LoraWeights] | None = None,
+    ) -> None:
+        self._decoder = decoder
+        self.find = find
+        self.peek = peek or find
+        self.copies = copies
+
+    def project(self, segments: Sequence[VersionRows]) -> Project:
+        """The base layers with each segment's adapter on top."""
+        return adapted_projections(self._decoder, self.segments(segments), batch_invariant=True)
+
+    def segments(self, segments: Sequence[VersionRows]) -> list[Segment]:
+        """The rows with the weights of their versions."""
+        return [Segment(s.start, s.stop, self.find(s.version)) for s in segments]
+
+    def logits(self, h_RD: Tensor, segments: Sequence[VersionRows]) -> Tensor:
+        """The head, with the unembedding's low-rank product where an adapter has one."""
+        logits_RV = logits(h_RD, self._decoder.head)
+        for segment in segments:
+            weights = self.find(segment.version)
+            if weights is not None:
+                rows = slice(segment.start, segment.stop)
+                adapt_(logits_RV[rows], h_RD[rows], weights, self._decoder.backend)
+        return logits_RV
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +99,7 @@ class Pass:
 
 
 def cache_bytes_per_token(config: DecoderConfig, dtype: torch.dtype) -> int:
-    """What one token takes in the cache."""
+    """Bytes of one token in the cache."""
     return 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
 
 
@@ -86,10 +128,10 @@ class Runner:
     def run(self, pieces: Sequence[Piece]) -> Pass:
         """Compute the hidden rows of `pieces` and leave their keys and values in the cache.
 
-        The caller sees to it that nothing is kept for gradients.
+        The caller disables gradients.
         """
-        # Rows of one version lie together: each further run of them costs products of its own.
-        # Within a version, spans that are attended together do.
+        # Rows of one version are adjacent: every separate run of them takes products of its own.
+        # Within a version, spans that are attended together are adjacent.
         spans = {p: TokenSpan(p.start, p.stop, p.sequence.blocks) for p in pieces}
         ordered = sorted(pieces, key=lambda p: (p.sequence.version, *spans[p].shape))
         starts = [0, *accumulate(len(piece) for piece in ordered)][:-1]
@@ -125,7 +167,7 @@ class Runner:
 
 
 def _segments(runs: Sequence[tuple[str, int]]) -> list[VersionRows]:
-    """Neighbouring rows of one version, joined."""
+    """Adjacent rows of one version, joined."""
     if len(runs) == 1:
         return [VersionRows(runs[0][0], 0, runs[0][1])]
     segments: list[VersionRows] = []

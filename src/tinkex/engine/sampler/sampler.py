@@ -1,9 +1,8 @@
 """Sampling requests from submission to result, one pass at a time.
 
-`Sampler` owns the requests that run. It is synchronous and belongs to one thread; whoever
-drives it calls `step` until `idle`. A step plans a pass, runs it, scores prompts, draws
-tokens, and returns the requests that ended with it. On a device with kernels for it, decoding
-is one step ahead of what is read: see `flights`.
+`Sampler` owns the running requests. It is synchronous and belongs to one thread, which calls `step`
+until `idle`. A step plans a pass, runs it, scores prompts, samples tokens, and returns the requests
+that ended. With CUDA kernels the device decodes one step ahead of the host: see `async_decode`.
 """
 
 from __future__ import annotations
@@ -17,14 +16,13 @@ import numpy as np
 import torch
 
 from tinkex.clock import SystemClock
-from tinkex.engine.backends.torch.pick import best, draw_plainly
-from tinkex.engine.sampler.adapters import LoraAdapters
+from tinkex.engine.backends.torch.pick import best, sample_at_temperature_one
+from tinkex.engine.sampler.async_decode import AsyncDecoder
 from tinkex.engine.sampler.batcher import Batcher
 from tinkex.engine.sampler.blocks import BlockPool
 from tinkex.engine.sampler.checks import check
-from tinkex.engine.sampler.flights import Flights
 from tinkex.engine.sampler.request import SampleRun, next_uniforms
-from tinkex.engine.sampler.runner import Runner
+from tinkex.engine.sampler.runner import LoraAdapters, Runner
 from tinkex.engine.sampler.stops import stop_rule
 from tinkex.errors import RequestFailedError
 
@@ -36,8 +34,8 @@ if TYPE_CHECKING:
     from tinkex.clock import Clock
     from tinkex.engine.decoder import Decoder
     from tinkex.engine.protocol import OnToken, SampleOp
+    from tinkex.engine.sampler.async_decode import DeviceSteps, PendingStep
     from tinkex.engine.sampler.batcher import Piece
-    from tinkex.engine.sampler.flights import Flight, Steps
     from tinkex.engine.sampler.request import Best
     from tinkex.engine.sampler.runner import Adapters, Pass
     from tinkex.engine.sampler.sequence import TokenSequence
@@ -56,7 +54,7 @@ class SamplerSettings:
     """How much one sampler may hold and do at a time."""
 
     cache_tokens: int
-    """Room of the key/value cache, in whole blocks."""
+    """Size of the key/value cache, rounded down to whole blocks."""
     block_size: int = 16
     pass_tokens: int = 512
     """Most tokens of one pass; a longer prompt is computed in pieces."""
@@ -71,7 +69,7 @@ class SamplerSettings:
 class Sampler:
     """Samples from one base model and any number of versions of it.
 
-    `fits` says whether the weights of some versions have room at the same time; one alone has.
+    `fits` tells whether the weights of some versions fit on the device together; one always does.
     """
 
     def __init__(
@@ -101,11 +99,12 @@ class Sampler:
         self._runs: dict[TokenSequence, SampleRun] = {}
         self._ended: list[SampleRun] = []
         self._submitted = 0
-        self._flights = None if steps is None else Flights(steps, self._batcher, self._runs)
-        # Inference mode is quicker, but what is made in it may not be changed outside of it.
+        self._async = None if steps is None else AsyncDecoder(steps, self._batcher, self._runs)
+        # Inference mode is faster, but its tensors must not be modified outside of it, as graphs
+        # do.
         self._without_gradients = torch.inference_mode if steps is None else torch.no_grad
-        self._flight: Flight | None = None
-        """A decoding step that was begun ahead."""
+        self._pending: PendingStep | None = None
+        """A decoding step that was started before the last one was read."""
 
     @property
     def idle(self) -> bool:
@@ -119,12 +118,12 @@ class Sampler:
 
     @property
     def free_tokens(self) -> int:
-        """Room in the cache that no running sequence uses."""
+        """Tokens of the cache that no running sequence uses."""
         return self._batcher.pool.available * self._batcher.pool.block_size
 
     @property
     def preemptions(self) -> int:
-        """How often a sequence had to give its place up, so far."""
+        """The number of preemptions so far."""
         return self._batcher.preemptions
 
     def submit(
@@ -165,17 +164,17 @@ class Sampler:
 
     def step(self) -> list[SampleRun]:
         """Run one pass; return the requests that ended, in result or in error."""
-        flight, self._flight = self._flight, None
-        pieces = [] if flight is None or self._flights is None else self._flights.living(flight)
+        pending, self._pending = self._pending, None
+        pieces = [] if pending is None or self._async is None else self._async.living(pending)
         if not pieces:
-            flight, pieces = None, self._batcher.plan()
+            pending, pieces = None, self._batcher.plan()
         if pieces:
             began = self._clock.now()
             runs = [self._runs[piece.sequence] for piece in pieces]
             tokens = sum(len(piece) for piece in pieces)
-            # What is not finite fails where its token is drawn.
+            # Non-finite values are detected when a token is sampled.
             with np.errstate(all="ignore"), self._without_gradients():
-                for finished in self._passes(self._decode_pieces(flight, pieces)):
+                for finished in self._passes(self._decode_pieces(pending, pieces)):
                     self._use(finished)
             spent_s = self._clock.now() - began
             for run, piece in zip(runs, pieces, strict=True):
@@ -190,34 +189,34 @@ class Sampler:
         self._batcher.check()
         assert set(self._batcher) == set(self._runs)
 
-    def _decode_pieces(self, flight: Flight | None, pieces: list[Piece]) -> list[Piece]:
-        """Draw for all pieces that are under way or that a device can; return the others."""
-        if self._flights is None:
+    def _decode_pieces(self, pending: PendingStep | None, pieces: list[Piece]) -> list[Piece]:
+        """Decode the pieces of a pending step, or those that a new one can; return the others."""
+        if self._async is None:
             return pieces
-        flight = flight or self._flights.begin(pieces)
-        if flight is None:
+        pending = pending or self._async.begin(pieces)
+        if pending is None:
             return pieces
-        decoding = self._flights.living(flight)
-        for piece in decoding:  # while the device is busy
+        decoding = self._async.living(pending)
+        for piece in decoding:  # while the device computes
             self._batcher.done(piece)
-        if len(decoding) == len(self._batcher):  # nobody else wants a turn
-            self._flight = self._flights.follow(flight)
+        if len(decoding) == len(self._batcher):  # no other sequence waits
+            self._pending = self._async.follow(pending)
         try:
-            self._take_decoded(flight)
+            self._take_decoded(pending)
         except Exception as error:  # noqa: BLE001 - whatever it is ends in the requests' errors
-            self._flight = None
+            self._pending = None
             for piece in decoding:
                 if run := self._runs.get(piece.sequence):
                     self._fail(run, f"sampling failed: {error}", error)
         taken = {piece.sequence for piece in decoding}
         return [piece for piece in pieces if piece.sequence not in taken]
 
-    def _take_decoded(self, flight: Flight) -> None:
-        """Append what a device drew; rows that filter or ask for more are drawn here."""
-        tokens, logprobs = flight.step.wait()
+    def _take_decoded(self, pending: PendingStep) -> None:
+        """Append the tokens of a step; rows with filters or top-k outputs are sampled here."""
+        tokens, logprobs = pending.step.wait()
         drawn: list[tuple[TokenSequence, SampleRun, int, float]] = []
         special: list[tuple[int, TokenSequence]] = []
-        for number, row in enumerate(flight.rows):
+        for number, row in enumerate(pending.rows):
             sequence = None if row.piece is None else row.piece.sequence
             run = None if sequence is None else self._runs.get(sequence)
             if sequence is None or run is None:
@@ -228,13 +227,13 @@ class Sampler:
                 special.append((number, sequence))
         for chunk in _chunks(special, self._logit_rows):
             rows, sequences = zip(*chunk, strict=True)
-            logits_BV = flight.step.logits_BV
+            logits_BV = pending.step.logits_BV
             self._draw_chunk(logits_BV[torch.tensor(rows, device=logits_BV.device)], sequences)
         for found in drawn:
             self._grow(*found, None)
 
     def _passes(self, pieces: list[Piece]) -> list[Pass]:
-        """One pass over all pieces; when it fails, one per request, so that only culprits do."""
+        """One pass over all pieces; if it fails, one per request, to fail only those at fault."""
         if not pieces:
             return []
         try:
@@ -250,7 +249,7 @@ class Sampler:
             return [finished for parts in own.values() for finished in self._passes(parts)]
 
     def _use(self, finished: Pass) -> None:
-        """Score prompts and draw tokens from a pass."""
+        """Score prompts and sample tokens from a pass."""
         for piece in finished.pieces:
             self._batcher.done(piece)
         try:
@@ -277,7 +276,7 @@ class Sampler:
             run.scored()
 
     def _draw_tokens(self, finished: Pass) -> None:
-        """Draw for every sequence whose last token was computed."""
+        """Sample for every sequence whose last token was computed."""
         ready: list[tuple[int, TokenSequence]] = []
         for piece, start in zip(finished.pieces, finished.starts, strict=True):
             sequence = piece.sequence
@@ -295,7 +294,7 @@ class Sampler:
         numbers = next_uniforms(runs, sequences)
         bests: list[Best | None] = [None] * len(runs)
         if logits_BV.device.type == "cpu" and all(run.usual for run in runs):
-            tokens, logprobs = draw_plainly(logits_BV, numbers)
+            tokens, logprobs = sample_at_temperature_one(logits_BV, numbers)
         else:
             tokens_B = self._backend.sample(
                 logits_BV, [r.draw(u) for r, u in zip(runs, numbers, strict=True)]
@@ -327,7 +326,7 @@ class Sampler:
             self._fail(run, f"on_token or a stop string failed: {error}", error)
 
     def _settle(self, run: SampleRun) -> None:
-        """Let go of sequences that ended, and finish the request with the last of them."""
+        """Remove sequences that ended, and finish the request with the last of them."""
         if run.done:
             return
         for sequence in run.sequences:
@@ -343,7 +342,7 @@ class Sampler:
     def _fail(self, run: SampleRun, message: str, cause: Exception | None) -> None:
         if run.done:
             return
-        # Weights that diverged will do so again; anything else may pass next time.
+        # Diverged weights will fail again; other errors may be transient.
         category = "user" if cause is None else "server"
         run.error = RequestFailedError(message, None, category)
         run.error.__cause__ = cause
@@ -358,8 +357,8 @@ class Sampler:
 
 def _runner(
     decoder: Decoder, adapters: Adapters | None, settings: SamplerSettings, pool: BlockPool
-) -> tuple[Runner, Steps[Any] | None]:
-    """The plain runner and, on a device that has kernels for it, captured decoding."""
+) -> tuple[Runner, DeviceSteps[Any] | None]:
+    """The runner and, with a backend that has them, captured decoding steps."""
     adapters = adapters or LoraAdapters(decoder, _no_adapter)
     backend = decoder.backend
     if backend.sampling_adapters is None or backend.decode_steps is None:
@@ -377,8 +376,8 @@ def _runner(
     runner = Runner(
         decoder,
         on_device,
-        num_blocks=pool.num_blocks
-        + 1,  # a block that no sequence uses: rows that fill up a step write there
+        # One more block, that no sequence uses: padding rows of a step write there.
+        num_blocks=pool.num_blocks + 1,
         block_size=pool.block_size,
         strict=settings.strict,
     )
@@ -400,7 +399,7 @@ def _no_adapter(version: str) -> None:
 
 
 def _bests(logits_BV: Tensor, lse_B: Tensor, counts: list[int]) -> list[Best | None]:
-    """The likeliest tokens of the rows that asked for some."""
+    """The likeliest tokens of the rows that want some."""
     asked = [i for i, count in enumerate(counts) if count]
     found: list[Best | None] = [None] * len(counts)
     if asked:

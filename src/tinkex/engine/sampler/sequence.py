@@ -1,7 +1,7 @@
-"""One sequence while it is sampled: its tokens and how far the cache has them.
+"""One sequence while it is sampled: its tokens, and how many of them the cache has.
 
-The batcher moves `computed` and `blocks`, the request appends tokens; nothing else writes
-here. No tensors.
+The batcher updates `computed` and `blocks`, the request appends tokens; nothing else writes here.
+No tensors.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class TokenSequence:
     tokens: list[int]
     reusable: int
     cache_salt: str = ""
-    """Part of the names of its blocks: only sequences of the same salt share them."""
+    """Part of the hash of its blocks: only sequences with the same salt share them."""
     logprobs: list[float] = field(default_factory=list[float])
     blocks: list[int] = field(default_factory=list[int])
     computed: int = 0
@@ -40,7 +40,7 @@ class TokenSequence:
     cached: int | None = None
     """Prompt tokens found in the prefix cache when the sequence first ran."""
     waits_for: bytes | None = None
-    """The block that another sequence is computing and this one will share."""
+    """A block that another sequence is computing and this one will share."""
     stop_reason: StopReason | None = None
     first: TokenSequence | None = None
     """The first sample of the same request, if this is another."""
@@ -58,7 +58,7 @@ class TokenSequence:
 
     @property
     def held_back(self) -> bool:
-        """Whether the first sample is about to compute the row that this one begins with, too."""
+        """Whether the first sample is computing the row that this one starts with."""
         first = self.first
         return (
             first is not None
@@ -68,7 +68,7 @@ class TokenSequence:
 
     @property
     def cache_length(self) -> int:
-        """The most tokens the cache will ever hold: the last one drawn is never fed back."""
+        """The most tokens in the cache: the last sampled one is never computed."""
         return max(self.max_length - 1, self.prompt_length)
 
     def keys(self, block_size: int) -> list[bytes]:

@@ -1,7 +1,7 @@
 """When a sequence ends: stop tokens and stop strings.
 
 The token that stops a sequence, or that completes a stop string, belongs to the result.
-Length is the sampler's matter. No tensors.
+The sampler checks the length. No tensors.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ Decode = Callable[[Sequence[int]], str]
 """Token ids to text; ids that end inside a character may give replacement characters there."""
 
 Stops = Callable[[Sequence[int], int], bool]
-"""Whether the last of these tokens ends the sequence; asked after each of the generated ones,
-which begin at the given index."""
+"""Whether the last of these tokens ends the sequence; called after each generated token. These
+start at the given index."""
 
 
 def stop_rule(
@@ -27,7 +27,7 @@ def stop_rule(
     decode: Decode | None,
     path: str = "sampling_params.stop",
 ) -> Stops:
-    """The rule that `SamplingParams.stop` asks for; raises `InputError` for one that cannot be."""
+    """The rule of `SamplingParams.stop`; raises `InputError` for an invalid one."""
     if stop is None:
         return _stop_at_tokens(eos_token_ids)
     choices = [stop] if isinstance(stop, str) else list(stop)
@@ -79,7 +79,7 @@ def _stop_at_strings(strings: list[str], decode: Decode) -> Stops:
 def _tail(tokens: Sequence[int], start: int, length: int, decode: Decode) -> str:
     """The end of the text, with room for a string of `length` that the last token completes.
 
-    Decodes few tokens, so that a long sequence does not cost the square of its length.
+    Decodes few tokens, so that a long sequence does not take quadratic time.
     """
     # The first tokens of a window may decode differently than in place (a broken character, a
     # space that some tokenizers drop): the margin keeps the string clear of them. The last

@@ -1,8 +1,8 @@
-"""A batch of training operations on its way through the base model, one pass at a time.
+"""A batch of training operations, run one pass at a time.
 
-Whoever drives it may do other things between passes. An operation is cut into slices by its
-own lengths alone; which slices share a pass depends on the room there is at that moment. A
-pass that fails is split, so that only the operation at fault fails.
+The caller may do other work between passes. Only an operation's own lengths decide how it is cut
+into slices; which slices share a pass depends on the memory that is free at that moment. A pass
+that fails is split, so that only the operation at fault fails.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from tinkex.clock import Clock
     from tinkex.engine.training.memory import PassMemory
     from tinkex.engine.training.packing import Slice
-    from tinkex.engine.training.passes import Room, TrainingWork
+    from tinkex.engine.training.passes import PassContext, TrainingWork
 
 
 @dataclass(frozen=True, slots=True)
 class _Cost:
-    """What a slice takes in a pass: at all, and per token with and without a gradient."""
+    """Bytes of a slice in a pass: fixed, and per token with and without a gradient."""
 
     fixed: int
     kept: int
@@ -38,7 +38,7 @@ class _Cost:
 
 @dataclass(slots=True)
 class _Load:
-    """What the slices of one pass take together."""
+    """The size of a pass: the sums over its slices."""
 
     tokens: int = 0
     fixed: int = 0
@@ -59,16 +59,16 @@ class _Load:
 
     @property
     def bytes(self) -> int:
-        # One that needs a gradient makes autograd keep what all of them compute.
+        # If one slice needs a gradient, autograd keeps the activations of all of them.
         return self.fixed + (self.kept if self.backward else self.passing)
 
 
-class Batch:
-    """Runs some operations; `fits_adapters` says which models' weights fit on the device."""
+class TrainingBatch:
+    """Runs some operations; `fits_adapters` tells whether some adapters fit on the device."""
 
     def __init__(
         self,
-        room: Room,
+        context: PassContext,
         memory: PassMemory,
         works: Sequence[TrainingWork],
         *,
@@ -76,7 +76,7 @@ class Batch:
         fits_adapters: Callable[[set[str]], bool],
         clock: Clock,
     ) -> None:
-        self._room = room
+        self._context = context
         self._memory = memory
         self._works = list(works)
         self._costs = [self._cost(work) for work in works]
@@ -156,13 +156,13 @@ class Batch:
 
     def _attempt(self, slices: list[Slice], *, recompute: bool) -> BaseException | None:
         try:
-            run_pass(self._room, self._works, slices, recompute=recompute)
-        except Exception as error:  # noqa: BLE001 - whatever it is ends in an operation's error
+            run_pass(self._context, self._works, slices, recompute=recompute)
+        except Exception as error:  # noqa: BLE001 - becomes the error of an operation
             found = error
         else:
             return None
-        # Before anything else runs, so that it has the memory that this took.
+        # Freed now, so that the next attempt can use this memory.
         forget_frames(found)
-        if self._room.device.type == "cuda":
+        if self._context.device.type == "cuda":
             torch.cuda.empty_cache()
         return found

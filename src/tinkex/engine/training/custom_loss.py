@@ -1,9 +1,13 @@
 """Losses that clients upload as graphs: checked once, then evaluated node by node.
 
-Nothing a graph says is ever looked up by name in a module or on an object: functions,
-methods and attributes come from the tables of `custom_loss_tables`. Graphs cannot draw
-random numbers, change tensors in place, make tensors much larger than their inputs, or work
-without end (`custom_loss_limits`); so they are harmless and give the same result every time.
+Nothing a graph says is ever looked up by name in a module or on an object: functions, methods and
+attributes come from the tables of `custom_loss_tables`. Graphs cannot draw random numbers, modify
+tensors in place, make tensors much larger than their inputs, or run without a limit; so they are
+harmless and deterministic.
+
+Work is counted rather than timed: a count is the same on every machine and in every repetition, so
+a run that is replayed after a crash is refused exactly where it was refused before. One unit is
+about a nanosecond of one core.
 
 Shapes: N tokens of one sequence, K targets of a row.
 """
@@ -20,14 +24,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tinkex.engine.training import custom_loss_limits as limits
-from tinkex.engine.training.custom_loss_arguments import Values, decode_argument
 from tinkex.engine.training.custom_loss_tables import (
     ATTRIBUTES,
     FUNCTIONS,
     MATH,
     METHODS,
     OPERATORS,
+    Values,
+    decode_argument,
 )
 from tinkex.errors import InputError
 
@@ -41,9 +45,61 @@ MAX_ELEMENTS: Final = 2**24
 """How large one value may become while a graph is evaluated."""
 MAX_TOTAL: Final = 2**27
 """How many elements all values of one datum may have together."""
+MAX_WORK: Final = 2**32
+"""Units of work for all data of one operation, forward and backward pass together."""
+STEP_WORK: Final = 2**14
+"""The work of a node with small values: checking its size and calling torch."""
+MAX_VALUES: Final = 20_000
+"""How many JSON values the arguments of one graph may have."""
+
+_SLOW: Final = {"sort": 16, "topk": 16, "median": 16, "cummax": 4, "cummin": 4, "lgamma": 16}
 _MAX_INPUTS: Final = 16
 _NAME: Final = re.compile(r"[a-z_][a-z0-9_]{0,63}")
 _METRIC: Final = re.compile(r"custom/[a-z0-9_./-]{1,64}:(sum|mean)")
+
+
+class EvaluationCost:
+    """Counts the work of the evaluations of one operation."""
+
+    def __init__(self) -> None:
+        # Mutable state: units spent.
+        self.spent = 0
+
+    def spend(self, target: str, values: Sequence[Any]) -> None:
+        """Count one call by the size of what goes in or comes out."""
+        weight = _SLOW.get(target.rpartition(".")[2], 1)
+        self.spent += STEP_WORK + weight * sum(tensor.numel() for tensor in _tensors(values))
+        if self.spent > MAX_WORK:
+            raise InputError(
+                f"is too much work: it passed {MAX_WORK} operations on single numbers; use fewer "
+                "nodes or smaller values, or send less data per call"
+            )
+
+
+def _count_values(value: Any, before: int, path: str) -> int:
+    """The number of JSON values so far, including a value and everything in it."""
+    todo, count = [value], before
+    while todo:
+        item = todo.pop()
+        count += 1
+        if count > MAX_VALUES:
+            raise InputError(f"a graph's arguments may have {MAX_VALUES} values", path)
+        if isinstance(item, list):
+            todo += cast("list[Any]", item)[: MAX_VALUES + 1]
+        elif isinstance(item, dict):
+            todo += cast("dict[str, Any]", item).values()
+    return count
+
+
+def _tensors(values: Sequence[Any]) -> list[Tensor]:
+    """All tensors in values, lists and tuples."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += _tensors(cast("list[Any]", value))
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +107,7 @@ class _Step:
     """One checked node."""
 
     name: str
-    run: Callable[[Values, limits.EvaluationCost], Any]
+    run: Callable[[Values, EvaluationCost], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +118,7 @@ class CompiledLoss:
     steps: tuple[_Step, ...]
     loss: str
     metrics: Mapping[str, str]
-    work: limits.EvaluationCost = field(default_factory=limits.EvaluationCost, compare=False)
+    work: EvaluationCost = field(default_factory=EvaluationCost, compare=False)
 
     def read(self, datum: Datum, shape: tuple[int, ...], path: str) -> Values:
         """The declared inputs of one datum, as arrays; `shape` is that of its targets."""
@@ -104,13 +160,13 @@ def compile_loss(inputs: Sequence[CustomLossInput], graph: CustomLossGraph) -> C
         raise InputError("must end with an output node", "graph.nodes")
     declared = {declared.name for declared in inputs}
     names: set[str] = set()
-    values = limits.Values()
+    values = 0
     steps: list[_Step] = []
     for index, node in enumerate(graph.nodes[:-1]):
         path = f"graph.nodes[{index}]"
         if not node.name or node.name in names:
             raise InputError(f"{node.name!r} is not a new name", f"{path}.name")
-        values.add([node.args, node.kwargs], path)
+        values = _count_values([node.args, node.kwargs], values, path)
         steps.append(_Step(node.name, _compile(node, names, declared, path)))
         names.add(node.name)
     loss, metrics = _output(graph.nodes[-1], names, f"graph.nodes[{len(steps)}]")
@@ -128,12 +184,9 @@ def _check_inputs(inputs: Sequence[CustomLossInput]) -> None:
             raise InputError(f"{name[:80]!r} is not a name of an input", "inputs")
 
 
-# The nodes: each becomes a function of the values so far.
-
-
 def _compile(
     node: CustomLossNode, names: set[str], declared: set[str], path: str
-) -> Callable[[Values, limits.EvaluationCost], Any]:
+) -> Callable[[Values, EvaluationCost], Any]:
     if node.op == "placeholder":
         return _placeholder(node, declared, path)
     arguments = [decode_argument(value, names, f"{path}.args") for value in node.args]
@@ -142,7 +195,7 @@ def _compile(
         raise InputError("results cannot be written into a tensor", f'{path}.kwargs["out"]')
     function = _callee(node, path)
 
-    def run(results: Values, work: limits.EvaluationCost) -> Any:
+    def run(results: Values, work: EvaluationCost) -> Any:
         try:
             args = [argument(results) for argument in arguments]
             kwargs = {key: option(results) for key, option in options.items()}
@@ -152,7 +205,7 @@ def _compile(
             return value
         except InputError as error:
             raise InputError(error.reason, path) from error
-        except Exception as error:  # torch has many ways to say no
+        except Exception as error:  # torch raises many types
             raise InputError(f"{node.target} failed: {_first_line(error)}", path) from error
 
     return run
@@ -160,7 +213,7 @@ def _compile(
 
 def _placeholder(
     node: CustomLossNode, declared: set[str], path: str
-) -> Callable[[Values, limits.EvaluationCost], Any]:
+) -> Callable[[Values, EvaluationCost], Any]:
     target = node.target
     if target not in declared:
         raise InputError(f"{target[:80]!r} is not a declared input", f"{path}.target")
@@ -235,7 +288,7 @@ def _arithmetic(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 def _check_index(index: tuple[Any, ...]) -> None:
     """A mask selects elements; with index tensors beside it, it could multiply them."""
-    tensors = limits.tensors(index)
+    tensors = _tensors(index)
     if len(tensors) > 1 and any(tensor.dtype == torch.bool for tensor in tensors):
         raise InputError("indexing by a mask and another tensor at once is not offered")
 
@@ -266,11 +319,11 @@ def _result_elements(
     try:
         with torch.no_grad():
             shadow = function(*_shadow(args), **{k: _shadow(v) for k, v in kwargs.items()})
-        return sum(tensor.numel() for tensor in limits.tensors([shadow]))
+        return sum(tensor.numel() for tensor in _tensors([shadow]))
     except Exception:  # noqa: BLE001 - the call itself will say what is wrong
         # Or its size depends on values: then it selects some of its arguments' elements, which
         # `_arithmetic` makes sure of for indexing, or gives the places of some.
-        return _most_selected(limits.tensors([args, *kwargs.values()]))
+        return _most_selected(_tensors([args, *kwargs.values()]))
 
 
 def _most_selected(tensors: list[Tensor]) -> int:
@@ -294,7 +347,7 @@ def _elements(step: _Step, value: Any) -> int:
     """The size of a result; Python's own numbers must stay numbers of 64 bits."""
     if isinstance(value, int) and abs(value) >= 2**63:
         raise InputError(f"the number is too large at {step.name}", "graph")
-    return sum(tensor.numel() for tensor in limits.tensors([value]))
+    return sum(tensor.numel() for tensor in _tensors([value]))
 
 
 _TOO_LARGE: Final = f"a value of a loss may have {MAX_ELEMENTS}"
@@ -326,9 +379,6 @@ def _reference(value: Any, names: set[str], path: str) -> str:
     if not isinstance(ref, str) or ref not in names:
         raise InputError("the loss and its metrics must be computed by the graph", path)
     return ref
-
-
-# Inputs and results.
 
 
 def _read(datum: Datum, declared: CustomLossInput, shape: tuple[int, ...], path: str) -> Any:

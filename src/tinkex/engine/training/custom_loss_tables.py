@@ -1,8 +1,11 @@
-"""What uploaded losses may call: the explicit tables behind `custom_loss`.
+"""What uploaded losses may call and pass: the allowlists of `custom_loss`.
 
 Left out on purpose: anything random, in place, on other devices, or whose result can be much
 larger than its arguments (factories, `repeat`, `outer`, matrix products), and everything that
 leaves torch.
+
+An argument is plain JSON, or an object with one member that names its kind; only the kinds in
+`decode_argument` are accepted.
 """
 
 from __future__ import annotations
@@ -77,12 +80,12 @@ def _to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _empty_like(tensor: Tensor, **kwargs: Any) -> Tensor:
-    """Zeros: uninitialised memory is nobody's business."""
+    """Zeros: uninitialised memory could contain data of others."""
     return torch.zeros_like(tensor, **kwargs)
 
 
 def _div(tensor: Any, other: Any, *, rounding_mode: str | None = None) -> Any:
-    """Without truncating whole numbers: there the smallest one by -1 ends the process."""
+    """Without truncated integer division: dividing the smallest integer by -1 ends the process."""
     plain = [v for v in (tensor, other) if isinstance(v, Tensor)]
     if rounding_mode == "trunc" and not any(value.is_floating_point() for value in plain):
         raise InputError("rounding_mode='trunc' needs floats; make one of them .float() first")
@@ -90,7 +93,7 @@ def _div(tensor: Any, other: Any, *, rounding_mode: str | None = None) -> Any:
 
 
 def _diff(tensor: Tensor, n: int = 1, dim: int = -1, **ends: Any) -> Tensor:
-    """Differences of differences are taken one by one; a few are enough."""
+    """With a bounded order, because every order is another pass."""
     if n > _MAX_DIFF:
         raise InputError(f"n may be {_MAX_DIFF} at most, not {n}")
     return torch.diff(tensor, n, dim, **ends)
@@ -100,7 +103,7 @@ _MAX_DIFF: Final = 8
 
 
 def _norm(tensor: Tensor, p: Any = "fro", *args: Any, **kwargs: Any) -> Tensor:
-    """Norms of the numbers; the nuclear norm of a matrix takes minutes."""
+    """Elementwise norms; the nuclear norm of a matrix takes minutes."""
     if isinstance(p, str) and p != "fro":
         raise InputError(f"the norm p={p[:80]!r} is not offered; give a number or 'fro'")
     return cast("Any", tensor).norm(p, *args, **kwargs)
@@ -126,7 +129,7 @@ def _size(tensor: Tensor, dim: int | None = None) -> Any:
     return tensor.shape if dim is None else tensor.shape[dim]
 
 
-# In place of torch's own, which can do more than a stranger may ask for.
+# Instead of torch's functions, which accept arguments that are not allowed here.
 _BOUNDED: Final[dict[str, Callable[..., Any]]] = {
     "div": _div,
     "divide": _div,
@@ -199,3 +202,81 @@ ATTRIBUTES: Final[Mapping[str, Callable[[Any], Any]]] = {
     "indices": _of_pair(1, "indices"),
 }
 """Readable attributes."""
+
+MAX_DEPTH: Final = 8
+"""How deep lists, tuples and dicts may be nested in an argument."""
+
+Values = dict[Any, Any]
+"""Results of nodes by name; inputs under `("input", name)`."""
+
+
+def decode_argument(
+    value: Any, names: set[str], path: str, depth: int = 0
+) -> Callable[[Values], Any]:
+    """A function that gives the argument's value from the results so far; `names` are theirs."""
+    if depth > MAX_DEPTH:
+        raise InputError("is nested too deeply", path)
+    if value is None or isinstance(value, bool | float | str):
+        return lambda results: value
+    if isinstance(value, int):
+        if abs(value) >= 2**63:
+            raise InputError("the number does not fit into 64 bits", path)
+        return lambda results: value
+    if isinstance(value, list):
+        return _sequence(cast("list[Any]", value), list, names, path, depth)
+    if isinstance(value, dict) and len(cast("dict[Any, Any]", value)) == 1:
+        ((kind, content),) = cast("dict[str, Any]", value).items()
+        return _wrapped(kind, content, names, path, depth)
+    raise InputError("expected a JSON value or an object with one member", path)
+
+
+def _wrapped(
+    kind: str, content: Any, names: set[str], path: str, depth: int
+) -> Callable[[Values], Any]:
+    if kind == "ref":
+        if not isinstance(content, str) or content not in names:
+            raise InputError(f"refers to {str(content)[:80]!r}, which is no earlier node", path)
+        return lambda results: results[content]
+    if kind == "tuple" and isinstance(content, list):
+        return _sequence(cast("list[Any]", content), tuple, names, path, depth)
+    if kind == "slice" and isinstance(content, list) and len(cast("list[Any]", content)) == 3:
+        edges = _sequence(cast("list[Any]", content), list, names, path, depth)
+        return lambda results: slice(*edges(results))
+    constant = _constant(kind, content)
+    if constant is _UNKNOWN:
+        raise InputError(f"an argument of kind {str(kind)[:80]!r} cannot be read", path)
+    return lambda results: constant
+
+
+_UNKNOWN: Final = object()
+
+
+def _constant(kind: str, content: Any) -> Any:
+    text = content if isinstance(content, str) else ""
+    match kind:
+        case "ellipsis":
+            return ...
+        case "float" if text in ("inf", "-inf", "nan"):
+            return float(text)
+        case "dtype":
+            return DTYPES.get(text, _UNKNOWN)
+        case "device":
+            # Losses are evaluated on the CPU; a graph cannot choose another device.
+            return torch.device("cpu")
+        case "layout" if text == "strided":
+            return torch.strided
+        case "memory_format" if text in ("contiguous_format", "preserve_format"):
+            return torch.contiguous_format if text == "contiguous_format" else torch.preserve_format
+        case _:
+            return _UNKNOWN
+
+
+def _sequence(
+    items: list[Any],
+    kind: type[list[Any] | tuple[Any, ...]],
+    names: set[str],
+    path: str,
+    depth: int,
+) -> Callable[[Values], Any]:
+    parts = [decode_argument(item, names, path, depth + 1) for item in items]
+    return lambda results: kind(part(results) for part in parts)

@@ -1,4 +1,4 @@
-"""Checks a training operation and lays its data out as arrays, before the device sees any.
+"""Checks a training operation and converts its data to arrays, before any reaches the device.
 
 Every refusal is an `InputError` whose path names the bad value, such as
 `data[3].loss_fn_inputs["weights"]`.
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from tinkex.engine.training.custom_loss import CompiledLoss, compile_loss
-from tinkex.engine.training.losses import Columns, Loss, find_loss, loss_settings
+from tinkex.engine.training.losses import Loss, LossColumns, find_loss, loss_settings
 from tinkex.errors import InputError
 from tinkex.types.datum import KEY_DTYPES
 from tinkex.types.inputs import EncodedTextChunk
@@ -58,7 +58,7 @@ class Example:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class TrainingJob:
     """A checked training operation. `loss` is a built-in one, or `custom` is set."""
 
     op: TrainOp
@@ -76,12 +76,12 @@ class Job:
         """How many targets some of the data have together."""
         return sum(example.targets.size for example in self.examples[first:last])
 
-    def columns(self, first: int, last: int) -> Columns:
+    def columns(self, first: int, last: int) -> LossColumns:
         """The inputs of a built-in loss for some of the data, one value per target."""
         examples = self.examples[first:last]
         names = examples[0].values
         sizes = [example.targets.size for example in examples]
-        return Columns(
+        return LossColumns(
             {
                 name: torch.from_numpy(  # pyright: ignore[reportUnknownMemberType] -- torch's own stub
                     np.concatenate([example.values[name].ravel() for example in examples])
@@ -93,14 +93,16 @@ class Job:
 
 
 def no_limit(lengths: Sequence[int]) -> None:
-    """A `MostTargets` that takes any number."""
+    """A `MostTargets` without a limit."""
     del lengths
 
 
-def check_op(op: TrainOp, config: DecoderConfig, most_targets: MostTargets = no_limit) -> Job:
+def check_op(
+    op: TrainOp, config: DecoderConfig, most_targets: MostTargets = no_limit
+) -> TrainingJob:
     """Turn an operation into a job, or say what is wrong with it.
 
-    `most_targets` bounds what sparse inputs may grow to; it is asked before any is filled.
+    `most_targets` bounds the dense size of sparse inputs; it is called before any is filled.
     """
     if not op.data:
         raise InputError("is empty; give at least one datum", "data")
@@ -113,10 +115,10 @@ def check_op(op: TrainOp, config: DecoderConfig, most_targets: MostTargets = no_
         return _loss_inputs(datum, loss, op.loss_fn, shape, path)
 
     examples = _examples(op.data, config, read, most_targets)
-    return Job(op, _same_columns(examples, settings), loss, settings, None)
+    return TrainingJob(op, _same_columns(examples, settings), loss, settings, None)
 
 
-def _custom_job(op: TrainOp, config: DecoderConfig, most_targets: MostTargets) -> Job:
+def _custom_job(op: TrainOp, config: DecoderConfig, most_targets: MostTargets) -> TrainingJob:
     if op.custom_loss is None:
         raise InputError("there is no uploaded loss of this id", 'loss_fn_config["loss_id"]')
     for key in op.loss_fn_config:
@@ -124,7 +126,7 @@ def _custom_job(op: TrainOp, config: DecoderConfig, most_targets: MostTargets) -
             raise InputError("a custom loss has no settings", f'loss_fn_config["{key}"]')
     custom = compile_loss(op.custom_loss.inputs, op.custom_loss.graph)
     examples = _examples(op.data, config, custom.read, most_targets)
-    return Job(op, examples, None, {}, custom)
+    return TrainingJob(op, examples, None, {}, custom)
 
 
 def _examples(
@@ -148,7 +150,7 @@ def _examples(
 
 
 def _count(datum: Datum, path: str, before: int, most: int | None, longest: int) -> int:
-    """The values of all data so far, once filled: of each datum its largest input counts."""
+    """The number of values so far, counting the largest dense input of each datum."""
     sizes = {key: math.prod(tensor.dims) for key, tensor in datum.loss_fn_inputs.items()}
     key = max(sizes, key=lambda key: sizes[key])
     total = before + sizes[key]
@@ -216,7 +218,7 @@ def _targets(given: TensorData, config: DecoderConfig, path: str) -> Ints:
 
 
 def _filled(tensor: TensorData, path: str) -> Any:
-    """The array a tensor means; a CSR matrix is filled with zeros."""
+    """The tensor as a dense array; a CSR matrix is filled with zeros."""
     try:
         return tensor.to_numpy()
     except InputError as error:
@@ -233,10 +235,10 @@ def _loss_inputs(
         if key in known:
             values[key] = _column(tensor, key, shape, place)
         elif key not in KEY_DTYPES:
-            # What another loss reads may stay in the datum; a name nobody knows is a mistake.
+            # Inputs of other losses may stay in the datum; an unknown name is a mistake.
             raise InputError(_no_such_input(name, key, known), place)
     if "weights" in loss.inputs and "weights" not in values:
-        # Without weights every target counts once, as the plain loss has it.
+        # Without weights every target counts once.
         values["weights"] = np.ones(shape, np.float32)
     for key in loss.inputs:
         if key not in values:
@@ -266,11 +268,11 @@ def _no_such_input(loss: str, key: str, known: tuple[str, ...]) -> str:
 
 
 def _same_columns(examples: list[Example], settings: Mapping[str, float]) -> list[Example]:
-    """Give every example the same inputs: one that only some have gets its default elsewhere."""
+    """Give every example the same inputs: defaults where only some examples have an input."""
     names = dict.fromkeys(name for example in examples for name in example.values)
     filled: list[Example] = []
     for index, example in enumerate(examples):
-        # A mask of ones is what a datum without a mask means.
+        # A datum without a mask has a mask of ones.
         values = {
             name: example.values[name]
             if name in example.values

@@ -1,11 +1,10 @@
 """The protocol's losses: pure functions of log-probabilities, in a table by name.
 
-p is the log-probability of a target under the trained model, q the one it was sampled with,
+p is the log-probability of a target under the trained model, q that under the sampling model,
 A the advantage and r = exp(p - q). Every loss is a plain sum of `LossValue.elements`; nothing is
-normalised. All targets of an operation lie in one column, datum by datum.
+normalised. A column holds one value for each target of an operation, datum by datum.
 
-The columns are small (one number per target) and live on the CPU in float64, so a loss adds
-no rounding of its own to the model's.
+Columns are small and on the CPU in float64, so the rounding of a loss is negligible.
 
 Shapes: M targets of all data, one after the other.
 """
@@ -29,7 +28,7 @@ Config = Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
-class Columns:
+class LossColumns:
     """What a loss reads besides p: one value per target, by input name."""
 
     values: Mapping[str, Tensor]
@@ -66,35 +65,35 @@ class LossValue:
 class Loss:
     """One entry of the table."""
 
-    function: Callable[[Tensor, Columns, Config], LossValue]
+    function: Callable[[Tensor, LossColumns, Config], LossValue]
     inputs: tuple[str, ...]
     optional: tuple[str, ...] = ()
     config: Mapping[str, float] = field(default_factory=dict[str, float])
-    """The settings there are, with their defaults."""
-    slope: Callable[[Columns], Tensor] | None = None
-    """The derivative by p where that does not depend on p."""
+    """Its settings with their defaults."""
+    constant_gradient: Callable[[LossColumns], Tensor] | None = None
+    """The gradient by p, where it does not depend on p."""
 
 
-def cross_entropy(p: Tensor, columns: Columns, config: Config) -> LossValue:
+def cross_entropy(p: Tensor, columns: LossColumns, config: Config) -> LossValue:
     """-sum(w p)"""
     del config
     weights = columns["weights"]
     return LossValue(-(weights * p), {"weights:sum": float(weights.sum())})
 
 
-def importance_sampling(p: Tensor, columns: Columns, config: Config) -> LossValue:
+def importance_sampling(p: Tensor, columns: LossColumns, config: Config) -> LossValue:
     """-sum(r A)"""
     del config
     ratio = torch.exp(p - columns["logprobs"])
     return LossValue(-(ratio * columns["advantages"]), _ratio_metrics(ratio, p, columns))
 
 
-def ppo(p: Tensor, columns: Columns, config: Config) -> LossValue:
+def ppo(p: Tensor, columns: LossColumns, config: Config) -> LossValue:
     """-sum(min(r A, clip(r) A))"""
     return _clipped(torch.exp(p - columns["logprobs"]), p, columns, config)
 
 
-def cispo(p: Tensor, columns: Columns, config: Config) -> LossValue:
+def cispo(p: Tensor, columns: LossColumns, config: Config) -> LossValue:
     """-sum(stopgrad(clip(r)) A p)"""
     ratio = torch.exp(p - columns["logprobs"]).detach()
     bounded = _clip(ratio, columns, config)
@@ -103,14 +102,14 @@ def cispo(p: Tensor, columns: Columns, config: Config) -> LossValue:
     return LossValue(-(bounded * columns["advantages"] * p), metrics)
 
 
-def dro(p: Tensor, columns: Columns, config: Config) -> LossValue:
+def dro(p: Tensor, columns: LossColumns, config: Config) -> LossValue:
     """-sum(p A - beta/2 (p - q)^2)"""
     gap = p - columns["logprobs"]
     gain = p * columns["advantages"] - 0.5 * config["beta"] * gap.square()
     return LossValue(-gain, _ratio_metrics(gap.exp(), p, columns))
 
 
-def gspo(p: Tensor, columns: Columns, config: Config) -> LossValue:
+def gspo(p: Tensor, columns: LossColumns, config: Config) -> LossValue:
     """The ppo form with one ratio per datum, and the gradient of each token's own p.
 
     The ratio is exp(mean of p - q) over the tokens whose `sequence_ratio_mask` is not zero,
@@ -127,16 +126,16 @@ def gspo(p: Tensor, columns: Columns, config: Config) -> LossValue:
     return _clipped(ratio * torch.exp(p - p.detach()), p, columns, config)
 
 
-def _clipped(ratio: Tensor, p: Tensor, columns: Columns, config: Config) -> LossValue:
+def _clipped(ratio: Tensor, p: Tensor, columns: LossColumns, config: Config) -> LossValue:
     advantages = columns["advantages"]
     free, bounded = ratio * advantages, _clip(ratio, columns, config) * advantages
     metrics = _ratio_metrics(ratio, p, columns)
     metrics["clipped_tokens:sum"] = _count(bounded < free)
-    # Where both are equal the token is free: its gradient must not be shared between the two.
+    # Where both are equal the gradient is that of the unclipped term, not split between the two.
     return LossValue(-torch.where(free <= bounded, free, bounded), metrics)
 
 
-def _clip(ratio: Tensor, columns: Columns, config: Config) -> Tensor:
+def _clip(ratio: Tensor, columns: LossColumns, config: Config) -> Tensor:
     """Bounds per token where given as inputs, else from the config."""
     low, high = columns.get("clip_low_threshold"), columns.get("clip_high_threshold")
     low = ratio.new_tensor(config["clip_low_threshold"]) if low is None else low
@@ -144,8 +143,8 @@ def _clip(ratio: Tensor, columns: Columns, config: Config) -> Tensor:
     return torch.minimum(torch.maximum(ratio, low), high)
 
 
-def _ratio_metrics(ratio: Tensor, p: Tensor, columns: Columns) -> dict[str, float]:
-    """How far the trained model is from the sampler, over tokens with an advantage."""
+def _ratio_metrics(ratio: Tensor, p: Tensor, columns: LossColumns) -> dict[str, float]:
+    """The distance of the trained model from the sampling model, over tokens with an advantage."""
     active = columns["advantages"] != 0
     count = _count(active)
     if not count:
@@ -173,7 +172,9 @@ def _bounds(low: float, high: float) -> dict[str, float]:
 
 
 LOSSES: Final[Mapping[str, Loss]] = {
-    "cross_entropy": Loss(cross_entropy, ("weights",), slope=lambda columns: -columns["weights"]),
+    "cross_entropy": Loss(
+        cross_entropy, ("weights",), constant_gradient=lambda columns: -columns["weights"]
+    ),
     "importance_sampling": Loss(importance_sampling, _RL),
     "ppo": Loss(ppo, _RL, _CLIP, _bounds(0.8, 1.2)),
     "cispo": Loss(cispo, _RL, _CLIP, _bounds(0.0, 4.0)),

@@ -1,4 +1,4 @@
-"""Sequences of many operations laid end to end: no padding, segments by adapter."""
+"""Cuts operations into slices of whole sequences, and chooses the slices of a pass."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Trains any number of LoRA adapters on one base model, many operations in one pass.
 
 The trainer owns the adapters' weights, optimizer state and accumulated gradients. It is
-plain and synchronous: whoever calls it decides when and on which thread.
+synchronous: the caller decides when and on which thread it runs.
 
 A batch is checked first; then its sequences share passes through the base weights; then
 each operation's gradient is added to its adapter. An operation that fails at any of these
@@ -26,50 +26,40 @@ from tinkex.engine.checkpoints.parking import Packed, Parking
 from tinkex.engine.failures import failure, user_error
 from tinkex.engine.lora import LOGITS_BYTES, check_lora, initial, seed_of, wrap
 from tinkex.engine.protocol import OptimResult, TrainResult
-from tinkex.engine.training.batch import Batch
+from tinkex.engine.training.batch import TrainingBatch
 from tinkex.engine.training.examples import check_op
+from tinkex.engine.training.loss_evaluation import train_output
 from tinkex.engine.training.memory import PassMemory, check_adapter
 from tinkex.engine.training.optim import (
     adamw_step,
     check_optimizer,
     check_params,
 )
-from tinkex.engine.training.passes import Room, TrainingWork
-from tinkex.engine.training.results import train_output
+from tinkex.engine.training.passes import PassContext, TrainingWork
 from tinkex.errors import InputError, RequestFailedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping, Sequence
-    from pathlib import Path
 
     from torch import Tensor
 
     from tinkex.clock import Clock
     from tinkex.engine.decoder import Decoder
     from tinkex.engine.lora import LoraWeights
-    from tinkex.engine.protocol import AdapterSpec, OptimOp, SavedAdapter, TrainOp
+    from tinkex.engine.protocol import AdapterSpec, OptimOp, TrainOp
     from tinkex.types import LoraConfig, OptimizerConfig
 
 MAX_PASS_TOKENS: Final = 8192
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Adapter:
-    """Everything an adapter is; replaced as a whole, its tensors never change in place."""
+class TrainedAdapter:
+    """An adapter with its training state; replaced as a whole, its tensors are never modified."""
 
     weights: LoraWeights
     optimizer: OptimizerConfig
     moments: Moments
     gradient_P: Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
-    """An adapter as it was after `step` optimizer steps; training never touches it."""
-
-    model_id: str
-    step: int
-    weights: LoraWeights
 
 
 class Trainer:
@@ -98,7 +88,7 @@ class Trainer:
                 f"is {dtype}, but the model was loaded as {decoder.unembed_VD.dtype}", "dtype"
             )
         products = decoder.backend.strict_products if strict else None
-        self._room = Room(
+        self._context = PassContext(
             decoder, torch.device(device), logits_bytes, None if products is None else products()
         )
         self._config = decoder.config
@@ -112,13 +102,13 @@ class Trainer:
             limit_bytes=memory_bytes,
         )
         self._parking = parking or Parking(device)
-        # Mutable state: the adapters, each replaced when it changes, and what they cover, which
-        # is needed while they are parked.
+        # Mutable state: the adapters, each replaced when it changes, and their LoRA configurations,
+        # which are needed while they are parked.
         self._adapters = self._parking.shelf(f"training/{decoder.config.name}", _pack)
         self._loras: dict[str, LoraConfig] = {}
 
     @property
-    def adapters(self) -> Mapping[str, Adapter]:
+    def adapters(self) -> Mapping[str, TrainedAdapter]:
         """The adapters by model id."""
         return self._adapters
 
@@ -133,24 +123,22 @@ class Trainer:
         except InputError as error:
             raise user_error(str(error)) from error
         seed = seed_of(spec.lora, spec.model_id)
-        # The seed is kept, so that a checkpoint says how its adapter began.
+        # The seed is stored, so that a checkpoint records its adapter's initial weights.
         lora = spec.lora.model_copy(update={"seed": seed})
         weights = initial(self._config, lora, seed, self._device)
-        self._adapters[spec.model_id] = Adapter(
+        self._adapters[spec.model_id] = TrainedAdapter(
             weights=weights, optimizer=spec.optimizer, moments=fresh_moments(weights.flat_P)
         )
         self._loras[spec.model_id] = lora
 
     def drop(self, model_id: str) -> None:
-        """Forget an adapter; unknown ids are fine."""
+        """Drop an adapter; unknown ids are ignored."""
         if self._loras.pop(model_id, None) is not None:
             del self._adapters[model_id]
 
-    def snapshot(self, model_id: str) -> Snapshot:
-        """The adapter's weights as they are now, for sampling."""
-        adapter = self._adapter(model_id)
-        # Adapters are replaced, never written to, so the snapshot can share their memory.
-        return Snapshot(model_id=model_id, step=adapter.moments.step, weights=adapter.weights)
+    def weights(self, model_id: str) -> LoraWeights:
+        """The adapter's current weights; training replaces them and never modifies them."""
+        return self._adapter(model_id).weights
 
     def train(self, batch: Sequence[TrainOp]) -> list[TrainResult | RequestFailedError]:
         """Run forward or forward_backward of many operations; answers come in their order."""
@@ -164,11 +152,11 @@ class Trainer:
     def passes(
         self, batch: Sequence[TrainOp], most_tokens: Callable[[], int] | None = None
     ) -> Generator[None, None, list[TrainResult | RequestFailedError]]:
-        """The same, one pass at a time: whoever drives it may do other things in between.
+        """The same as a generator that yields between passes.
 
-        The adapters of the batch must not change meanwhile. `most_tokens` bounds the pass to
-        come; the first slice runs in any case. Closed early, it leaves each operation either
-        done or untouched.
+        The adapters of the batch must not change meanwhile. `most_tokens` bounds the next pass,
+        which has at least one slice. Closed early, it leaves each operation either done or
+        untouched.
         """
         answers: list[TrainResult | RequestFailedError | None] = [None] * len(batch)
         works: list[TrainingWork] = []
@@ -177,8 +165,8 @@ class Trainer:
                 works.append(self._work(place, op))
             except RequestFailedError as error:
                 answers[place] = error
-        run = Batch(
-            self._room,
+        run = TrainingBatch(
+            self._context,
             self._memory,
             works,
             max_pass_tokens=self._max_pass_tokens,
@@ -203,7 +191,7 @@ class Trainer:
         return [self._step(op) for op in batch]
 
     def state(self, model_id: str, *, optimizer: bool) -> adapter_file.State:
-        """An adapter as it is now, in host memory: training may go on while it is written."""
+        """A copy of an adapter in host memory, so that training continues while it is written."""
         adapter = self._adapter(model_id)
         weights, moments = adapter.weights, adapter.moments
         gradient_P = adapter.gradient_P
@@ -215,19 +203,10 @@ class Trainer:
             gradient_P=None if gradient_P is None or not optimizer else gradient_P.cpu(),
         )
 
-    def save(self, model_id: str, path: Path, *, optimizer: bool) -> SavedAdapter:
-        """Write an adapter to a file; complete and durable when it returns."""
-        return adapter_file.save(self.state(model_id, optimizer=optimizer), path)
-
-    def load(self, model_id: str, path: Path, *, optimizer: bool) -> None:
-        """Replace an adapter by one that was saved."""
-        self._adapter(model_id)
-        self.restore(model_id, adapter_file.load(path, self._config), optimizer=optimizer)
-
     def restore(self, model_id: str, state: adapter_file.State, *, optimizer: bool) -> None:
         """Replace an adapter's weights and, when asked, its optimizer state and gradient.
 
-        Without the optimizer state training starts afresh from these weights.
+        Without the optimizer state training restarts from these weights.
         """
         adapter = self._adapter(model_id)
         lora, wanted = state.weights.lora, adapter.weights.lora
@@ -242,16 +221,18 @@ class Trainer:
         self._adapters[model_id] = self._restored(adapter, state, optimizer=optimizer)
         self._loras[model_id] = lora
 
-    def _restored(self, adapter: Adapter, state: adapter_file.State, *, optimizer: bool) -> Adapter:
+    def _restored(
+        self, adapter: TrainedAdapter, state: adapter_file.State, *, optimizer: bool
+    ) -> TrainedAdapter:
         flat_P = state.weights.flat_P.to(self._device)
         weights = wrap(self._config, state.weights.lora, flat_P)
         if not optimizer or state.moments is None:
-            return Adapter(
+            return TrainedAdapter(
                 weights=weights, optimizer=adapter.optimizer, moments=fresh_moments(flat_P)
             )
         moments = _moved(state.moments, self._device)
         gradient_P = None if state.gradient_P is None else state.gradient_P.to(self._device)
-        return Adapter(
+        return TrainedAdapter(
             weights=weights,
             optimizer=state.optimizer or adapter.optimizer,
             moments=moments,
@@ -269,7 +250,7 @@ class Trainer:
         return TrainingWork(place, job, lora, lambda: self._adapters[op.model_id].weights)
 
     def _most_targets(self, lora: LoraConfig, backward: bool, lengths: Sequence[int]) -> int | None:
-        """How many targets have room beside the longest sequence; one too long is refused."""
+        """How many targets fit with the longest sequence; refuses a sequence that is too long."""
         most = self._memory.most_tokens(lora, backward=backward)
         for number, length in enumerate(lengths):
             if most is not None and length > most:
@@ -290,10 +271,10 @@ class Trainer:
         if work.error is not None:
             return work.error
         try:
-            output = train_output(work)
+            output = train_output(work.job, work.logprobs)
             self._accumulate(work)
         except Exception as error:  # noqa: BLE001 - whatever it is ends in the operation's error
-            return failure(error, "while adding up the gradient", op_id)
+            return failure(error, "while accumulating the gradient", op_id)
         tokens = sum(work.job.lengths)
         return TrainResult(output=output, tokens=tokens, device_s=work.device_s)
 
@@ -321,18 +302,18 @@ class Trainer:
         if gradient_P is None:
             gradient_P = torch.zeros_like(weights.flat_P)
         flat_P, moments, metrics = adamw_step(
-            weights.flat_P, gradient_P, adapter.moments, params, self._room.decoder.backend
+            weights.flat_P, gradient_P, adapter.moments, params, self._context.decoder.backend
         )
         if not all(math.isfinite(value) for value in metrics.values()):
             raise user_error("the step would make weights that are not finite")
-        self._adapters[op.model_id] = Adapter(
+        self._adapters[op.model_id] = TrainedAdapter(
             weights=wrap(self._config, weights.lora, flat_P),
             optimizer=adapter.optimizer,
             moments=moments,
         )
         return metrics
 
-    def _adapter(self, model_id: str) -> Adapter:
+    def _adapter(self, model_id: str) -> TrainedAdapter:
         if model_id not in self._adapters:
             raise user_error(_not_loaded(model_id))
         return self._adapters[model_id]
@@ -346,7 +327,7 @@ def _moved(moments: Moments, device: torch.device | str) -> Moments:
     return Moments(moments.first_P.to(device), moments.second_P.to(device), moments.step)
 
 
-def _pack(adapter: Adapter) -> Packed[Adapter]:
+def _pack(adapter: TrainedAdapter) -> Packed[TrainedAdapter]:
     weights, moments, optimizer = adapter.weights, adapter.moments, adapter.optimizer
     config, lora, step = weights.config, weights.lora, moments.step
     tensors = {
@@ -357,8 +338,8 @@ def _pack(adapter: Adapter) -> Packed[Adapter]:
     if adapter.gradient_P is not None:
         tensors["gradient"] = adapter.gradient_P
 
-    def rebuild(found: dict[str, Tensor]) -> Adapter:
-        return Adapter(
+    def rebuild(found: dict[str, Tensor]) -> TrainedAdapter:
+        return TrainedAdapter(
             weights=wrap(config, lora, found["weights"]),
             optimizer=optimizer,
             moments=Moments(found["first"], found["second"], step),

@@ -205,7 +205,7 @@ def reply(value: object = None, headers: Mapping[str, str] | None = None) -> Res
 
 
 def check_scope(request: Request) -> None:
-    """Refuse a scope that means nothing; which routes know the difference, they say themselves."""
+    """Refuse an unknown `access_scope`; the routes that have one read it themselves."""
     if not request.scope["query_string"]:
         return
     scope = request.query_params.get("access_scope", "owned")

@@ -95,7 +95,7 @@ def _token(call: Call, checkpoint: StoredCheckpoint, kind: ExportKind) -> tuple[
 async def send_export(
     parts: Parts, request: Request, claims: dict[str, str], name: str
 ) -> Response:
-    """What a link to a file or an archive stands for, as long as its checkpoint is there."""
+    """The file or archive of a link, while its checkpoint exists."""
     checkpoint = await parts.store.get_checkpoint(claims["path"])
     gone = refuse(404, "There is nothing to download here.")
     if checkpoint is None or checkpoint.location != claims["location"]:
@@ -175,7 +175,7 @@ async def _pieces(source: ByteSource, part: range) -> AsyncGenerator[bytes]:
 
 
 async def download(parts: Parts, request: Request, token: str, name: str) -> Response:
-    """What a signed link stands for."""
+    """The export or trace of a signed link."""
     claims = parts.identity.open_link(token)
     if claims["kind"] == "trace":
         return await _trace(parts, claims["session"])

@@ -70,8 +70,8 @@ def _is_out_of_reach(error: BaseException | None) -> bool:
 
 
 def _surprise(request: Request, error: Exception) -> Response:
-    # The client learns that it is not its own fault and where to look, and no more. The path
-    # stays out of the log: download links are secrets.
+    # The reply has no details: they may be secret. The path stays out of the log for the same
+    # reason: download links are secrets.
     record = request_record(request.scope)
     _log.error("%s failed request_id=%s", record.route, record.request_id, exc_info=error)
     detail = (

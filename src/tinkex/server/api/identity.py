@@ -63,7 +63,7 @@ def credential_of(headers: Mapping[str, str]) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class _Caller:
-    """Who a credential stands for, and what a token made from it says."""
+    """The tenant of a credential, and the mark that a token made from it carries."""
 
     owner: str
     mark: str
@@ -95,7 +95,7 @@ class Identity:
         return (await self._caller(credential, "")).key
 
     async def make_jwt(self, credential: str | None) -> str:
-        """A token that stands for a key until it expires, or the key is revoked."""
+        """A token that is valid in place of a key until it expires, or the key is revoked."""
         caller = await self._caller(credential, "")
         now = self._clock.wall()
         claims: dict[str, object] = {
@@ -121,7 +121,7 @@ class Identity:
         return _make_link(self._settings.secret, {**claims, "exp": expires}), expires
 
     def open_link(self, token: str) -> dict[str, str]:
-        """What a download link stands for."""
+        """The claims of a download link."""
         claims = _open_link(self._settings.secret, token)
         if claims is None:
             raise refuse(404, "There is nothing to download here.")

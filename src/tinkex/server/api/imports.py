@@ -107,7 +107,7 @@ def _kind(call: Call) -> ImportedKind:
 
 
 def _check_request(call: Call) -> None:
-    """Refuse a body by what its headers say of it."""
+    """Refuse a body by its headers."""
     media = call.header("content-type").partition(";")[0].strip().lower()
     if media != MEDIA_TAR:
         raise refuse(415, f"Content-Type must be {MEDIA_TAR}, not {media or 'missing'}.")

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from tinkex.server.api.call import Call
     from tinkex.types import SessionStatusQuery
 
-# A search looks at so many sessions and then answers with what it has and a cursor.
+# A search reads at most so many sessions and then returns what it has found and a cursor.
 _MOST_SEARCHED = 10_000
 _PART = 200
 _ROUNDED_S = 1e-5
@@ -56,7 +56,7 @@ def when(at: float) -> datetime:
 
 
 async def create_session(call: Call) -> Response:
-    """Open a session; the settings may have something to say to every new one."""
+    """Open a session; the reply has the messages of the settings for new sessions."""
     request = await call.json(CreateSessionRequest)
     await call.parts.limits.session(call.owner)
     session = await open_session(
@@ -107,10 +107,10 @@ async def open_session(
 
 
 async def session_heartbeat(call: Call) -> Response:
-    """410 tells a client that its session is over."""
+    """Note a heartbeat; 410 if the session is over."""
     request = await call.json(SessionHeartbeatRequest)
     session = await call.session(request.session_id)
-    # Looked at only after the touch: a session that ends meanwhile stays over.
+    # Checked only after the write: a session that ends meanwhile stays over.
     touched = await call.store.touch_session(session.session_id, call.now())
     if touched is None or not touched.active:
         raise refuse(410, f"Session {session.session_id!r} is over.")

@@ -122,7 +122,7 @@ def _events(entries: Iterable[UsageEntry]) -> Iterator[MeasuredUsageEvent]:
 
 def _amounts(entry: UsageEntry) -> list[tuple[str, int]]:
     usage = entry.usage
-    # The forward pass of a training run is training, although it learns nothing.
+    # The forward pass of a training run counts as training, although it changes no weights.
     forward = usage.prompt_tokens if entry.kind == "forward" else 0
     amounts = [
         ("training", usage.trained_tokens + forward),

@@ -226,7 +226,7 @@ class _Answer:
 
 @lru_cache(maxsize=4096)
 def owner_hash(owner: str) -> str:
-    """Tells owners apart in a log without naming them."""
+    """A short hash that distinguishes owners in a log without naming them."""
     return hashlib.sha256(owner.encode()).hexdigest()[:12]
 
 

@@ -1,4 +1,4 @@
-"""Names of models: what there is to sample from, and which weights a name stands for."""
+"""Model names: what can be sampled from, and the weights of each name."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PATH = "tinker://"
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """What a name stands for."""
+    """The base model and weights of a name."""
 
     name: str
     spec: ModelSpec
@@ -69,7 +69,7 @@ def _described(chosen: Chosen) -> dict[str, Any]:
         "object": "model",
         "created": 0 if checkpoint is None else int(checkpoint.created_at),
         "owned_by": "tinkex" if checkpoint is None else checkpoint.owner,
-        # Beyond OpenAI's shape, as other servers with adapters say it.
+        # Not OpenAI's; other servers with adapters have the same field.
         "parent": None if checkpoint is None else checkpoint.base_model,
         "max_model_len": chosen.spec.max_context_length,
     }

@@ -29,7 +29,7 @@ class Frame:
     logprobs: bool = False
     topk: int = 0
     include_usage: bool = False
-    """Whether a stream ends with its usage; its other messages then say null."""
+    """Whether a stream ends with its usage, which is then null in its other messages."""
 
     def wrap(self, kind: str, choices: list[dict[str, Any]], **others: Any) -> dict[str, Any]:
         """A message of this answer."""
@@ -59,7 +59,7 @@ class Shape:
         return frame.wrap(self._KIND, written, usage=usage)
 
     def opening(self, frame: Frame, choice: int) -> list[dict[str, Any]]:
-        """What a stream says about a choice before its first piece."""
+        """The events of a choice before its first piece."""
         return []
 
     def piece(self, frame: Frame, choice: int, delta: Delta) -> dict[str, Any]:

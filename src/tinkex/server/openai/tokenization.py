@@ -149,7 +149,7 @@ class _Layout(msgspec.Struct):
 
 
 class Pieces:
-    """What each token of a tokenizer stands for."""
+    """The bytes of each token of a tokenizer."""
 
     def __init__(self, fast: tokenizers.Tokenizer, json: bytes) -> None:
         layout = msgspec.json.decode(json, type=_Layout)

@@ -40,7 +40,7 @@ MAX_TTL_S = 10 * 365 * 24 * 3600
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._\-]{0,127}")
 # How many checkpoints a refusal for lack of room names.
 _NAMED = 3
-# How many checkpoints are looked at to guess the size of the next.
+# How many recent checkpoints are searched for the expected size of the next.
 _RECENT = 20
 
 
@@ -319,7 +319,7 @@ class Checkpoints:
             raise _no_room(used, most, kept)
 
     async def _expected_bytes(self, model: Model, kind: CheckpointKind) -> int:
-        """What a checkpoint of a model will take: as much as a recent one like it, if any."""
+        """The expected size of a checkpoint: that of a recent one of the same shape, or 0."""
         recent = await self.store.checkpoints(owner=model.owner, kinds=(kind,), limit=_RECENT)
         shape = (model.base_model, model.lora)
         return next((c.size_bytes for c in recent if (c.base_model, c.lora) == shape), 0)

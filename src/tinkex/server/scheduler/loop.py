@@ -203,7 +203,7 @@ class SchedulerLoop:
                 except (EngineDiedError, EngineRestartedError):
                     raise
                 except Exception as error:
-                    # A failure of the whole batch does not say what it has changed.
+                    # After a failure of the whole batch it is unknown which models have changed.
                     for run in runs:
                         run.evict()
                     if isinstance(error, StorageError):

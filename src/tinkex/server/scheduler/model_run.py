@@ -135,7 +135,7 @@ class ModelRun:
 
     @classmethod
     async def load(cls, model: Model, parts: RunParts) -> ModelRun:
-        """The run of a stored model, as its records say it was left."""
+        """The run of a stored model, in the state that its records describe."""
         run, queue = cls(model.model_id, parts), Queue(model.model_id)
         last = await parts.store.last_turn(model.model_id)
         op = await parts.store.get_operation(f"{model.model_id}:{last}")
@@ -498,7 +498,7 @@ class ModelRun:
         self._unsaved = None
         # If a crash follows, this operation runs again and needs no snapshot.
         await self._delete_snapshots()
-        # Without a location there is nothing to come back to.
+        # Without a location the model is closed: nothing can restore it.
         await parts.changes.change_model(
             self.model_id, snapshot_location=None, snapshot_seq=op.seq_id
         )

@@ -113,7 +113,7 @@ class PublishedSamplers:
         return sum(each.sampler.size_bytes for each in self._of(owner))
 
     def expected_bytes(self, model_id: str) -> int:
-        """What one more of a model will take: as much as its last one, if any."""
+        """The expected size of a model's next sampler: that of its last one, or 0."""
         sizes = [
             each.sampler.size_bytes
             for each in self._live.values()

@@ -91,7 +91,7 @@ class Shares:
                 del self._sums[owner]
 
     def clear(self) -> list[str]:
-        """Forget everything, as a restart does; the ids of those that waited come back."""
+        """Forget everything, as a restart does; returns the ids of those that waited."""
         waited = [op.op_id for op in self]
         self._waiting.clear()
         self._running.clear()

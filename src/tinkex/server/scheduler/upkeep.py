@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from tinkex.server.server_settings import ServerSettings
     from tinkex.server.store.protocol import Store
 
-# How often records that ended long ago are deleted, how many at once, and the pause between two
-# such batches, in which other requests use the store.
+# How often old records are deleted, how many at once, and the pause between two such batches, in
+# which other requests use the store.
 PRUNE_INTERVAL_S = 600.0
 _PRUNE_BATCH = 1000
 _PRUNE_PAUSE_S = 1.0
@@ -137,7 +137,7 @@ class Upkeep:
                 status = SessionCancelled(detail=f"no heartbeat for {silent_s:.0f} s")
                 await self._worker.end_session(session, status)
         for checkpoint in await self._store.checkpoints(expired_at=now):
-            # The record last: it says what is still to be deleted if this fails.
+            # The record last: if this fails, the next sweep finds by it what is left to delete.
             await self._worker.checkpoints.forget_location(checkpoint.location)
             await self._worker.changes.delete_checkpoint(checkpoint)
         old = now - self._settings.result_ttl_s

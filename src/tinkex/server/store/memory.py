@@ -450,7 +450,7 @@ class MemoryStore:
         return sorted(found, key=lambda e: e.at)
 
     def lose_samples(self) -> list[str]:
-        """Forget every sample, as a restart does; their ids come back for waking waiters."""
+        """Forget every sample, as a restart does; returns their ids, to wake their waiters."""
         return self._samples.clear()
 
     def lose_memory(self) -> None:

@@ -37,7 +37,7 @@ class SampleMemory:
         self._finished: dict[str, Operation] = {}
         self._ended: dict[tuple[str, int], _Ended] = {}
         # The highest cursor of a client that was forgotten. Cursors of new ones start here, so
-        # that a client that comes back misses nothing.
+        # that a client that asks again misses nothing.
         self._first_cursor = 0
         self.result_bytes = 0
 
@@ -127,7 +127,7 @@ class SampleMemory:
         return len(old)
 
     def clear(self) -> list[str]:
-        """Forget every sample, as a restart does; their ids come back for waking waiters."""
+        """Forget every sample, as a restart does; returns their ids, to wake their waiters."""
         lost = [*self._finished, *self._unfinished]
         self._finished.clear()
         self._unfinished.clear()

@@ -1,4 +1,4 @@
-"""A trainer and samplers over one base model, asked the same questions in any company."""
+"""A trainer and samplers over one base model, asked the same questions in any batch."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Pair:
             add(self.trainer, name, rank, train_mlp=rank != 3, train_unembed=rank != 3)
 
     def weights(self, version: str) -> LoraWeights | None:
-        return None if version == BASE else self.trainer.snapshot(version).weights
+        return None if version == BASE else self.trainer.weights(version)
 
     def sampler(self, **settings: Any) -> Sampler:
         chosen: dict[str, Any] = {"cache_tokens": 4096, "strict": self.strict, **settings}

@@ -51,29 +51,29 @@ def test_a_pack_equals_torchs_attention_sequence_by_sequence(shape) -> None:
 def test_its_gradients_equal_torchs_in_float64(shape) -> None:
     inputs = [x.requires_grad_() for x in qkv(sum(LENGTHS), shape, torch.float64)]
     heads, _, dim = shape
-    slope = torch.randn(sum(LENGTHS), heads * dim, dtype=torch.float64)
-    found = torch.autograd.grad(PackedAttention(LENGTHS)(0, *inputs), inputs, slope)
-    wanted = torch.autograd.grad(reference(*inputs, LENGTHS), inputs, slope)
+    gradient = torch.randn(sum(LENGTHS), heads * dim, dtype=torch.float64)
+    found = torch.autograd.grad(PackedAttention(LENGTHS)(0, *inputs), inputs, gradient)
+    wanted = torch.autograd.grad(reference(*inputs, LENGTHS), inputs, gradient)
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_sequence_has_the_same_bits_and_slopes_in_any_pack(shape) -> None:
+def test_a_sequence_has_the_same_bits_and_gradients_in_any_pack(shape) -> None:
     q, k, v = qkv(70, shape)
-    slope = torch.randn(70, shape[0] * shape[2])
+    gradient = torch.randn(70, shape[0] * shape[2])
 
     def run(lengths: list[int], place: int) -> list[Tensor]:
-        """The output and slopes of the 70 tokens, after `place` others."""
+        """The output and gradients of the 70 tokens, after `place` others."""
         count = sum(lengths)
         inputs = [x.clone() for x in qkv(count, shape)]
         for whole, own in zip(inputs, (q, k, v), strict=True):
             whole[place : place + 70] = own
             whole.requires_grad_()
-        slopes = torch.randn(count, slope.shape[1])
-        slopes[place : place + 70] = slope
+        gradients = torch.randn(count, gradient.shape[1])
+        gradients[place : place + 70] = gradient
         o = PackedAttention(lengths)(0, *inputs)
-        found = [o.detach(), *torch.autograd.grad(o, inputs, slopes)]
+        found = [o.detach(), *torch.autograd.grad(o, inputs, gradients)]
         return [x[place : place + 70] for x in found]
 
     alone = run([70], 0)

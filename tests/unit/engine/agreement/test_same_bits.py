@@ -1,4 +1,4 @@
-"""One text has the same log-probabilities, to the bit, however and in whatever company.
+"""One text has the same log-probabilities, to the bit, however and in any batch.
 
 Compared are `forward`, `forward_backward`, prompt log-probabilities and sampled ones, over
 random mixes of adapters, ranks, lengths, chunk sizes, block sizes and cache hits.
@@ -73,7 +73,7 @@ def assert_same(found: list[Floats], wanted: list[Floats]) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_training_gives_the_bits_of_forward_in_any_company(name: str) -> None:
+def test_training_gives_the_bits_of_forward_in_any_batch(name: str) -> None:
     subject, rng = pair(name), np.random.default_rng(1)
     batch = texts(rng, 9)
     wanted = alone(subject, batch)
@@ -122,7 +122,7 @@ def test_sampled_logprobs_have_the_bits_of_forward(name: str, settings: dict[str
     assert sampler.preemptions > 0 or "cache_tokens" not in settings
 
 
-def test_sampled_tokens_do_not_depend_on_the_company() -> None:
+def test_sampled_tokens_do_not_depend_on_the_batch() -> None:
     subject = pair("tiny")
     asked = texts(np.random.default_rng(4), 12, longest=60)
 

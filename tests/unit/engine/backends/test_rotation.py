@@ -1,4 +1,4 @@
-"""Rotary positions have the same bits in any company, on any number of threads.
+"""Rotary positions have the same bits in any batch, on any number of threads.
 
 Without MKL, as on ARM, an angle of 125 or more changes how the others of its vector are computed.
 """
@@ -13,7 +13,9 @@ from tinkex.engine.backends.torch.layers import on_threads, rotation
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("frequencies", [3, 6, 8, 32])
-def test_a_position_is_rotated_alike_in_any_company(frequencies: int, threads: int) -> None:
+def test_a_position_is_rotated_to_the_same_bits_in_any_batch(
+    frequencies: int, threads: int
+) -> None:
     frequencies_F = 1.0 / 10_000.0 ** (torch.arange(frequencies) / frequencies)
     positions_T = torch.arange(700)
     with on_threads(threads):

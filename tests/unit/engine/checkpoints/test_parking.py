@@ -236,7 +236,7 @@ def test_a_disk_that_fills_up_leaves_no_half_file(folder, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("harm", ["gone", "changed"])
-def test_a_parked_file_that_was_harmed_fails_whoever_needs_it_alone(folder, tmp_path, harm):
+def test_a_parked_file_that_was_harmed_fails_only_what_needs_it(folder, tmp_path, harm):
     _, shelf = _shelf(folder, device=100)
     shelf["a"], shelf["b"], shelf["c"] = _value(1), _value(2), _value(3)
     path = next(tmp_path.rglob("0.safetensors"))

@@ -7,6 +7,8 @@ import os
 import resource
 import warnings
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
@@ -26,7 +28,7 @@ from tests.unit.engine.training.kit import (
     trainer,
 )
 from tinkex.engine.checkpoints.merged import hugging_face_config, write_merged
-from tinkex.engine.checkpoints.peft import export_peft, import_peft, read_folder
+from tinkex.engine.checkpoints.peft import export_peft, import_folder
 from tinkex.engine.checkpoints.storage import full_disk
 from tinkex.engine.decoder import DecoderConfig, RopeScaling
 from tinkex.engine.models.loader import load_model
@@ -35,8 +37,6 @@ from tinkex.errors import InputError, StorageError
 from tinkex.types import Datum, ModelInput
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from tinkex.engine.lora import LoraWeights
 
 IDS = tokens(24, 5)
@@ -87,7 +87,7 @@ def test_the_real_peft_reads_an_exported_adapter(tmp_path, name, flags):
     peft = pytest.importorskip("peft")
     made = trainer(FAMILIES[name])
     add(made, "m", 5, **flags)
-    for file, content in export_peft(made.snapshot("m").weights).items():
+    for file, content in export_peft(made.weights("m")).items():
         (tmp_path / file).write_bytes(content)
     base = _transformers(_base_folder(tmp_path / "base", FAMILIES[name]))
     plain = _theirs(base)
@@ -114,7 +114,7 @@ def test_an_adapter_made_by_the_real_peft_is_read(tmp_path):
                 with torch.no_grad():
                     parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
         model.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
-    weights = import_peft(read_folder(tmp_path / "adapter"), CONFIG)
+    weights = import_folder(tmp_path / "adapter", CONFIG)
     assert weights.lora.rank == 6
     assert weights.lora.train_unembed
     assert (_logprobs(_holding(weights)) - _theirs(model)).abs().max() < TOLERANCE
@@ -180,9 +180,16 @@ def test_export_and_import_give_back_the_same_bits():
     made = trainer()
     add(made, "m", 5, train_attn=False)
     weights = made.adapters["m"].weights
-    back = import_peft(export_peft(weights), CONFIG)
+    back = _imported(export_peft(weights))
     assert torch.equal(back.flat_P, weights.flat_P)
     assert not back.lora.train_attn
+
+
+def _imported(files: dict[str, bytes]) -> LoraWeights:
+    with TemporaryDirectory() as folder:
+        for name, content in files.items():
+            (Path(folder) / name).write_bytes(content)
+        return import_folder(Path(folder), CONFIG)
 
 
 def test_names_are_those_of_peft():
@@ -213,7 +220,7 @@ def test_archives_name_the_unembedding_as_hosted_tinker_does_and_are_read_back()
     assert theirs.keys() == renamed.keys() != ours.keys()
     assert all(torch.equal(theirs[name], renamed[name]) for name in renamed)
     assert "unembed_tokens" in json.loads(files["adapter_config.json"])["target_modules"]
-    assert torch.equal(import_peft(files, CONFIG).flat_P, weights.flat_P)
+    assert torch.equal(_imported(files).flat_P, weights.flat_P)
     with pytest.raises(InputError, match="layout: 'gguf' is unknown; there are peft, tinker"):
         export_peft(weights, cast("Any", "gguf"))
 
@@ -235,26 +242,33 @@ def _with_tensor(name: str, tensor: torch.Tensor) -> dict[str, bytes]:
 LAYER = "base_model.model.model.layers.0.mlp.up_proj"
 
 
+def _with_layer(layer: int, rank: int) -> dict[str, bytes]:
+    module = LAYER.replace("0", str(layer))
+    tensors = {
+        f"{module}.lora_A.weight": torch.zeros(rank, CONFIG.hidden_size),
+        f"{module}.lora_B.weight": torch.zeros(CONFIG.intermediate_size, rank),
+    }
+    files = _files(r=rank, target_modules=["up_proj"])
+    return {**files, "adapter_model.safetensors": save_bytes(tensors)}
+
+
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({}, "adapter_config.json: is missing"),
-        ({"adapter_config.json": b'{"r": 2}'}, "adapter_model.safetensors: is missing"),
-        ({"adapter_config.json": b"{"}, "adapter_config.json"),
+        ({}, "has no adapter_config.json"),
+        ({"adapter_config.json": b'{"r": 2}'}, "has no adapter_model.safetensors"),
+        ({**_files(), "adapter_config.json": b"{"}, "adapter_config.json"),
         (_files(use_dora=True), "use_dora is not supported"),
-        (_files(r=1000), "rank 1000 is not supported"),
+        (_with_layer(0, rank=1000), "rank 1000 is not supported"),
         (_files(peft_type="IA3"), "peft_type IA3"),
         (_files(modules_to_save=["lm_head"]), "modules_to_save is not supported"),
-        ({**_files(), "adapter_model.safetensors": b"junk"}, "cannot be read"),
+        ({**_files(), "adapter_model.safetensors": b"junk"}, "is no safetensors file"),
         (_with_tensor(f"{LAYER}.lora_A.weight", torch.zeros(3, 32)), "has shape [3, 32]"),
         (
             _with_tensor(f"{LAYER}.lora_A.weight", torch.full((2, 32), torch.nan)),
             "not finite",
         ),
-        (
-            _with_tensor(f"{LAYER.replace('0', '9')}.lora_A.weight", torch.zeros(2, 32)),
-            "test/small has no",
-        ),
+        (_with_layer(9, rank=2), "test/small has no"),
         (
             _with_tensor("base_model.model.model.embed_tokens.lora_A.weight", torch.zeros(2, 32)),
             "is not a matrix this engine adapts",
@@ -264,7 +278,7 @@ LAYER = "base_model.model.model.layers.0.mlp.up_proj"
 )
 def test_files_that_are_not_an_adapter_of_ours_are_refused(files, message):
     with pytest.raises(InputError) as refused:
-        import_peft(files, CONFIG)
+        _imported(files)
     assert message in str(refused.value)
 
 

@@ -13,8 +13,8 @@ from fsspec.registry import _registry
 
 from tests.contracts.saved_suite import get, put
 from tests.s3 import bucket, s3_environment, s3_url
-from tinkex.engine.checkpoints.folder_files import FolderFiles
 from tinkex.engine.checkpoints.remote_files import open_saved
+from tinkex.engine.checkpoints.saved_files import FolderFiles
 from tinkex.errors import InputError, MissingPackageError, StorageError
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tinkex.engine.checkpoints.folder_files import FolderFiles
+from tinkex.engine.checkpoints.saved_files import FolderFiles
 from tinkex.engine.checkpoints.storage import storage_error, write_atomically
 from tinkex.engine.checkpoints.tensor_files import write_tensors
 from tinkex.errors import StorageError
@@ -117,7 +117,7 @@ def test_what_may_not_be_read_or_deleted_is_said_as_such(
 def test_what_a_killed_process_had_half_written_goes_with_the_next_write(tmp_path):
     left = tmp_path / ".writing-gone"
     left.mkdir()
-    (left / "lock").touch()  # which nobody holds
+    (left / "lock").touch()  # held by no process
     (left / "1").write_bytes(b"half")
     with closing(FolderFiles(tmp_path)) as files:
         files.put("a", lambda path: path.write_bytes(b"x"), 1)

@@ -9,7 +9,7 @@ import torch
 import transformers
 from torch.nn import functional as F
 
-from tinkex.engine.decoder import base_projections
+from tests.unit.engine.projections import base_projections
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -16,7 +16,8 @@ from tests.unit.engine.models.reference import (
     random_model,
     random_tokens,
 )
-from tinkex.engine.decoder import PROJECTIONS, RopeScaling, base_projections
+from tests.unit.engine.projections import base_projections
+from tinkex.engine.decoder import PROJECTIONS, RopeScaling
 from tinkex.engine.models.hf_config import read_config
 from tinkex.engine.models.loader import load_model
 
@@ -86,7 +87,7 @@ def test_a_float32_file_is_rounded_to_the_chosen_type(tmp_path: Path):
     model.save_pretrained(tmp_path)
     decoder = load_model(str(tmp_path), dtype=torch.bfloat16).decoder
     expected = model.model.layers[2].mlp.down_proj.weight.bfloat16()
-    assert torch.equal(decoder.weight(2, "down_proj"), expected)
+    assert torch.equal(decoder.stored.layers[2].weights["down_proj"], expected)
     assert {tensor.dtype for _, tensor in decoder.stored.named()} == {torch.bfloat16}
 
 
@@ -143,9 +144,9 @@ def test_base_projections_apply_weight_and_bias(tmp_path: Path):
     assert torch.allclose(q, attention.q_proj(x_TD), atol=1e-5)
     assert torch.allclose(k, attention.k_proj(x_TD), atol=1e-5)
     assert torch.allclose(v, attention.v_proj(x_TD), atol=1e-5)
-    assert decoder.bias(1, "q_proj") is not None
-    assert decoder.bias(1, "o_proj") is None
-    assert decoder.bias(1, "down_proj") is None
+    assert decoder.stored.layers[1].biases.get("q_proj") is not None
+    assert decoder.stored.layers[1].biases.get("o_proj") is None
+    assert decoder.stored.layers[1].biases.get("down_proj") is None
 
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen3"])
@@ -173,7 +174,7 @@ def test_the_model_asks_for_every_projection_once_per_layer(family: str, tmp_pat
 def test_gradients_reach_whatever_a_projection_adds(name: Projection):
     decoder = load_model("tinkex/tiny").decoder
     base = base_projections(decoder)
-    outputs = decoder.weight(0, name).shape[0]
+    outputs = decoder.stored.layers[0].weights[name].shape[0]
     added = torch.zeros(outputs, requires_grad=True)
 
     def project(layer: int, names: tuple[Projection, ...], x_TI: Tensor) -> tuple[Tensor, ...]:
@@ -192,6 +193,6 @@ def test_gradients_reach_whatever_a_projection_adds(name: Projection):
 def test_projections_with_one_input_lie_next_to_each_other_in_memory():
     decoder = load_model("tinkex/tiny").decoder
     for group in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")):
-        weights = [decoder.weight(1, name) for name in group]
+        weights = [decoder.stored.layers[1].weights[name] for name in group]
         assert len({weight.untyped_storage().data_ptr() for weight in weights}) == 1
         assert all(weight.is_contiguous() for weight in weights)

@@ -90,8 +90,8 @@ def test_its_tokenizer_equals_the_one_transformers_makes(ours: BaseModel, file: 
         assert tokenizer.encode(text) == theirs(text).input_ids
         assert tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.chat_template == theirs.chat_template
-    assert tokenizer.vocab_size == len(theirs) == ours.decoder.config.vocab_size
-    assert tokenizer.token_id("<|im_end|>") == 2
+    assert tokenizer.fast.get_vocab_size() == len(theirs) == ours.decoder.config.vocab_size
+    assert tokenizer.fast.token_to_id("<|im_end|>") == 2
 
 
 @pytest.mark.parametrize("text", [" ½", "x Ⅷ", "١٢"])

@@ -35,7 +35,10 @@ def test_it_has_a_few_hundred_thousand_parameters():
 
 def test_in_another_type_it_is_the_same_model_rounded():
     exact, rounded = tiny_decoder(), tiny_decoder(dtype=torch.bfloat16)
-    assert torch.equal(exact.weight(1, "k_proj").bfloat16(), rounded.weight(1, "k_proj"))
+    assert torch.equal(
+        exact.stored.layers[1].weights["k_proj"].bfloat16(),
+        rounded.stored.layers[1].weights["k_proj"],
+    )
 
 
 def test_its_predictions_depend_on_the_text_and_are_neither_flat_nor_certain():

@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tinkex.engine.models.byte_text import BYTE_EOS, BYTE_VOCAB_SIZE
 from tinkex.engine.models.gguf_file import GgufFile
 from tinkex.engine.models.tokenizer import (
-    BYTE_EOS,
-    BYTE_VOCAB_SIZE,
     byte_tokenizer,
     folder_tokenizer,
     gguf_tokenizer,
@@ -36,9 +35,9 @@ def test_byte_ids_are_the_bytes_of_the_text(text: str):
 
 def test_every_byte_has_its_own_id_and_special_tokens_follow():
     assert BYTES.encode("a<|endoftext|>b") == [97, BYTE_EOS, 98]
-    assert BYTES.token_id("<|im_start|>") == 257
+    assert BYTES.fast.token_to_id("<|im_start|>") == 257
     assert BYTES.decode([97, BYTE_EOS], skip_special_tokens=True) == "a"
-    assert BYTES.vocab_size <= BYTE_VOCAB_SIZE
+    assert BYTES.fast.get_vocab_size() <= BYTE_VOCAB_SIZE
 
 
 def test_half_a_character_and_an_unused_id_can_be_decoded():

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional as F
 
-from tinkex.engine.decoder import base_projections
+from tests.unit.engine.projections import base_projections
 from tinkex.engine.lora import logits as head_logits
 from tinkex.engine.models.tiny import tiny_decoder
 from tinkex.engine.models.tokenizer import byte_tokenizer
@@ -37,7 +37,7 @@ class BaseOnly:
     """`Adapters` of a kind that the engine does not know: no version has an adapter."""
 
     def __init__(self, decoder: Decoder) -> None:
-        self._project = base_projections(decoder, packed=True)
+        self._project = base_projections(decoder, batch_invariant=True)
         self._head = decoder.head
 
     def project(self, segments: Sequence[VersionRows]) -> Project:

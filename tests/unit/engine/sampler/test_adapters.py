@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from tests.unit.engine.projections import base_projections
 from tests.unit.engine.sampler.kit import (
     BaseOnly,
     answer,
@@ -22,7 +23,6 @@ from tests.unit.engine.sampler.kit import (
     tokens,
 )
 from tinkex.engine.attention.packed import PackedAttention
-from tinkex.engine.decoder import base_projections
 from tinkex.engine.lora import Segment, Targets, adapted_projections, initial, sweep
 from tinkex.engine.sampler import LoraAdapters
 from tinkex.types import LoraConfig
@@ -318,7 +318,7 @@ def test_logits_of_a_whole_prompt_never_exist() -> None:
     assert max(watched.rows) == 4
 
 
-def test_rows_that_nobody_asked_about_get_no_logits() -> None:
+def test_rows_without_a_request_get_no_logits() -> None:
     watched = Watched()
     sample(sampler(adapters=watched), op(text(30), max_tokens=5))
     assert sum(watched.rows) == 5

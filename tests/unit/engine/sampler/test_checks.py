@@ -115,7 +115,7 @@ def test_too_many_tokens_are_refused_with_the_number_that_fits_and_that_number_d
     assert sample(target, op(text(10), max_tokens=23)).generated_tokens == 23
 
 
-def test_a_refused_request_disturbs_nobody() -> None:
+def test_a_refused_request_disturbs_no_other() -> None:
     target = sampler()
     run = target.submit(op(text(9)))
     target.step()

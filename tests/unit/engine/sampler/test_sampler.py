@@ -78,7 +78,7 @@ def test_greedy_equals_recomputing_everything_for_each_token(length: int) -> Non
         {"block_size": 4, "logit_rows": 1},
     ],
 )
-def test_results_do_not_depend_on_company_chunks_blocks_or_shared_prefixes(
+def test_results_do_not_depend_on_batch_chunks_blocks_or_shared_prefixes(
     settings: dict[str, Any], alone: dict[str, SampleResult]
 ) -> None:
     target = sampler(**settings)

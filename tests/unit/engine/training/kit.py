@@ -21,7 +21,7 @@ from tinkex.engine.training.trainer import Trainer
 from tinkex.types import AdamOptimizerConfig, AdamParams, Datum, LoraConfig, ModelInput
 
 if TYPE_CHECKING:
-    from tinkex.engine.models.weights import StoredDecoder
+    from tinkex.engine.models.families import StoredDecoder
 
 # Tests share two cores: a second thread would mostly wait for its turn.
 torch.set_num_threads(1)
@@ -163,8 +163,8 @@ class Reference:
         return tuple(
             F.linear(
                 x,
-                self._merged(self.decoder.weight(layer, name), layer, name),
-                self.decoder.bias(layer, name),
+                self._merged(self.decoder.stored.layers[layer].weights[name], layer, name),
+                self.decoder.stored.layers[layer].biases.get(name),
             )
             for name in names
         )

@@ -1,4 +1,4 @@
-"""Many operations in one pass: nobody feels the others, and mistakes stay where they are.
+"""Many operations in one pass do not affect each other, and errors fail only their operation.
 
 What is said to be equal here is equal bit for bit on the CPU.
 """
@@ -129,14 +129,14 @@ def test_gradients_accumulate_over_calls_and_the_step_clears_them():
 def test_a_snapshot_never_changes():
     made = trainer()
     add(made, "m")
-    frozen = made.snapshot("m")
+    frozen = made.adapters["m"]
     before = frozen.weights.flat_P.clone()
     run(made, op("m", [datum(7)]))
     step(made, "m", learning_rate=0.1)
     assert torch.equal(frozen.weights.flat_P, before)
-    assert frozen.step == 0
-    assert made.snapshot("m").step == 1
-    assert not torch.equal(made.snapshot("m").weights.flat_P, before)
+    assert frozen.moments.step == 0
+    assert made.adapters["m"].moments.step == 1
+    assert not torch.equal(made.weights("m").flat_P, before)
 
 
 def test_packed_attention_is_each_sequence_by_itself():
@@ -276,7 +276,7 @@ class _Fragile:
 
 def test_running_out_of_memory_fails_the_culprit_alone():
     made, expected = _made(), _made()
-    made._room = replace(made._room, decoder=_Fragile(made._room.decoder))
+    made._context = replace(made._context, decoder=_Fragile(made._context.decoder))
     heavy = Datum(ModelInput.from_ints([96, 1, 2]), GOOD)
     light = Datum(
         ModelInput.from_ints([t % 90 for t in tokens(9)]),

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from tests.patience import PATIENCE_S
-from tinkex.engine.training import custom_loss_limits as limits
-from tinkex.engine.training.custom_loss import MAX_ELEMENTS, MAX_TOTAL, compile_loss
+from tinkex.engine.training.custom_loss import MAX_ELEMENTS, MAX_TOTAL, STEP_WORK, compile_loss
 from tinkex.errors import InputError
 from tinkex.types import CustomLossGraph, CustomLossInput, CustomLossNode
 
@@ -103,11 +102,11 @@ def test_work_is_counted_over_all_data_of_an_operation_and_sorting_costs_more():
     compiled = compile_loss(INPUTS, graph(("torch.exp", [P]), ("sum", [ref(0)])))
     for _ in range(3):
         compiled.evaluate(torch.zeros(1000), {})
-    assert compiled.work.spent == 3 * (4 * limits.STEP_WORK + 3 * 1000 + 1)
+    assert compiled.work.spent == 3 * (4 * STEP_WORK + 3 * 1000 + 1)
     again = compile_loss(INPUTS, graph(("sort", [P]), ("operator.getitem", [ref(0), 0])))
     with pytest.raises(InputError):
         again.evaluate(torch.zeros(1000), {})
-    assert again.work.spent == 4 * limits.STEP_WORK + 16 * 3000 + 3000
+    assert again.work.spent == 4 * STEP_WORK + 16 * 3000 + 3000
 
 
 @pytest.mark.parametrize(

@@ -49,17 +49,17 @@ def _made(config, **options):
 def _passes_recomputed(made) -> list[bool]:
     """Notes for each pass whether its blocks are computed again: they then run twice."""
     notes: list[bool] = []
-    inner = made._room.decoder
+    inner = made._context.decoder
 
     class Noting:
         def __getattr__(self, name):
             return getattr(inner, name)
 
         def hidden(self, tokens_T, positions_T, attend, project, run_block):
-            notes.append(run_block.__name__ != "plainly")
+            notes.append(run_block.__name__ != "keep_activations")
             return inner.hidden(tokens_T, positions_T, attend, project, run_block)
 
-    made._room = replace(made._room, decoder=Noting())
+    made._context = replace(made._context, decoder=Noting())
     return notes
 
 
@@ -69,9 +69,9 @@ def _limited(config, tokens: int, *, recompute: bool) -> int:
         config=config, itemsize=4, logits_bytes=16 * 4 * config.vocab_size, limit_bytes=None
     )
     lora = LoraConfig(rank=RANK)
-    return 3 * memory.logits_bytes + memory.piece_bytes(
-        lora, tokens, backward=True, recompute=recompute
-    )
+    each = memory.token_bytes(lora, backward=True, recompute=recompute) + TARGET_BYTES
+    fixed = memory.operation_bytes(lora, backward=True)
+    return 3 * memory.logits_bytes + fixed + tokens * each
 
 
 def _saved_bytes(made, length: int) -> int:

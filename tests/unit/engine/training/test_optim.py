@@ -37,9 +37,9 @@ def test_steps_follow_torchs_own_adamw(settings):
     )
     moments = fresh_moments(ours)
     for _ in range(20):
-        slope = torch.randn(200, generator=generator)
-        ours, moments, _ = adamw_step(ours, slope, moments, params, TORCH)
-        theirs.grad = slope.double()
+        gradient = torch.randn(200, generator=generator)
+        ours, moments, _ = adamw_step(ours, gradient, moments, params, TORCH)
+        theirs.grad = gradient.double()
         other.step()
     # Twenty float32 updates against float64 ones.
     torch.testing.assert_close(ours.double(), theirs.detach(), rtol=1e-5, atol=1e-6)
@@ -47,10 +47,10 @@ def test_steps_follow_torchs_own_adamw(settings):
 
 
 def test_the_gradient_is_clipped_by_its_global_norm():
-    slope = torch.tensor([3.0, 4.0])
+    gradient = torch.tensor([3.0, 4.0])
     start = torch.zeros(2)
     params = AdamParams(grad_clip_norm=0.5, beta1=0.0, eps=1e30)
-    _, moments, metrics = adamw_step(start, slope, fresh_moments(start), params, TORCH)
+    _, moments, metrics = adamw_step(start, gradient, fresh_moments(start), params, TORCH)
     assert metrics["grad_norm"] == 5.0
     assert metrics["grad_norm_clipped"] == pytest.approx(0.5)
     torch.testing.assert_close(moments.first_P, torch.tensor([0.3, 0.4]))
@@ -58,9 +58,9 @@ def test_the_gradient_is_clipped_by_its_global_norm():
 
 @pytest.mark.parametrize("limit", [0.0, 5.0, 100.0])
 def test_a_norm_within_the_limit_is_left_alone(limit):
-    slope, start = torch.tensor([3.0, 4.0]), torch.zeros(2)
+    gradient, start = torch.tensor([3.0, 4.0]), torch.zeros(2)
     params = AdamParams(grad_clip_norm=limit)
-    _, _, metrics = adamw_step(start, slope, fresh_moments(start), params, TORCH)
+    _, _, metrics = adamw_step(start, gradient, fresh_moments(start), params, TORCH)
     assert metrics["grad_norm"] == metrics["grad_norm_clipped"] == 5.0
 
 

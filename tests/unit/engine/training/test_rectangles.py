@@ -1,4 +1,4 @@
-"""Targets as rectangles: nothing is lost, nobody shares a wide one, and none grows too large."""
+"""Targets as rectangles: none is lost, operations do not share a wide one, sizes are bounded."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_operations_share_a_rectangle_only_where_every_row_has_one_target():
     assert len(list(rectangles([(0, 2), (2, 3)], [1, 1, 2], 0))) == 2
 
 
-def test_a_piece_is_cut_the_same_way_in_any_company():
+def test_a_piece_is_cut_the_same_way_in_any_batch():
     mine = [3, 1, 3, 2]
     (alone, beside) = (
         list(rectangles([(0, 4)], mine, 0, 6)),

@@ -63,7 +63,7 @@ def test_other_adapters_live_on_between_passes():
         number = len(seen)
         add(made, f"new{number}", 1)
         made.drop(f"new{number - 1}")
-        seen.append(made.snapshot("other").step)
+        seen.append(made.adapters["other"].moments.step)
         (result,) = made.train([op("other", [datum(6, number)])])
         assert isinstance(result, TrainResult)
         step(made, "other")

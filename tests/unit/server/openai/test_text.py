@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from tinkex.engine.models.byte_text import byte_text
 from tinkex.engine.protocol import ModelText
 from tinkex.errors import TokenizerError
 from tinkex.server.openai.choice import Choice, Delta
 from tinkex.server.openai.tokenization import TextCodec
-from tinkex.testing.toy_text import toy_text
 
 SNOWMAN = list("☃".encode())
 
@@ -38,7 +38,7 @@ def sentence_pieces() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def toy() -> TextCodec:
-    return TextCodec(toy_text(), 100)
+    return TextCodec(byte_text(), 100)
 
 
 def read(choice: Choice, tokens: list[int], reason: Any = "length") -> list[Delta]:

@@ -1,6 +1,6 @@
-"""Triton kernels for CUDA devices, and what is built from them.
+"""The primitives in Triton, for CUDA devices.
 
-Imported only where there is a device and Triton.
+Imported only where there are a device and Triton.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _new_cache(config: DecoderConfig, slots: int, like: Tensor) -> Tensor:
 
 
 def _strict_products() -> Callable[..., CudaProducts]:
-    # One table of block sizes for all passes of a trainer: finding them takes trial products.
+    # One `FixedRows` for all passes of a trainer: finding its block sizes takes trial products.
     return partial(CudaProducts, rows=FixedRows())
 
 

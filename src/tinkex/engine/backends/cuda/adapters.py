@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 class CudaAdapters:
     """`Adapters` for kernels that serve any mix of versions, at most `slots` in one pass.
 
-    `find` gives the weights of a version, wherever they lie, and None for the base model; `copies`
-    is where the copies on the device are kept.
+    `find` gives the weights of a version on any device, and None for the base model; `copies` holds
+    the copies on the CUDA device.
     """
 
     def __init__(
@@ -58,17 +58,17 @@ class CudaAdapters:
         return self.tiled_logits(h_RD, self._tiles(segments))
 
     def runs(self, versions: Sequence[str]) -> tuple[list[tuple[int, int]], int, bool]:
-        """Rows by slot, the bound of their ranks, and whether one changes the unembedding."""
+        """Rows by slot, a bound of their ranks, and whether an adapter covers the unembedding."""
         return self._place([(version, len(list(run))) for version, run in groupby(versions)])
 
     def tiled(self, tiles: SlotTiles) -> Project:
-        """The linear layers for rows that lie in these tiles."""
+        """The linear layers for the rows of these tiles."""
         decoder, slots, fixed = self._decoder, self._slots, self._fixed
 
         def project(layer: int, names: tuple[Projection, ...], x_TI: Tensor) -> tuple[Tensor, ...]:
             linear = decoder.linear(layer, names)
             if fixed is None:
-                y_TO = linear.multiply(x_TI, packed=False)
+                y_TO = linear.multiply(x_TI, batch_invariant=False)
             else:
                 y_TO = fixed.linear(x_TI, linear.weight_OI, linear.bias_O)
             slots.add(layer, names, x_TI, y_TO, tiles)
@@ -77,7 +77,7 @@ class CudaAdapters:
         return project
 
     def tiled_logits(self, h_RD: Tensor, tiles: SlotTiles) -> Tensor:
-        """The fp32 logits of rows that lie in these tiles."""
+        """The fp32 logits of the rows of these tiles."""
         if self._fixed is None:
             logits_RV = plain_logits(h_RD, self._decoder.head)
         else:

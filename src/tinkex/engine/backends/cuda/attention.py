@@ -1,7 +1,7 @@
 """Attention on a CUDA device: one kernel for training and for sampling.
 
 Both read keys in the same order and the same tiles, so a token's output has the same bits in
-a training pass, in a prompt and while decoding. The backward pass adds up in a fixed order too.
+a training pass, in prefill and in decoding. The backward pass sums in a fixed order, too.
 
 Shapes: T tokens, H heads, G key/value heads, d head size, X = H*d, B spans, W blocks per span.
 """
@@ -16,7 +16,7 @@ import torch
 
 from tinkex.engine.backends.cuda import paged_attention as kernels
 from tinkex.engine.backends.cuda.attention_backward import packed_attention_backward
-from tinkex.engine.backends.cuda.keep import keep
+from tinkex.engine.backends.cuda.store_kv import store_kv
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -49,7 +49,7 @@ class _Packed(torch.autograd.Function):
     def forward(
         ctx: Any, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, cu: Tensor, longest: int
     ) -> Tensor:
-        # Strict tiles are also the fastest for whole sequences.
+        # For whole sequences the strict tiles are also the fastest.
         tiles = strict_tiles(q_THd, k_TGd)
         o_THd, lse_HT = kernels.packed_attention(q_THd, k_TGd, v_TGd, cu, longest, tiles=tiles)
         ctx.longest = longest
@@ -57,20 +57,20 @@ class _Packed(torch.autograd.Function):
         return o_THd
 
     @staticmethod
-    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         q_THd, k_TGd, v_TGd, cu, o_THd, lse_HT = ctx.saved_tensors
         found = packed_attention_backward(
-            *(slopes[0].contiguous(), q_THd, k_TGd, v_TGd, o_THd, lse_HT, cu, ctx.longest)
+            *(grad_outputs[0].contiguous(), q_THd, k_TGd, v_TGd, o_THd, lse_HT, cu, ctx.longest)
         )
         return (*found, None, None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pages:
-    """Where the tokens of a pass lie in the cache, on the device: see `kernels.paged_attention`."""
+    """The cache slots of the tokens of a pass, on the device: see `kernels.paged_attention`."""
 
     slots_T: Tensor
-    """Where the pass writes its own keys and values."""
+    """The slots that the pass writes its own keys and values to."""
     cu_q: Tensor
     contexts: Tensor
     tables: Tensor
@@ -84,7 +84,7 @@ class Pages:
     ) -> Tensor:
         """Write the new keys and values, then read them all; an `Attend` for one cache."""
         keys_SGd, values_SGd = cache[0, layer], cache[1, layer]
-        keep(k_TGd, v_TGd, self.slots_T, keys_SGd, values_SGd)
+        store_kv(k_TGd, v_TGd, self.slots_T, keys_SGd, values_SGd)
         o_THd = kernels.paged_attention(
             q_THd,
             keys_SGd,
@@ -119,7 +119,7 @@ def pages(
 
 
 def strict_tiles(q_THd: Tensor, k_SGd: Tensor) -> kernels.Tiles:
-    """How to cut the work where it is always cut alike."""
+    """The tiles of strict mode, which are the same for every pass."""
     return kernels.strict_tiles(q_THd.dtype, q_THd.shape[1] // k_SGd.shape[1])
 
 

@@ -1,14 +1,14 @@
-"""The backward pass of packed causal attention: slopes of queries, keys and values.
+"""The backward pass of packed causal attention: gradients of queries, keys and values.
 
-Weights are computed again from the log-sum-exp that the forward pass kept. Keys and queries
-have a program each: one owns a block of keys and walks the queries that see it, the other owns
-a tile of queries and walks the keys it sees. So nothing is added up by two programs, and a
-sequence's slopes have the same bits in every call, alone or beside others. That costs two
-matrix products more than sharing the weights would, which needs atomic adds.
+The attention weights are recomputed from the log-sum-exp of the forward pass. Keys and queries have
+separate kernels: a program of one owns a block of keys and iterates over the queries that attend to
+it, a program of the other owns a tile of queries and iterates over its keys. So no two programs add
+to the same result, and a sequence's gradients have the same bits in every batch. That takes two
+matrix products more than computing the weights once, which would need atomic adds.
 
-Keys shared by several heads are summed over them inside, in float32, and rounded once.
+Gradients of keys shared by several heads are summed over them in float32 and rounded once.
 
-Nothing here waits for the device, and grids come from shapes, so calls can be captured.
+Nothing here waits for the device, and grids depend on shapes only, so calls can be captured.
 
 Shapes: T tokens, H heads, G key/value heads, M = H/G, d head size, B sequences.
 """
@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class BackwardTiles:
-    """How the two walks are cut: rows (queries times heads) and keys of a step, warps, stages.
+    """Launch parameters of both kernels: rows and keys of a step, warps, stages.
 
-    `keys` owns blocks of `block_n` keys, `queries` tiles of `block_m` rows.
+    A program of `keys` owns `block_n` keys, one of `queries` owns `block_m` rows.
     """
 
     keys: Tiles
@@ -51,7 +51,7 @@ USUAL: Final = BackwardTiles(
     keys=Tiles(block_m=64, block_n=64, num_warps=4, num_stages=2),
     queries=Tiles(block_m=64, block_n=64, num_warps=4, num_stages=2),
 )
-# Two sums of 256 numbers per key leave registers for little else.
+# Two accumulators of 256 values per key leave few registers.
 WIDE: Final = BackwardTiles(
     keys=Tiles(block_m=32, block_n=64, num_warps=8, num_stages=2),
     queries=Tiles(block_m=64, block_n=32, num_warps=4, num_stages=2),
@@ -64,14 +64,14 @@ FLOAT32: Final = BackwardTiles(
 
 _LOG2_E: Final = 1.4426950408889634
 _STATISTICS_ROWS: Final = 32
-# Descriptors want rows at addresses that this divides.
+# Tensor descriptors need rows at multiples of this many bytes.
 _ALIGNMENT: Final = 16
-# Heads that share a tile, at most: every tile has room for a query of theirs.
+# The most heads that share a tile, so that every tile holds a query of each.
 _BUNDLE: Final = 16
 
 
 def backward_tiles(dtype: torch.dtype, dim: int) -> BackwardTiles:
-    """Tiles for heads of `dim` numbers."""
+    """Tiles for a head size of `dim`."""
     if dtype == torch.float32:
         return FLOAT32
     return USUAL if dim <= 128 else WIDE
@@ -90,12 +90,13 @@ def packed_attention_backward(
     scale: float | None = None,
     tiles: BackwardTiles | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Slopes of `packed_attention` by its queries, keys and values, given those of its result.
+    """Gradients of `packed_attention` by queries, keys and values, given that by its result.
 
-    For every token they lie side by side, as the projections' joined weight wants them.
+    They are views of one buffer [T, H + 2G, d], so that the backward product with the joined
+    projections needs no copy.
 
-    `o_THd` and `lse_HT` (natural, float32) are what it returned, `cu`, `max_len` and `scale`
-    what it was given. Rows may be strided; the numbers of a head must lie side by side.
+    `o_THd` and `lse_HT` (natural, float32) are its results, `cu`, `max_len` and `scale` its
+    arguments. Rows may be strided; heads must be contiguous.
     """
     group = _check(do_THd, q_THd, k_TGd, v_TGd, o_THd, lse_HT)
     dim = q_THd.shape[2]
@@ -121,7 +122,7 @@ def packed_attention_backward(
 
 @dataclass(frozen=True, slots=True)
 class _Inputs:
-    """What both walks read. A bundle of heads, C in the programs, has its tiles in common."""
+    """Inputs of both kernels. The heads of a bundle, C in the kernels, share tiles."""
 
     do_THd: Tensor
     q_THd: Tensor
@@ -142,7 +143,7 @@ class _Inputs:
 
     @property
     def odd_copy(self) -> int:
-        """How far behind the first copy of the statistics the second lies: odd, and no less."""
+        """The distance in rows between the two copies of the statistics: odd, and no less."""
         return self.q_THd.shape[0] * self.q_THd.shape[1] | 1
 
     def numbers(self) -> tuple[Any, ...]:
@@ -162,7 +163,7 @@ class _Inputs:
 
 
 def _statistics(inputs: _Inputs, o_THd: Tensor, lse_HT: Tensor) -> Tensor:
-    """Two numbers of every row, once or twice: log-sum-exp to base 2, and sum(do * o)."""
+    """Two values of every row, once or twice: log-sum-exp to base 2, and sum(do * o)."""
     tokens = lse_HT.shape[1]
     rows = lse_HT.numel() + (inputs.odd_copy if inputs.bundle == 1 else 0)
     stats = torch.empty(rows * 2, dtype=torch.float32, device=lse_HT.device)
@@ -205,13 +206,13 @@ def _queries(inputs: _Inputs, stats: Tensor, tiles: Tiles, dq_THd: Tensor) -> No
 
 
 def _aligned(x_TXd: Tensor) -> Tensor:
-    """The tensor itself if a descriptor can show it, else a copy that one can."""
+    """The tensor itself if a descriptor supports its layout, else a copy."""
     tokens, heads, dim = x_TXd.shape
     size = x_TXd.element_size()
     places = (x_TXd.data_ptr(), *(n * size for n in (*x_TXd.stride()[:2], dim)))
     if all(place > 0 and place % _ALIGNMENT == 0 for place in places):
         return x_TXd
-    # Zeros, because what follows a row up to the alignment may be loaded with it.
+    # Zeros, because the padding of a row may be loaded with it.
     width = -(-dim * size // _ALIGNMENT) * _ALIGNMENT // size
     return x_TXd.new_zeros((tokens, heads, width))[:, :, :dim].copy_(x_TXd)
 
@@ -221,7 +222,7 @@ def _descriptor(x: Tensor, box: list[int]) -> TensorDescriptor:
 
 
 def _strides(*tensors: Tensor) -> tuple[Any, ...]:
-    """From token to token and from head to head, of each."""
+    """The token and head strides of each tensor."""
     return tuple(tensor.stride(i) for tensor in tensors for i in (0, 1))
 
 
@@ -238,10 +239,10 @@ def _check(
     vectors = {"do_THd": do_THd, "q_THd": q_THd, "k_TGd": k_TGd, "v_TGd": v_TGd, "o_THd": o_THd}
     for name, tensor in vectors.items():
         if tensor.stride(2) != 1:
-            raise InputError("the numbers of a head must lie side by side", name)
+            raise InputError("heads must be contiguous", name)
         like = k_TGd if name in ("k_TGd", "v_TGd") else q_THd
         if tensor.shape != like.shape:
             raise InputError(f"is {list(tensor.shape)}, not {list(like.shape)}", name)
     if lse_HT.shape != (heads, q_THd.shape[0]) or lse_HT.stride(1) != 1:
-        raise InputError("must hold a number per head and token", "lse_HT")
+        raise InputError("must hold one value per head and token", "lse_HT")
     return heads // kv_heads

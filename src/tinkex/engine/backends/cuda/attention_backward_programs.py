@@ -1,15 +1,14 @@
-"""The device side of `attention_backward`: row statistics, then keys and queries apart.
+"""The kernels of `attention_backward`: row statistics, then keys and queries separately.
 
 Shapes: a bundle is C heads that share a key head, C a power of two; a key head has R bundles.
-Rows of a tile are queries times the heads of a bundle. Statistics are two float32 numbers per
-row, [H/C, T*C, 2], so that those of a tile lie side by side. A tile must not start at an odd
-one; where C is 1 it may have to, so there a second copy follows, moved on by one row.
+Rows of a tile are queries times the heads of a bundle. Statistics are two float32 values per row,
+[H/C, T*C, 2], so that those of a tile are contiguous. A load must not start at an odd row; where C
+is 1 a tile may, so there a second copy follows, shifted by one row.
 
-The walks load through descriptors, which leaves the registers to the sums. A descriptor knows
-nothing of sequences, so the steps of a walk are laid such that the last one ends where the
-sequence does, and the first one starts at its beginning and skips what the second will do.
-Only a sequence shorter than a step reaches into others, and has what it loads there cleared:
-not even 0 times what is not finite may enter.
+The loops load through tensor descriptors, which saves registers for the accumulators. A descriptor
+does not end at a sequence's end, so the last step of a loop ends with the sequence, and the first
+one starts at its beginning and masks the rows of the second. Only a sequence shorter than one step
+loads rows of other sequences; these are set to zero, because 0 times NaN is NaN.
 """
 # Triton has no useful types: what a kernel does with its arguments is opaque to the checker.
 # pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false
@@ -45,7 +44,7 @@ def statistics_program(
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """What every row needs besides its vectors: its log-sum-exp to base 2, and sum(do * o)."""
+    """The statistics of every row: its log-sum-exp to base 2, and sum(do * o)."""
     bundle = tl.program_id(1)
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
@@ -90,7 +89,7 @@ def _add_rows(
     BLOCK_N: tl.constexpr,
     CLEARED: tl.constexpr,
 ):
-    """What the queries of a step give a block of keys. Weights lie as keys times rows."""
+    """Add the gradients of a block of keys by the queries of one step; weights are [keys, rows]."""
     QUERIES: tl.constexpr = BLOCK_M // HEADS
     start = tl.maximum(step, 0)
     end = step + QUERIES
@@ -106,7 +105,7 @@ def _add_rows(
     if CLEARED:
         do = tl.where((query < end)[:, None], do, 0.0)
     dp = tl.dot(v, tl.trans(do), input_precision="ieee")
-    # Waited for here, where no product is under way that would have to wait as well.
+    # Loaded here: waiting for the load earlier would delay the products.
     base2, delta = stats_desc.load([place * 2]).reshape(BLOCK_M, 2).split()
     if CLEARED:
         base2 = tl.where(query < end, base2, 0.0)
@@ -125,7 +124,7 @@ def _add_rows(
 
 @triton.jit
 def _store_keys(ptr, x, first_token, length, stride_t, stride_g, DIM: tl.constexpr):
-    """The block that this program owns, as far as the sequence goes."""
+    """Store the block that this program owns, up to the end of the sequence."""
     offsets = tl.arange(0, x.shape[0])
     dims = tl.arange(0, x.shape[1])
     first_key = tl.program_id(0) * x.shape[0]
@@ -165,9 +164,9 @@ def keys_program(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """The slopes of one block of keys and values, summed over all heads that share them."""
+    """The gradients of one block of keys and values, summed over all heads that share them."""
     QUERIES: tl.constexpr = BLOCK_M // HEADS
-    # The first keys are seen by most queries; they also start first.
+    # Most queries attend to the first keys; those blocks also start first.
     first_key = tl.program_id(0) * BLOCK_N
     kv_head = tl.program_id(1)
     sequence = tl.program_id(2)
@@ -225,7 +224,7 @@ def _add_keys(
     BLOCK_N: tl.constexpr,
     CLEARED: tl.constexpr,
 ):
-    """What the keys of a step give a tile of queries."""
+    """Add the gradient that the keys of one step give a tile of queries."""
     start = tl.maximum(step, 0)
     end = step + BLOCK_N
     keys = start + tl.arange(0, BLOCK_N)
@@ -270,9 +269,9 @@ def queries_program(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """The slopes of one tile of queries."""
+    """The gradient of one tile of queries."""
     QUERIES: tl.constexpr = BLOCK_M // HEADS
-    # The last tiles of a sequence walk furthest: they start first.
+    # The last tiles of a sequence have the most keys: they start first.
     first_query = (tl.num_programs(0) - 1 - tl.program_id(0)) * QUERIES
     bundle = tl.program_id(1)
     sequence = tl.program_id(2)

@@ -1,6 +1,6 @@
-"""The device side of `paged_attention`: one tile's walk over its keys, and the join of parts.
+"""The kernels of `paged_attention`: one tile's loop over its keys, and the join of parts.
 
-Shapes: rows of a tile are queries times the M heads that share a key head; see the faces.
+Shapes: rows of a tile are queries times the M heads that share a key head.
 """
 # Triton has no useful types: what a kernel does with its arguments is opaque to the checker.
 # pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false
@@ -42,10 +42,10 @@ def _fold(
     BLOCK_SIZE: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """One step of the running softmax. Without MASKED every row sees every key of the block.
+    """One step of the online softmax. Without MASKED every row attends to every key of the block.
 
-    The products are spelled as fused ones: whether the compiler fuses must not depend on
-    MASKED, because which of the two a key meets depends on the other rows of the tile.
+    Multiply-adds are written as `fma`: whether the compiler fuses must not depend on MASKED,
+    because the other rows of the tile decide which of the two variants processes a key.
     """
     keys = start + tl.arange(0, BLOCK_N)
     dims = tl.arange(0, BLOCK_D)
@@ -59,7 +59,8 @@ def _fold(
         slots = blocks.to(tl.int64) * BLOCK_SIZE + keys % BLOCK_SIZE
     k_ptrs = k_ptr + slots[:, None] * k_stride + dims[None, :]
     v_ptrs = v_ptr + slots[:, None] * v_stride + dims[None, :]
-    # What lies beyond the context is another's, or never written: not even 0 times it may enter.
+    # Slots beyond the context belong to others or were never written, and may hold NaN: 0 times
+    # NaN is NaN, so they are not loaded.
     if MASKED:
         inside = (keys < end)[:, None] & (dims < DIM)[None, :]
         k = tl.load(k_ptrs, mask=inside, other=0.0)
@@ -74,7 +75,7 @@ def _fold(
     if MASKED:
         seen = (keys[None, :] <= position[:, None]) & (keys < end)[None, :]
         scores = tl.where(seen, scores, float("-inf"))
-    # Rounding is monotone, so this is the maximum of the scaled scores.
+    # Rounding is monotonic, so this is the maximum of the scaled scores.
     new_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
     shift = new_max
     if MASKED:
@@ -121,9 +122,9 @@ def attention_program(
     SPLIT: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """One tile of one key head; BLOCK_SIZE 0 means packed keys, SPLIT 0 the whole walk."""
+    """One tile of one key head; BLOCK_SIZE 0 means packed keys, SPLIT 0 all keys."""
     QUERIES: tl.constexpr = BLOCK_M // GROUP
-    # The last tiles of a sequence walk furthest: they start first.
+    # The last tiles of a sequence have the most keys: they start first.
     tile = tl.num_programs(0) // PARTS - 1 - tl.program_id(0) // PARTS
     part = tl.program_id(0) % PARTS
     kv_head = tl.program_id(1)
@@ -166,7 +167,7 @@ def attention_program(
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    # Every row of the tile sees the keys below `full`, whole blocks of them.
+    # Every row of the tile attends to the keys below `full`, a multiple of BLOCK_N.
     full = tl.maximum(before + first_query + 1, 0) // BLOCK_N * BLOCK_N
     full = tl.maximum(low, tl.minimum(full, end // BLOCK_N * BLOCK_N))
     for start in range(low, full, BLOCK_N):
@@ -225,7 +226,7 @@ def join_program(
     if query >= num_queries:
         return
     seen = tl.load(lens_ptr + sequence) - num_queries + query + 1
-    # Parts beyond what this row sees were not written, or hold nothing.
+    # Parts beyond the context of this row were not written, or are empty.
     count = tl.maximum(seen + SPLIT - 1, 0) // SPLIT
     row = (first_row + query).to(tl.int64)
     place = row * HEADS + head

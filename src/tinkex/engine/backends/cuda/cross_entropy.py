@@ -1,15 +1,15 @@
 # pyright: basic, reportCallIssue=false, reportArgumentType=false
 # Kernel bodies are triton's own language, which carries no types, and launching one adds
 # arguments (num_warps) and takes plain numbers for constants, which its signature denies.
-"""Log-probabilities of chosen tokens from whole rows of logits, and the gradient back.
+"""Log-probabilities of chosen tokens from rows of logits, and the gradient by the logits.
 
-Both directions read the logits once. A row is always cut into the same parts, each summed by
-one program, and a second small kernel joins the parts in order: many rows or one, the work
-spreads over the device and a row's bits are the same.
+Both directions read the logits once. A row is always split into the same parts, each summed by
+one program, and a second small kernel joins the parts in order. So one row already occupies many
+programs, and a row's bits do not depend on the number of rows.
 
-Within a part every lane keeps the largest logit it has met and the sum of exponentials by
-it, so lanes only meet at the end. That leaves each lane a sum of a few dozen terms and the
-rest a tree of positive numbers: float32 loses nothing that matters.
+Within a part every lane keeps a running maximum and a sum of exponentials relative to it; lanes
+are reduced at the end. A lane sums a few dozen terms and the reduction is a tree of positive
+numbers, so float32 is precise enough.
 
 Shapes: C rows, V vocabulary, K targets of a row, P parts of a row.
 """
@@ -40,8 +40,8 @@ _BLOCK = 2048
 def logprobs(logits_CV: Tensor, ids_CK: Tensor, *, part: int = PART) -> tuple[Tensor, Tensor]:
     """Log-probabilities of `ids_CK`, and each row's log of the sum of exponentials.
 
-    Returns `(logprobs_CK, lse_C)` in float32. Ids must lie within the vocabulary: nothing
-    here checks them. `part` is a power of two.
+    Returns `(logprobs_CK, lse_C)` in float32. Ids must be within the vocabulary: they are
+    not checked here. `part` is a power of two.
     """
     rows, vocabulary = logits_CV.shape
     targets = ids_CK.shape[1]
@@ -79,44 +79,33 @@ def logprobs(logits_CV: Tensor, ids_CK: Tensor, *, part: int = PART) -> tuple[Te
     return logprobs_CK, lse_C
 
 
-def dlogits(
+def dlogits_into(
     logits_CV: Tensor,
     lse_C: Tensor,
     ids_CK: Tensor,
-    slope_CK: Tensor,
-    out_dtype: torch.dtype = torch.bfloat16,
-    *,
-    out: Tensor | None = None,
-) -> Tensor:
-    """The gradient by the logits: each target's slope up, their sum times the softmax down.
+    gradient_CK: Tensor,
+    out_CV: Tensor,
+) -> None:
+    """Write the gradient by the logits, given that by the log-probabilities of the targets.
 
-    It is written to `out`. Without that, the dtype of the logits themselves lets the result take
-    their place in memory; any other dtype gets a buffer of its own. A token that is a target
-    twice counts twice.
+    `out_CV` may be the logits themselves. A token that is a target twice counts twice.
     """
     rows, vocabulary = logits_CV.shape
     targets = ids_CK.shape[1]
-    if out is not None:
-        dlogits_CV = out
-    elif out_dtype == logits_CV.dtype:
-        dlogits_CV = logits_CV
-    else:
-        dlogits_CV = torch.empty((rows, vocabulary), dtype=out_dtype, device=logits_CV.device)
-    _slope_by_logits[(rows, triton.cdiv(vocabulary, _BLOCK))](
+    _gradient_by_logits[(rows, triton.cdiv(vocabulary, _BLOCK))](
         logits_CV,
         lse_C,
         ids_CK.contiguous(),
-        slope_CK.contiguous(),
-        dlogits_CV,
+        gradient_CK.contiguous(),
+        out_CV,
         logits_CV.stride(0),
-        dlogits_CV.stride(0),
+        out_CV.stride(0),
         targets,
         VOCABULARY=vocabulary,
         TARGETS_BLOCK=triton.next_power_of_2(targets),
         BLOCK=_BLOCK,
         num_warps=4,
     )
-    return dlogits_CV
 
 
 def cross_entropy(
@@ -139,7 +128,7 @@ def cross_entropy(
         if gradient_M is not None and dlogits_CV is not None:
             gradient_BK = part.filled(gradient_M)
             out_BV = dlogits_CV[part.start : part.stop]
-            dlogits(logits_BV, lse_B, ids_BK, gradient_BK, out=out_BV)
+            dlogits_into(logits_BV, lse_B, ids_BK, gradient_BK, out_BV)
     return flat, dlogits_CV
 
 
@@ -163,7 +152,7 @@ def _sum_part(
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * PART
     lane = tl.arange(0, BLOCK)
-    # Finite, so that a lane without columns gives no "infinity minus infinity" below.
+    # Finite: a lane without columns must not compute infinity minus infinity below.
     top = tl.full((BLOCK,), -3.0e38, tl.float32)
     amount = tl.full((BLOCK,), 0.0, tl.float32)
     for start in range(0, PART, BLOCK):
@@ -172,7 +161,7 @@ def _sum_part(
             tl.float32
         )
         ahead = x - top
-        # One exponential serves both cases: the old sum shrinks, or the new term is small.
+        # One exponential for both cases: it rescales the old sum, or it is the new term.
         factor = tl.exp(-tl.abs(ahead))
         amount = tl.where(ahead > 0, amount * factor + 1.0, amount + factor)
         top = tl.maximum(top, x)
@@ -208,17 +197,17 @@ def _join_parts(
     live = target < targets
     place = row * targets + target
     chosen = tl.load(logits + row * stride + tl.load(ids + place, mask=live, other=0), mask=live)
-    # One subtraction: whoever has the logit and the lse gets the same bits.
+    # A single subtraction: sampling computes the same bits from the logit and the lse.
     tl.store(logprobs + place, chosen.to(tl.float32) - row_lse, mask=live)
 
 
 @fast_launch
 @triton.jit(do_not_specialize=["targets"])
-def _slope_by_logits(
+def _gradient_by_logits(
     logits,
     lse,
     ids,
-    slope,
+    gradient,
     dlogits,
     stride,
     out_stride,
@@ -234,14 +223,14 @@ def _slope_by_logits(
     target = tl.arange(0, TARGETS_BLOCK)
     place = row * targets + target
     id_K = tl.load(ids + place, mask=target < targets, other=-1)
-    slope_K = tl.load(slope + place, mask=target < targets, other=0.0).to(tl.float32)
+    gradient_K = tl.load(gradient + place, mask=target < targets, other=0.0).to(tl.float32)
     x = tl.load(logits + row * stride + col, mask=live, other=-float("inf")).to(tl.float32)
-    value = -tl.exp(x - tl.load(lse + row)) * tl.sum(slope_K, 0)
-    # Few blocks hold a target; only those walk over them, in order, without atomics.
+    value = -tl.exp(x - tl.load(lse + row)) * tl.sum(gradient_K, 0)
+    # Few blocks contain a target; only those loop over the targets, in order, without atomics.
     if tl.sum(((id_K >= first) & (id_K < first + BLOCK)).to(tl.int32), 0) > 0:
         for index in range(TARGETS_BLOCK):
             here = row * targets + index
             one = tl.load(ids + here, mask=index < targets, other=-1)
-            up = tl.load(slope + here, mask=index < targets, other=0.0).to(tl.float32)
+            up = tl.load(gradient + here, mask=index < targets, other=0.0).to(tl.float32)
             value += tl.where(col == one, up, 0.0)
     tl.store(dlogits + row * out_stride + col, value.to(dlogits.dtype.element_ty), mask=live)

@@ -1,10 +1,10 @@
-"""Decoding on a CUDA device: one captured graph per batch size draws a token for every row.
+"""Decoding on a CUDA device: one captured graph per batch size samples a token for every row.
 
-Launching each kernel of a decoding step would take longer than running it. A graph is
-captured the first time its batch size occurs; smaller batches are filled up with rows that
-write to a block of their own, which no sequence uses. Everything a step needs from here lies
-in two buffers and a table that keep their place on the device. A step may follow one whose
-tokens nobody has read yet: it takes them where they were drawn.
+Launching each kernel of a decoding step would take longer than running it. A graph is captured the
+first time its batch size occurs; smaller batches are padded with rows that write to a block that no
+sequence uses. The inputs of a step from the host are two buffers and a table at constant addresses
+on the device. A step may start before the tokens of the previous one have been read on the host: it
+reads them on the device.
 
 Shapes: B rows, W blocks per row, V vocabulary.
 """
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from tinkex.engine.backends.cuda.adapters import CudaAdapters
     from tinkex.engine.decoder import Decoder
-    from tinkex.engine.sampler.flights import Row
+    from tinkex.engine.sampler.async_decode import DecodeRow
 
 _TOKENS, _POSITIONS, _SLOTS, _CONTEXTS = range(4)
 _TEMPERATURES, _UNIFORMS = range(2)
@@ -43,17 +43,17 @@ _SIZES: Final = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """A step that the device is busy with; `logits_BV` stay until the next one."""
+    """A step that runs on the device; `logits_BV` are valid until the next one starts."""
 
     logits_BV: Tensor
     tokens_B: Tensor
-    """The tokens drawn, on the device; within range even where logits are not finite."""
+    """The sampled tokens, on the device; in range even where logits are not finite."""
     drawn_2B: Tensor
-    """The tokens drawn and their log-probabilities, here, when they have arrived."""
+    """The sampled tokens and their log-probabilities on the host, valid after `arrived`."""
     arrived: torch.cuda.Event
 
     def wait(self) -> tuple[list[int], list[float]]:
-        """The tokens drawn and their log-probabilities, row by row."""
+        """The sampled tokens and their log-probabilities, row by row."""
         self.arrived.synchronize()
         tokens, logprobs = self.drawn_2B.numpy()
         return tokens.astype(np.int64).tolist(), logprobs.tolist()
@@ -68,7 +68,7 @@ class _Captured:
 
 
 class _Host:
-    """Memory here that the device copies a step's inputs from, and its results to."""
+    """Pinned host memory for the inputs and results of one step."""
 
     def __init__(self, most: int, max_blocks: int, spare: int) -> None:
         self.ints = torch.zeros((4, most), dtype=torch.int64, pin_memory=True)
@@ -77,11 +77,11 @@ class _Host:
         self.drawn = torch.zeros(2 * most, dtype=torch.float64, pin_memory=True)
         self.arrived = torch.cuda.Event()
         self._spare = spare
-        # Whose blocks each row of the table has, and how many of them.
+        # Per row of the table: the block list that it was written from, and its length then.
         self._known: list[tuple[list[int], int] | None] = [None] * most
 
-    def fill(self, rows: Sequence[Row], size: int, block_size: int) -> None:
-        """Write the inputs of a step; the device has read those of the last one."""
+    def fill(self, rows: Sequence[DecodeRow], size: int, block_size: int) -> None:
+        """Write the inputs of a step; the device must have read those of the previous one."""
         count = len(rows)
         ints, floats = self.ints.numpy(), self.floats.numpy()
         self._fill_tables(rows)
@@ -96,13 +96,13 @@ class _Host:
         floats[_UNIFORMS, :count] = [row.uniform for row in rows]
         floats[:, count:size] = 0.0
 
-    def _fill_tables(self, rows: Sequence[Row]) -> None:
-        """Write the rows that changed since the last step, and those that became nobody's."""
+    def _fill_tables(self, rows: Sequence[DecodeRow]) -> None:
+        """Write the rows that changed since the last step; padding gets the spare block."""
         tables = self.tables.numpy()
         for number, known in enumerate(self._known):
             piece = rows[number].piece if number < len(rows) else None
             if piece is not None:
-                # A sequence that starts over has a new list, one that grows a longer one.
+                # A restarted sequence has a new list; a growing one appends to its list.
                 blocks = piece.sequence.blocks
                 if known is None or known[0] is not blocks or known[1] != len(blocks):
                     tables[number, : len(blocks)] = blocks
@@ -136,9 +136,9 @@ class DecodeGraphs:
         self._strict = strict
         self._sizes = _sizes(max_sequences, strict=strict)
         most = self._sizes[-1]
-        # Inputs on the device that graphs read; then the same on the host, twice: one step's are
-        # written while the device may still copy another's. All mutable state, with the graphs
-        # by (size, tiles, rank, unembed).
+        # All mutable state: the inputs that graphs read on the device, their host buffers, and the
+        # graphs by (size, tiles, rank, unembed). There are two host buffers because one step's
+        # inputs are written while the device may still copy the other's.
         self._ints = torch.zeros((4, most), dtype=torch.int64, device=device)
         self._floats = torch.zeros((2, most), dtype=torch.float64, device=device)
         self._tables = torch.zeros((most, max_blocks), dtype=torch.int32, device=device)
@@ -149,27 +149,28 @@ class DecodeGraphs:
         self._pool = torch.cuda.graph_pool_handle()
 
     def size(self, count: int) -> int:
-        """How many rows the device computes for so many."""
+        """The number of rows that a step of `count` rows computes."""
         return next(size for size in self._sizes if size >= count)
 
-    def start(self, rows: Sequence[Row], after: Decoding | None = None) -> Decoding:
-        """Have the device compute the pieces' last tokens and draw the next ones.
+    def start(self, rows: Sequence[DecodeRow], after: Decoding | None = None) -> Decoding:
+        """Start computing the pieces' last tokens and sampling the next ones.
 
-        Rows lie in the order of their versions. With `after`, the last tokens are those that an
-        unfinished step draws, row by row. At most two steps may be under way.
+        Rows are ordered by version. With `after`, the last tokens are those that this unfinished
+        step samples, row by row. At most two steps may be unfinished.
         """
         size = self.size(len(rows))
         host = self._hosts[0]
         self._hosts.reverse()
-        host.arrived.synchronize()  # done long ago, unless nobody waited for the step
+        # This buffer served the step before the last: done, unless that was never waited for.
+        host.arrived.synchronize()
         host.fill(rows, size, self._block_size)
         self._ints.copy_(host.ints, non_blocking=True)
         self._floats.copy_(host.floats, non_blocking=True)
-        # Whole rows, because only those lie in one piece; of a long context they are large.
+        # Whole rows, because only those are contiguous.
         self._tables[:size].copy_(host.tables[:size], non_blocking=True)
         if after is not None:
             self._ints[_TOKENS, : len(rows)].copy_(after.tokens_B[: len(rows)])
-        tiles = self._lay_tiles([row.version for row in rows], size)
+        tiles = self._write_tiles([row.version for row in rows], size)
         key = (size, tiles.rows.slots_K.shape[0], tiles.rank, tiles.unembed)
         captured = self._graphs.get(key)
         if captured is None:
@@ -182,19 +183,19 @@ class DecodeGraphs:
             captured.logits_BV, captured.tokens_B, drawn_2B[:, : len(rows)], host.arrived
         )
 
-    def _lay_tiles(self, versions: Sequence[str], size: int) -> SlotTiles:
+    def _write_tiles(self, versions: Sequence[str], size: int) -> SlotTiles:
         runs, rank, unembed = self._adapters.runs(versions)
         if not rank:
             return SlotTiles(RowTiles(*self._tiles[:, :0]), 0, False)
         found = tile_table(runs)
         count = next(count for count in _tile_counts(size) if count >= found.shape[1])
-        table = np.zeros((3, count), np.int32)  # a tile without rows does nothing
+        table = np.zeros((3, count), np.int32)  # a tile without rows is a no-op
         table[:, : found.shape[1]] = found
         self._tiles[:, :count] = torch.from_numpy(table)  # pyright: ignore[reportUnknownMemberType] -- torch's own stub
         return SlotTiles(RowTiles(*self._tiles[:, :count]), rank, unembed)
 
     def _capture(self, size: int, tiles: SlotTiles) -> _Captured:
-        """Run the step twice, so that every kernel is compiled and chosen, then capture it."""
+        """Run the step twice, so that every kernel is compiled and autotuned, then capture it."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -227,22 +228,22 @@ class DecodeGraphs:
             self._adapters.tiled(tiles),
         )
         logits_BV = self._adapters.tiled_logits(h_BD, tiles)
-        tokens_B = pick(logits_BV, floats[_TEMPERATURES].float(), floats[_UNIFORMS])[0]
-        # The same function as in training and for prompts, so that all agree to the bit.
+        tokens_B = pick(logits_BV, floats[_TEMPERATURES].float(), floats[_UNIFORMS])
+        # The same function as in training and for prompts, so that all have the same bits.
         logprobs_B1, _ = logprobs(logits_BV, tokens_B[:, None])
         drawn_2B = torch.stack((tokens_B.double(), logprobs_B1[:, 0].double()))
         return logits_BV, tokens_B, drawn_2B
 
     def _split_keys(self, size: int) -> int | None:
-        """Few long contexts leave the device idle unless each is cut; strict cuts none."""
+        """Few long contexts leave the device idle unless each is split; strict mode splits none."""
         enough = size * self._decoder.config.num_kv_heads >= _BUSY_PROGRAMS
         return None if enough or self._strict else _SPLIT_KEYS
 
 
 def _sizes(most: int, *, strict: bool) -> tuple[int, ...]:
-    """The batch sizes to capture: some below the most there can be, and that.
+    """The batch sizes to capture: some below the maximum, and the maximum.
 
-    Strict products run on whole blocks of rows, so smaller batches would save nothing.
+    Strict products run on blocks of `BLOCK_ROWS` rows, so smaller batches would save nothing.
     """
     if strict:
         return tuple(range(BLOCK_ROWS, most + BLOCK_ROWS, BLOCK_ROWS))
@@ -250,6 +251,6 @@ def _sizes(most: int, *, strict: bool) -> tuple[int, ...]:
 
 
 def _tile_counts(rows: int) -> tuple[int, ...]:
-    """How many tiles a graph may have: few adapters, many, or one for every row."""
+    """The numbers of tiles to capture: for few adapters, for many, and one per row."""
     full = -(-rows // TILE_ROWS)
     return tuple(sorted({min(full + 4, rows), min(full + 40, rows), rows}))

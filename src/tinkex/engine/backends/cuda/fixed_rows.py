@@ -1,9 +1,9 @@
-"""Matrix products on a CUDA device whose rows have the same bits in any company.
+"""Batch-invariant matrix products on a CUDA device.
 
-The library picks a kernel by the number of rows, and kernels differ in the last bits. Here it
-is only ever called with block sizes that were seen to give the same bits for a weight of that
-shape, with a bias or without one, as the call has it; a short last block is filled up. Rows do
-not influence each other within a block.
+The library picks a kernel by the number of rows, and kernels differ in the last bits. Here it is
+only called with block sizes that gave the same bits in a trial with a weight of that shape, with or
+without a bias as in the call; a short last block is padded. Rows of a block do not influence each
+other.
 
 Shapes: T rows, C rows of a block, I inputs, O outputs.
 """
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BLOCK_ROWS: Final = 256
-"""The block that always works: it is the measure for the others."""
+"""The reference block size: the others must give its bits."""
 LARGE_BLOCKS: Final = (16384, 8192, 4096, 2048, 1024)
 _TRIAL_BYTES: Final = 2**31
-"""How large a product may be that is only tried."""
+"""The largest product of a trial."""
 _SEED: Final = 271_828
 
 
@@ -56,7 +56,7 @@ def library_product(
 
 
 class FixedRows:
-    """Calls matrix products in blocks of rows; remembers which blocks fit which shape."""
+    """Runs matrix products in blocks of rows; caches the valid block sizes of each shape."""
 
     def __init__(self, product: Product = library_product) -> None:
         self._product = product
@@ -64,7 +64,7 @@ class FixedRows:
         self._blocks: dict[_Case, tuple[int, ...]] = {}
 
     def linear(self, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-        """`F.linear`, row by row the same whatever the number of rows."""
+        """`F.linear`; the bits of a row do not depend on the number of rows."""
         return self._in_blocks(x_TI, weight_OI, bias_O, x_TI.dtype)
 
     def logits(self, x_TI: Tensor, weight_OI: Tensor) -> Tensor:
@@ -98,8 +98,8 @@ class FixedRows:
     ) -> tuple[int, ...]:
         """The block sizes that give the bits of `BLOCK_ROWS`, tried on random rows.
 
-        The call is the one that will be made: same function, weight and bias. Kernels that add
-        up in another order differ in many of the thousands of results compared.
+        The call is the one that will be made: same function, weight and bias. Kernels with another
+        order of summation differ in many of the thousands of results compared.
         """
         device = weight_OI.device
         generator = torch.Generator(device).manual_seed(_SEED)

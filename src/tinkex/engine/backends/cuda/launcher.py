@@ -1,13 +1,13 @@
 # pyright: basic
 # Triton's compiled kernels and drivers carry no types.
-"""Launches of kernels that were launched before, without asking again which binary fits.
+"""A cache of compiled Triton kernels, which makes repeated launches faster.
 
-Triton works out for every launch how its arguments specialise a kernel; for kernels of a few
-microseconds that takes longer than they do. Here the answer is remembered under everything
-it can depend on: types, alignment, and the constants.
+For every launch Triton computes how its arguments specialise a kernel; for kernels of a few
+microseconds that takes longer than the kernel. Here the binary is cached by everything that the
+specialisation can depend on: types, alignment, and the constants.
 
-A remembered launch uses attributes of Triton that it does not document. Where they are missing, or
-a launch through them is refused, every launch goes through Triton's own `kernel[grid](...)`.
+A cached launch uses undocumented attributes of Triton. Where they are missing, or such a launch is
+refused, every launch goes through Triton's public `kernel[grid](...)`.
 """
 
 from __future__ import annotations
@@ -50,9 +50,12 @@ class fast_launch:
         try:
             _launch_binary(*known, grid, args)
         except (AttributeError, TypeError) as error:
-            # Refused before anything ran: the arguments of the launch do not fit.
+            # Raised before the kernel started: the signature of the launch differs.
             self._direct = False
-            _log.info("this version of Triton launches kernels in its own way: %s", error)
+            _log.info(
+                "cached launches are not used with this version of Triton: %s",
+                error,
+            )
             self._kernel[grid](*args, **named)
 
     def _first(
@@ -81,7 +84,7 @@ def _launch_binary(
 
 
 def _kind(arg: Any) -> Any:
-    """All that a specialisation can depend on."""
+    """Everything that a specialisation can depend on."""
     kind = type(arg)
     if kind is int:
         return arg == 1, arg % 16 == 0, arg < 2**31

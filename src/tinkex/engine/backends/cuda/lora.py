@@ -1,16 +1,16 @@
 """Low-rank corrections of many adapters in one pass: shrink to the rank, expand to the output.
 
-Adapters lie anywhere on the device; tables of int64 addresses [S, P] say where each slot's
-matrices are, for the P projections that share an input. A is row-major [rank, I], B row-major
-[O, rank], both without gaps. A slot of -1 (the base model alone), an address of 0 (a projection
-that is not adapted) and a tile of no rows are skipped.
+Adapters are anywhere in device memory; tables of int64 addresses [S, P] point to each slot's
+matrices, for the P projections that share an input. A is row-major [rank, I], B row-major
+[O, rank], both contiguous. A slot of -1 (the base model alone), an address of 0 (a projection that
+is not adapted) and a tile of no rows are skipped.
 
-Rows come in tiles: consecutive rows, at most `block_rows`, of one slot. A row's bits depend on
-its own numbers and the keyword arguments alone, not on the tile it lies in. Sums are in float32
-and in a fixed order; nothing is added atomically.
+Rows come in tiles: consecutive rows, at most `block_rows`, of one slot. A row's bits depend on its
+own values and the keyword arguments only, not on its tile. Sums are in float32 and in a fixed
+order, without atomics.
 
-The sum over I is cut into N parts, so that a few tiles still fill the device; `expand_add_` adds
-them up. Both calls can be captured: grids come from shapes.
+The sum over I is split into N parts, so that a few tiles still fill the device; `expand_add_` adds
+them up. Both calls can be captured: grids depend on shapes only.
 
 Shapes: T rows, I inputs, Y width of the joined output, S slots, P projections, R largest rank,
 N parts of the sum over I, K tiles.
@@ -46,7 +46,7 @@ _BLOCK_ROWS: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class RowTiles:
-    """Which rows belong to which slot: per tile its slot, first row and number of rows (int32)."""
+    """Rows by slot: per tile its slot, first row and number of rows (int32)."""
 
     slots_K: Tensor
     rows_K: Tensor
@@ -54,8 +54,8 @@ class RowTiles:
 
 
 def default_splits(inputs: int) -> int:
-    """How many parts the sum over I is cut into; a function of the shape alone."""
-    # Each part is read again by every program that expands, so wide inputs alone get eight.
+    """The number of parts of the sum over I; a function of the shape only."""
+    # Every expanding program reads all parts, so only wide inputs get eight.
     return max(1, min(4, inputs // 512), min(8, inputs // 1024))
 
 
@@ -69,23 +69,20 @@ def shrink(
     dtype: torch.dtype | None = None,
     splits: int | None = None,
     block_rows: int = _BLOCK_ROWS,
-    block_r: int | None = None,
     block_i: int = 128,
-    num_warps: int = 4,
-    num_stages: int = 3,
 ) -> Tensor:
     """Parts z [N, T, P, R] in float32 of each row times A transposed, for `expand_add_`.
 
-    Numbers beyond a slot's rank, and rows and projections that are skipped, are not written.
+    Values beyond a slot's rank, and skipped rows and projections, are not written.
     `dtype` is that of the adapters, by default that of `x_TI`; other adapters are converted to
-    the type of `x_TI`. `block_r` columns of z are computed by one program.
+    the type of `x_TI`.
     """
     if x_TI.stride(1) != 1:
-        raise InputError("the numbers of a row must lie side by side", "x_TI")
+        raise InputError("rows must be contiguous", "x_TI")
     tokens, inputs = x_TI.shape
     projections = a_addresses_SP.shape[1]
     splits = splits or default_splits(inputs)
-    block_r = block_r or _rank_block(max_rank)
+    block_r = _rank_block(max_rank)
     shape = (splits, tokens, projections, max_rank)
     z_NTPR = torch.empty(shape, dtype=torch.float32, device=x_TI.device)
     rank_blocks = -(-max_rank // block_r)
@@ -108,8 +105,8 @@ def shrink(
         BLOCK_R=block_r,
         BLOCK_I=block_i,
         WEIGHT=_triton_type(dtype or x_TI.dtype),
-        num_warps=num_warps,
-        num_stages=num_stages,
+        num_warps=4,
+        num_stages=3,
     )
     return z_NTPR
 
@@ -126,14 +123,12 @@ def expand_add_(
     offsets: Sequence[int] | None = None,
     dtype: torch.dtype | None = None,
     block_rows: int = _BLOCK_ROWS,
-    block_r: int | None = None,
     block_o: int = 128,
-    num_warps: int = 4,
 ) -> None:
     """Add scale * z times B transposed to the P projections' columns of y, in place.
 
-    Projection p has `sizes[p]` columns from `offsets[p]` on, by default side by side. The sum of
-    z is rounded to the adapters' `dtype`, by default that of y; what is added is kept in float32
+    Projection p has `sizes[p]` columns from `offsets[p]` on, by default without gaps. The sum of
+    z is rounded to the adapters' `dtype`, by default that of y; the product is kept in float32
     and rounded once, with y.
     """
     splits, tokens, projections, max_rank = z_NTPR.shape
@@ -141,7 +136,7 @@ def expand_add_(
     if not len(sizes) == len(starts) == projections == b_addresses_SP.shape[1]:
         raise InputError(f"{projections} projections need as many sizes and offsets", "sizes")
     if y_TY.stride(1) != 1:
-        raise InputError("the numbers of a row must lie side by side", "y_TY")
+        raise InputError("rows must be contiguous", "y_TY")
     grid = (tiles.slots_K.shape[0], sum(-(-size // block_o) for size in sizes))
     _expand_kernel[grid](
         y_TY,
@@ -160,16 +155,16 @@ def expand_add_(
         PROJECTIONS=projections,
         RANK=max_rank,
         BLOCK_T=block_rows,
-        BLOCK_R=block_r or _rank_block(max_rank),
+        BLOCK_R=_rank_block(max_rank),
         BLOCK_O=block_o,
         WEIGHT=_triton_type(dtype or y_TY.dtype),
-        num_warps=num_warps,
+        num_warps=4,
         num_stages=1,
     )
 
 
 def _rank_block(max_rank: int) -> int:
-    """At least 16 for the matrix units; beyond 64 a program would hold too much."""
+    """At least 16 for the tensor cores; beyond 64 a program would need too many registers."""
     return min(64, max(16, 1 << (max_rank - 1).bit_length()))
 
 
@@ -253,7 +248,8 @@ def _shrink_kernel(
     x_ptrs = x_ptr + token[:, None] * x_stride
     a_ptrs = address.to(tl.pointer_type(WEIGHT)) + ranks[:, None] * INPUTS
     first = part * PART
-    # Wide loads need to know that rows begin at multiples of 16 bytes; either way the same sum.
+    # Vectorised loads need rows that begin at multiples of 16 bytes; the sum is the same either
+    # way.
     if (INPUTS % 8 == 0) & (address % 16 == 0):
         acc = _shrink_part(
             x_ptrs, a_ptrs, row_mask, rank_mask, first, INPUTS, PART, BLOCK_I, ALIGNED=True
@@ -300,7 +296,7 @@ def _expand_part(
     ranks = first_rank + tl.arange(0, BLOCK_R)
     b_at = b_ptrs + ranks[None, :]
     if ALIGNED:
-        # The rank is a multiple of 8 here, which only this spelling tells the compiler.
+        # The rank is a multiple of 8 here; this expression makes that known to the compiler.
         rank = rank // 8 * 8
         b_at = tl.multiple_of(b_at, (1, 16))
     b = tl.load(b_at, mask=output_mask[:, None] & (ranks < rank)[None, :], other=0.0)
@@ -350,7 +346,7 @@ def _expand_kernel(
     token = (tl.load(tile_row_ptr + tile) + rows).to(tl.int64)
     row_mask = rows < count
     output_mask = outputs < size
-    # Asked for before the product, so that it arrives meanwhile.
+    # Loaded before the product, so that the load overlaps with it.
     y_ptrs = y_ptr + token[:, None] * y_stride + (offset + outputs)[None, :]
     y_mask = row_mask[:, None] & output_mask[None, :]
     y = tl.load(y_ptrs, mask=y_mask, other=0.0)

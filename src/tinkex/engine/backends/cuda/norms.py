@@ -3,10 +3,11 @@
 # arguments (num_warps) and takes plain numbers for constants, which its signature denies.
 """Root-mean-square norms in one pass over each row, alone or after a residual addition.
 
-The same numbers as `models.layers.rms_norm`: sums in float32, the normalised value rounded to
-the input's dtype before the weight is applied. Weights are frozen, so gradients go to the
-rows only. How a row is summed depends on its width alone, never on how many rows there are;
-the forward kernel is one and the same with and without gradients.
+The same values as `backends.torch.layers.rms_norm`: sums in float32, the normalised value rounded
+to the input's dtype before the weight is applied. Weights are frozen, so only the rows have
+gradients. The order of a row's sum depends on its width only, never on the number of rows; the
+forward kernel is the same with and without gradients. `rope` fuses the norm of a head with its
+rotation and shares the functions of this module.
 
 Shapes: T tokens, N heads, D width of a row, R rows of one program.
 """
@@ -23,13 +24,13 @@ from torch import Tensor
 from tinkex.engine.backends.cuda.launcher import fast_launch
 
 TILE = 2048
-"""Elements a program should hold: narrow rows share a program until they reach it."""
+"""Elements of a program: narrow rows share a program up to this many."""
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """Scale the last dimension of `x` to a root mean square of one, then by `weight_D`.
 
-    Any leading shape; rows may lie apart (a view of some heads of a joined projection). The
+    Any leading shape; rows may be strided (a view of some heads of a joined projection). The
     result is contiguous.
     """
     y: Tensor = _RmsNorm.apply(x, weight_D, eps)
@@ -52,10 +53,10 @@ def row_tile(width: int) -> tuple[int, int, int]:
 
 
 def row_strides(x_TND: Tensor) -> tuple[int, int]:
-    """Strides of tokens and heads, tidy where there is only one of them.
+    """Strides of tokens and heads, normalised where there is only one of them.
 
-    The stride of a single row means nothing but may be any number, and triton compiles, and
-    so may sum, differently for numbers that are multiples of 16.
+    The stride of a single row has no meaning but may be any number, and triton specialises
+    kernels, and so perhaps the order of sums, for strides that are multiples of 16.
     """
     tokens, heads, width = x_TND.shape
     return (
@@ -92,7 +93,7 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         rows_TND, weight_D, scale = ctx.saved_tensors
-        return _slopes(rows_TND, weight_D, scale, dy, None), None, None
+        return _gradient(rows_TND, weight_D, scale, dy, None), None, None
 
 
 class _AddRmsNorm(torch.autograd.Function):
@@ -100,7 +101,7 @@ class _AddRmsNorm(torch.autograd.Function):
     def forward(
         ctx: Any, h_TD: Tensor, delta_TD: Tensor, weight_D: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        h_TD, delta_TD = _dense_rows(h_TD), _dense_rows(delta_TD)
+        h_TD, delta_TD = dense_rows(h_TD), dense_rows(delta_TD)
         tokens, width = h_TD.shape
         h_new_TD = torch.empty(h_TD.shape, dtype=h_TD.dtype, device=h_TD.device)
         normed_TD = torch.empty_like(h_new_TD)
@@ -133,23 +134,24 @@ class _AddRmsNorm(torch.autograd.Function):
         h_new_TD, weight_D, scale_T = ctx.saved_tensors
         if dy_TD is None:
             return dh_TD, dh_TD, None, None
-        total_TD = _slopes(h_new_TD[:, None], weight_D, scale_T, dy_TD, dh_TD)
+        total_TD = _gradient(h_new_TD[:, None], weight_D, scale_T, dy_TD, dh_TD)
         return total_TD, total_TD, None, None
 
 
 def _rows(x: Tensor) -> Tensor:
     """`x` as [tokens, heads, width] without a copy where its strides allow."""
-    x = _dense_rows(x)
+    x = dense_rows(x)
     if x.is_contiguous() or x.dim() > 3:
         return x.reshape(-1, 1, x.shape[-1])
     return x if x.dim() == 3 else x[:, None]
 
 
-def _dense_rows(x: Tensor) -> Tensor:
+def dense_rows(x: Tensor) -> Tensor:
+    """The tensor, copied if the elements of its rows are not contiguous."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _slopes(
+def _gradient(
     x_TND: Tensor, weight_D: Tensor, scale: Tensor, dy: Tensor, residual: Tensor | None
 ) -> Tensor:
     """The gradient by `x`, plus `residual` if there is one, in the shape of `dy`."""
@@ -176,6 +178,34 @@ def _slopes(
     return dx
 
 
+@triton.jit
+def row_starts(row_R, token_stride, head_stride, HEADS: tl.constexpr):
+    """Offsets of rows that are heads of tokens."""
+    return (row_R // HEADS).to(tl.int64) * token_stride + (row_R % HEADS) * head_stride
+
+
+@triton.jit
+def rms_scale(squares_R, eps, WIDTH: tl.constexpr):
+    """The factor that gives rows a root mean square of one, from their sums of squares."""
+    return tl.rsqrt(squares_R / WIDTH + eps)
+
+
+@triton.jit
+def scaled(x_RD, scale_R, weight_RD, KIND: tl.constexpr):
+    """The normalised rows times the weight, rounded after each of the two products."""
+    rounded_RD = (x_RD * scale_R[:, None]).to(KIND).to(tl.float32)
+    return (rounded_RD * weight_RD).to(KIND)
+
+
+@triton.jit
+def norm_gradient(dunit_RD, unit_RD, along_R, scale_R):
+    """The gradient by the input, given that by the normalised rows and its mean along them.
+
+    Scaling a whole row does not change its norm, so the component along the row is removed.
+    """
+    return (dunit_RD - unit_RD * along_R[:, None]) * scale_R[:, None]
+
+
 @fast_launch
 @triton.jit(do_not_specialize=["rows"])
 def _norm(
@@ -195,13 +225,12 @@ def _norm(
     row_R = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     col_D = tl.arange(0, COLUMNS)
     live_RD = (row_R < rows)[:, None] & (col_D < WIDTH)[None, :]
-    start_R = (row_R // HEADS).to(tl.int64) * token_stride + (row_R % HEADS) * head_stride
+    start_R = row_starts(row_R, token_stride, head_stride, HEADS)
     x_RD = tl.load(x + start_R[:, None] + col_D[None, :], mask=live_RD, other=0.0).to(tl.float32)
     weight_D = tl.load(weight + col_D, mask=col_D < WIDTH, other=0.0).to(tl.float32)
-    scale_R = tl.rsqrt(tl.sum(x_RD * x_RD, 1) / WIDTH + eps)
-    rounded_RD = (x_RD * scale_R[:, None]).to(y.dtype.element_ty).to(tl.float32)
+    scale_R = rms_scale(tl.sum(x_RD * x_RD, 1), eps, WIDTH)
     out = y + row_R.to(tl.int64)[:, None] * WIDTH + col_D[None, :]
-    tl.store(out, (rounded_RD * weight_D[None, :]).to(y.dtype.element_ty), mask=live_RD)
+    tl.store(out, scaled(x_RD, scale_R, weight_D[None, :], y.dtype.element_ty), mask=live_RD)
     tl.store(scale + row_R, scale_R, mask=row_R < rows)
 
 
@@ -234,13 +263,12 @@ def _add_norm(
     ).to(tl.float32)
     weight_D = tl.load(weight + col_D, mask=col_D < WIDTH, other=0.0).to(tl.float32)
     out_RD = place_R[:, None] * WIDTH + col_D[None, :]
-    # The norm sees what later layers will read, so it starts from the rounded sum.
+    # Later layers read the rounded sum, so the norm is computed from it.
     sum_RD = (h_RD + delta_RD).to(h_new.dtype.element_ty)
     tl.store(h_new + out_RD, sum_RD, mask=live_RD)
     x_RD = sum_RD.to(tl.float32)
-    scale_R = tl.rsqrt(tl.sum(x_RD * x_RD, 1) / WIDTH + eps)
-    rounded_RD = (x_RD * scale_R[:, None]).to(normed.dtype.element_ty).to(tl.float32)
-    y_RD = (rounded_RD * weight_D[None, :]).to(normed.dtype.element_ty)
+    scale_R = rms_scale(tl.sum(x_RD * x_RD, 1), eps, WIDTH)
+    y_RD = scaled(x_RD, scale_R, weight_D[None, :], normed.dtype.element_ty)
     tl.store(normed + out_RD, y_RD, mask=live_RD)
     tl.store(scale + row_R, scale_R, mask=row_R < rows)
 
@@ -266,16 +294,15 @@ def _norm_backward(
     row_R = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     col_D = tl.arange(0, COLUMNS)
     live_RD = (row_R < rows)[:, None] & (col_D < WIDTH)[None, :]
-    start_R = (row_R // HEADS).to(tl.int64) * token_stride + (row_R % HEADS) * head_stride
+    start_R = row_starts(row_R, token_stride, head_stride, HEADS)
     out_RD = row_R.to(tl.int64)[:, None] * WIDTH + col_D[None, :]
     x_RD = tl.load(x + start_R[:, None] + col_D[None, :], mask=live_RD, other=0.0).to(tl.float32)
     weight_D = tl.load(weight + col_D, mask=col_D < WIDTH, other=0.0).to(tl.float32)
     scale_R = tl.load(scale + row_R, mask=row_R < rows, other=0.0)
-    slope_RD = tl.load(dy + out_RD, mask=live_RD, other=0.0).to(tl.float32) * weight_D[None, :]
+    dunit_RD = tl.load(dy + out_RD, mask=live_RD, other=0.0).to(tl.float32) * weight_D[None, :]
     unit_RD = x_RD * scale_R[:, None]
-    # Growing the whole row changes nothing, so the part of the slope along it drops out.
-    along_R = tl.sum(slope_RD * unit_RD, 1) / WIDTH
-    dx_RD = (slope_RD - unit_RD * along_R[:, None]) * scale_R[:, None]
+    along_R = tl.sum(dunit_RD * unit_RD, 1) / WIDTH
+    dx_RD = norm_gradient(dunit_RD, unit_RD, along_R, scale_R)
     if HAS_RESIDUAL:
         dx_RD += tl.load(residual + out_RD, mask=live_RD, other=0.0).to(tl.float32)
     tl.store(dx + out_RD, dx_RD.to(dx.dtype.element_ty), mask=live_RD)

@@ -1,19 +1,18 @@
 """Causal attention over a paged cache or over packed keys, one kernel for both.
 
-A program takes one key/value head and a tile of rows, queries times the heads that share the
-key head, so that keys are read once for all of them. It walks the keys in blocks from key 0
-upwards with a running softmax in float32. A key that a row may not see adds exactly 0, and the
-walk depends on key indices alone: a row's bits are the same alone or in a batch, in decode or
-in prefill, paged or packed, as long as `Tiles` are the same (`strict_tiles` is the agreed
-choice) and it is split alike.
+A program takes one key/value head and a tile of rows, queries times the heads that share the key
+head, so that keys are read once for all of them. It iterates over the keys in blocks from key 0
+upwards with an online softmax in float32. A masked key adds exactly 0, and the iteration depends on
+key indices only: a row's bits are the same alone or in a batch, in decode or in prefill, paged or
+packed, as long as `Tiles` (strict mode uses `strict_tiles`) and `split_keys` are the same.
 
-Few long sequences leave most of the device idle; `split_keys` then cuts every walk into parts
+Few long sequences leave most of the device idle; `split_keys` then splits every sequence into parts
 of that many keys, which a second kernel joins in order.
 
-Nothing here waits for the device, and grids come from shapes, so calls can be captured.
+Nothing here waits for the device, and grids depend on shapes only, so calls can be captured.
 
 Shapes: T query tokens, S cache slots, B sequences, W blocks of a table row, H heads, G key/value
-heads, M = H/G, d head size, P parts of a split walk.
+heads, M = H/G, d head size, P parts of a split sequence.
 """
 # Triton has no useful types: a launch takes more than the kernel's own parameters.
 # pyright: reportUnknownMemberType=false, reportCallIssue=false, reportIndexIssue=false
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """How the kernel is cut: rows and keys of a tile, warps, and steps of its pipeline.
+    """Launch parameters: rows and keys of a tile, warps, and pipeline stages.
 
     All but `num_stages` can change the last bits of a result.
     """
@@ -47,8 +46,8 @@ class Tiles:
 
 
 STRICT: Final = Tiles(block_m=64, block_n=64, num_warps=4, num_stages=3)
-# Decoding is bound by memory: many sequences fill the device with small programs, few need each
-# to have much under way.
+# Decoding is bound by memory: many sequences fill the device with small programs, few need more
+# loads in flight per program.
 DECODE_FEW: Final = Tiles(block_m=16, block_n=64, num_warps=4, num_stages=2)
 DECODE_MANY: Final = Tiles(block_m=16, block_n=32, num_warps=1, num_stages=2)
 PREFILL: Final = Tiles(block_m=128, block_n=64, num_warps=8, num_stages=3)
@@ -63,8 +62,8 @@ _MANY_PROGRAMS: Final = 512
 
 
 def strict_tiles(dtype: torch.dtype, group: int) -> Tiles:
-    """The tiles of strict mode, for every pass alike; M = `group`."""
-    return _holding(group, FLOAT32 if dtype == torch.float32 else STRICT)
+    """The tiles of strict mode, the same for every pass; M = `group`."""
+    return _with_group(group, FLOAT32 if dtype == torch.float32 else STRICT)
 
 
 def default_tiles(dtype: torch.dtype, group: int, max_q: int, programs: int = 0) -> Tiles:
@@ -73,10 +72,10 @@ def default_tiles(dtype: torch.dtype, group: int, max_q: int, programs: int = 0)
     `programs` counts key/value heads of all sequences.
     """
     if dtype == torch.float32:
-        return _holding(group, FLOAT32)
+        return _with_group(group, FLOAT32)
     if max_q > 1 and max_q * group > DECODE_FEW.block_m:
-        return _holding(group, PREFILL)
-    return _holding(group, DECODE_MANY if programs >= _MANY_PROGRAMS else DECODE_FEW)
+        return _with_group(group, PREFILL)
+    return _with_group(group, DECODE_MANY if programs >= _MANY_PROGRAMS else DECODE_FEW)
 
 
 def paged_attention(
@@ -97,9 +96,9 @@ def paged_attention(
     """Attention [T, H, d] of queries that are the last tokens of contexts in a paged cache.
 
     The queries of sequence b are rows cu_q[b] to cu_q[b + 1], at most `max_q` of them. Its
-    context, these tokens included, has context_lens[b] tokens; the key at position p lies in
+    context, these tokens included, has context_lens[b] tokens; the key at position p is in
     slot block_tables[b, p // block_size] * block_size + p % block_size. A context of 0 tokens
-    gives zeros: that is how to fill up a captured batch. `cu_q`, `context_lens` and
+    gives zeros, which is how to pad a captured batch. `cu_q`, `context_lens` and
     `block_tables` [B, W] are int32. Slots beyond a context are never read.
 
     `split_keys`, a multiple of the tiles' `block_n`, costs float32 scratch of P times the
@@ -162,7 +161,7 @@ def packed_attention(
 
 @dataclass(frozen=True, slots=True)
 class _Scratch:
-    """What the parts of a split walk leave for the join: weighted values, maxima, sums."""
+    """The results of the parts before the join: weighted values, maxima, sums."""
 
     acc_PTHd: Tensor
     max_PTH: Tensor
@@ -272,7 +271,7 @@ def _group(q_THd: Tensor, keys_SGd: Tensor, values_SGd: Tensor) -> int:
     if dim > 256:
         raise InputError(f"heads of {dim} numbers; at most 256 are supported", "q_THd")
     if not all(x.stride(2) == 1 for x in (q_THd, keys_SGd, values_SGd)):
-        raise InputError("the numbers of a head must lie side by side", "q_THd")
+        raise InputError("heads must be contiguous", "q_THd")
     return heads // kv_heads
 
 
@@ -285,16 +284,16 @@ def _check(tiles: Tiles, group: int, block_size: int, split_keys: int | None) ->
         raise InputError(f"must be a multiple of {tiles.block_n}", "split_keys")
 
 
-def _holding(group: int, tiles: Tiles) -> Tiles:
-    """A tile has to hold one query of all heads that share a key head."""
+def _with_group(group: int, tiles: Tiles) -> Tiles:
+    """The tiles, with room for one query of all heads that share a key head."""
     return replace(tiles, block_m=max(tiles.block_m, _power_of_2(group)))
 
 
 def _power_of_2(n: int) -> int:
-    """The smallest that holds n; the matrix units take no less than 16."""
+    """The next power of two, at least 16 for the tensor cores."""
     return max(16, 1 << (n - 1).bit_length())
 
 
 def _stages(tiles: Tiles, row_bytes: int) -> int:
-    """As many steps in flight as asked for, if their keys and values fit."""
+    """Pipeline stages, limited by the shared memory for their keys and values."""
     return max(1, min(tiles.num_stages, _KEY_BYTES // (2 * tiles.block_n * row_bytes)))

@@ -1,12 +1,12 @@
 """From logits to tokens on the device, without sorting and without waiting.
 
-The meaning is that of `sampler/pick.py` for draws without top-k and top-p: the token at a given
-place of the cumulative distribution in the order of ids, and the model's own log-probability at
-temperature 1. Tokens are the same except where the place lies within rounding of a boundary.
+The semantics are those of `backends/torch/pick.py` for draws without top-k and top-p: the token at
+a given quantile of the cumulative distribution in the order of ids. Tokens are the same except
+where the quantile is within rounding of a boundary.
 
-One pass over the logits leaves a maximum and two sums per block of tokens; then one program per
-row adds the blocks up in float64, finds the block and reads only that one again. Rows do not
-influence each other, and both launches can be captured.
+One pass over the logits computes a maximum and a sum per block of tokens; then one program per row
+sums the blocks in float64, finds the block and reads only that one again. Rows do not influence
+each other, and both launches can be captured.
 
 Shapes: B rows, V vocabulary, N blocks of tokens.
 """
@@ -30,7 +30,7 @@ from tinkex.errors import InputError
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Below this a temperature and its reciprocal are no float32; the draw is greedy long before.
+# float32 cannot represent the reciprocal of a lower temperature; such draws are greedy anyway.
 _COLDEST: Final = tl.constexpr(1e-30)
 _BLOCK: Final = 4096
 
@@ -42,46 +42,30 @@ def pick(
     *,
     block: int = _BLOCK,
     num_warps: int = 8,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens [B] (int64), their log-probabilities [B] and the rows' log-sum-exp [B] (float32).
+) -> Tensor:
+    """One token per row, [B] (int64).
 
     `logits_BV` is float32, `temperatures_B` float32 with 0 for the likeliest token (of equal
     ones the lowest id), `uniforms_B` float64 in [0, 1). A row that has no distribution, because
-    of NaN or infinite logits, has a log-sum-exp that is not finite and some token within range.
+    of NaN or infinite logits, gets some token within range.
     """
     if temperatures_B.dtype != torch.float32:
         raise InputError("must be float32", "temperatures_B")
     if uniforms_B.dtype != torch.float64:
         raise InputError("must be float64", "uniforms_B")
-    rows, device = logits_BV.shape[0], logits_BV.device
-    tokens_B = torch.empty(rows, dtype=torch.int64, device=device)
-    logprobs_B = torch.empty(rows, dtype=torch.float32, device=device)
-    draw = (temperatures_B, uniforms_B, tokens_B, logprobs_B)
-    return tokens_B, logprobs_B, _run(logits_BV, draw, block, num_warps)
-
-
-def _run(
-    logits_BV: Tensor,
-    draw: tuple[Tensor, Tensor, Tensor, Tensor],
-    block: int,
-    num_warps: int,
-) -> Tensor:
-    """Both launches; returns the log-sum-exp and fills the last two of `draw`."""
     if logits_BV.dtype != torch.float32 or logits_BV.stride(1) != 1:
-        raise InputError("must be float32 with the numbers of a row side by side", "logits_BV")
-    temperatures_B = draw[0]
+        raise InputError("must be float32 with contiguous rows", "logits_BV")
     rows, vocabulary = logits_BV.shape
+    device = logits_BV.device
     blocks = -(-vocabulary // block)
-    stats = torch.empty((3, rows, blocks), dtype=torch.float32, device=logits_BV.device)
-    maxima_BN, ones_BN, warm_BN = stats
-    best_BN = torch.empty((rows, blocks), dtype=torch.int32, device=logits_BV.device)
-    lse_B = torch.empty(rows, dtype=torch.float32, device=logits_BV.device)
+    tokens_B = torch.empty(rows, dtype=torch.int64, device=device)
+    maxima_BN, sums_BN = torch.empty((2, rows, blocks), dtype=torch.float32, device=device)
+    best_BN = torch.empty((rows, blocks), dtype=torch.int32, device=device)
     _blocks_kernel[(rows, blocks)](
         logits_BV,
         temperatures_B,
         maxima_BN,
-        ones_BN,
-        warm_BN,
+        sums_BN,
         best_BN,
         logits_BV.stride(0),
         VOCABULARY=vocabulary,
@@ -90,12 +74,12 @@ def _run(
     )
     _rows_kernel[(rows,)](
         logits_BV,
-        *draw,
+        temperatures_B,
+        uniforms_B,
+        tokens_B,
         maxima_BN,
-        ones_BN,
-        warm_BN,
+        sums_BN,
         best_BN,
-        lse_B,
         logits_BV.stride(0),
         VOCABULARY=vocabulary,
         BLOCK=block,
@@ -103,12 +87,12 @@ def _run(
         BLOCKS_POWER=max(2, 1 << (blocks - 1).bit_length()),
         num_warps=num_warps,
     )
-    return lse_B
+    return tokens_B
 
 
 @triton.jit
 def _shift_of(largest):
-    """What to subtract before taking exponentials: nothing if all logits are minus infinity."""
+    """What to subtract before exponentials: nothing if all logits are minus infinity."""
     return tl.where(largest == float("-inf"), 0.0, largest)
 
 
@@ -123,16 +107,15 @@ def _blocks_kernel(
     logits_ptr,
     temperature_ptr,
     max_ptr,
-    one_ptr,
-    warm_ptr,
+    sum_ptr,
     best_ptr,
     row_stride,
     VOCABULARY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One block of one row: its maximum, where that is, and its sums at temperature 1 and T.
+    """One block of one row: its maximum, the first token that has it, and its sum.
 
-    The sums are relative to the block's own maximum, so that no block is lost to underflow.
+    The sum is relative to the block's own maximum, so that no block underflows.
     """
     row = tl.program_id(0)
     block = tl.program_id(1)
@@ -146,17 +129,15 @@ def _blocks_kernel(
     below = logits - _shift_of(largest)
     place = row * tl.num_programs(1) + block
     tl.store(max_ptr + place, largest)
-    tl.store(one_ptr + place, tl.sum(tl.exp(below), 0))
-    if temperature_ptr is not None:
-        tl.store(best_ptr + place, tl.min(tl.where(logits == largest, ids, VOCABULARY - 1), 0))
-        warm = tl.exp(below * _sharpness(temperature_ptr, row))
-        tl.store(warm_ptr + place, tl.sum(warm, 0))
+    tl.store(best_ptr + place, tl.min(tl.where(logits == largest, ids, VOCABULARY - 1), 0))
+    weights = tl.exp(below * _sharpness(temperature_ptr, row))
+    tl.store(sum_ptr + place, tl.sum(weights, 0))
 
 
 @triton.jit
 def _draw(
     logits_ptr,
-    warm_ptr,
+    sum_ptr,
     maxima,
     below,
     sharpness,
@@ -166,11 +147,11 @@ def _draw(
     BLOCKS_POWER: tl.constexpr,
     VOCABULARY: tl.constexpr,
 ):
-    """The token at the place `uniform` of a row's cumulative distribution."""
+    """The token at the quantile `uniform` of a row's cumulative distribution."""
     blocks = tl.arange(0, BLOCKS_POWER)
     factors = tl.exp(below * sharpness.to(tl.float64))
-    warm = tl.load(warm_ptr + blocks, mask=blocks < BLOCKS, other=0.0)
-    weights = warm.to(tl.float64) * factors
+    sums = tl.load(sum_ptr + blocks, mask=blocks < BLOCKS, other=0.0)
+    weights = sums.to(tl.float64) * factors
     target = uniform * tl.sum(weights, 0)
     # The first block whose sum exceeds the target, or, where rounding leaves none, the last one
     # that weighs anything. The same for the token within it. Sums made in parallel may grow by
@@ -195,19 +176,16 @@ def _rows_kernel(
     temperature_ptr,
     uniform_ptr,
     token_ptr,
-    logprob_ptr,
     max_ptr,
-    one_ptr,
-    warm_ptr,
+    sum_ptr,
     best_ptr,
-    lse_ptr,
     row_stride,
     VOCABULARY: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCKS_POWER: tl.constexpr,
 ):
-    """One row: its blocks added up, and the token."""
+    """One row: its token, from the statistics of its blocks."""
     row = tl.program_id(0)
     blocks = tl.arange(0, BLOCKS_POWER)
     there = blocks < BLOCKS
@@ -215,21 +193,15 @@ def _rows_kernel(
     maxima = tl.load(max_ptr + place, mask=there, other=float("-inf"))
     largest = tl.max(maxima, 0)
     below = (maxima - _shift_of(largest)).to(tl.float64)
-    ones = tl.load(one_ptr + place, mask=there, other=0.0).to(tl.float64)
-    total_one = tl.sum(ones * tl.exp(below), 0)
-    lse = (largest.to(tl.float64) + tl.log(total_one)).to(tl.float32)
-    tl.store(lse_ptr + row, lse)
-    if token_ptr is not None:
-        best = tl.load(best_ptr + place, mask=there, other=VOCABULARY - 1)
-        token = tl.min(tl.where(maxima == largest, best, VOCABULARY - 1), 0)
+    best = tl.load(best_ptr + place, mask=there, other=VOCABULARY - 1)
+    token = tl.min(tl.where(maxima == largest, best, VOCABULARY - 1), 0)
+    if tl.load(temperature_ptr + row) > 0.0:
+        sharpness = _sharpness(temperature_ptr, row)
+        uniform = tl.load(uniform_ptr + row)
         logits_ptr += row.to(tl.int64) * row_stride
-        if tl.load(temperature_ptr + row) > 0.0:
-            sharpness = _sharpness(temperature_ptr, row)
-            uniform = tl.load(uniform_ptr + row)
-            warm_ptr += row * BLOCKS
-            token = _draw(
-                logits_ptr, warm_ptr, maxima, below, sharpness, uniform,
-                BLOCK, BLOCKS, BLOCKS_POWER, VOCABULARY,
-            )  # fmt: skip
-        tl.store(token_ptr + row, token.to(tl.int64))
-        tl.store(logprob_ptr + row, tl.load(logits_ptr + token) - lse)
+        sum_ptr += row * BLOCKS
+        token = _draw(
+            logits_ptr, sum_ptr, maxima, below, sharpness, uniform,
+            BLOCK, BLOCKS, BLOCKS_POWER, VOCABULARY,
+        )  # fmt: skip
+    tl.store(token_ptr + row, token.to(tl.int64))

@@ -1,11 +1,11 @@
 """Adapters on a CUDA device as a table of addresses: one kernel serves any mix of them.
 
-A slot is one version of the weights: a copy in the precision of the activations, and where
-each of its factors lies. Tables keep their place in memory, so captured graphs can read them.
-A pass names its rows' slots in tiles of at most `TILE_ROWS` rows that share one.
+A slot is one version of the weights: a copy in the precision of the activations, and the addresses
+of its factors. The tables have constant addresses, so captured graphs can read them. A pass assigns
+its rows to slots in tiles of at most `TILE_ROWS` rows of one slot.
 
-The mapping that holds the copies may drop some between two passes, to keep to a budget. Their slots
-are free then, and a version gets a new copy when it is next named.
+The mapping that holds the copies may drop some between two passes, to stay within a budget. That
+frees their slots, and a version gets a new copy when it is next used.
 
 Shapes: T rows, S slots, P projections that share an input, I inputs, O outputs, R rank.
 """
@@ -43,7 +43,7 @@ _SMALLEST_RANK: Final = 16
 class SlotTiles:
     """Rows by slot, on the device.
 
-    `rank` bounds the ranks of all slots named; 0 means that there is nothing to add.
+    `rank` bounds the ranks of these slots; 0 means that there is nothing to add.
     """
 
     rows: RowTiles
@@ -72,7 +72,7 @@ class _Slot(NamedTuple):
 
 
 class LoraSlots:
-    """The versions that are ready for the kernels, at most `slots` of them at a time.
+    """The versions that the kernels can use, at most `slots` of them at a time.
 
     `copies` holds their copies: by default a dict, which drops none.
     """
@@ -93,14 +93,15 @@ class LoraSlots:
         self._widths = {
             names: tuple(matrix_shape(config, name)[1] for name in names) for names in SHARED_INPUT
         }
-        # Mutable state. On the device, never moved: addresses as [layer, 2, S, P],
-        # those of the unembedding as [2, S, 1], and rank and scale by slot. Here: which slot
-        # a version has, least recently used first, and the copies that the addresses are of.
+        # Mutable state. On the device, at constant addresses: the factors' addresses as [layer, 2,
+        # S, P], those of the unembedding as [2, S, 1], and rank and scale by slot. On the host: the
+        # slot of each version, least recently used first, and the copies.
         self._tables = {
             names: torch.zeros((layers, 2, slots, len(names)), dtype=torch.int64, device=device)
             for names in SHARED_INPUT
         }
-        # The same memory as pairs of [S, P], seen once: every view costs time in every layer.
+        # Views of the same memory as pairs of [S, P], made once: making one takes time in every
+        # layer.
         self._addresses = {
             names: [(factors[0], factors[1]) for factors in table.unbind()]
             for names, table in self._tables.items()
@@ -122,11 +123,11 @@ class LoraSlots:
     ) -> dict[str, int]:
         """Give every version a slot; one that has none takes the least recently used.
 
-        `find` gives the weights of a version, which never change; those without any get no slot.
-        They may lie anywhere.
+        `find` gives the weights of a version on any device; they never change. A version without
+        weights gets no slot.
         """
         wanted = dict.fromkeys(versions)
-        # First those that have one: asked for, they are not what makes room for the others.
+        # Touch those that have a slot first, so that they are not evicted for the others.
         missing = [version for version in wanted if not self._touch(version)]
         for version in missing:
             weights = find(version)
@@ -137,15 +138,15 @@ class LoraSlots:
         return {version: self._used[version].number for version in wanted}
 
     def _touch(self, version: str) -> bool:
-        """Note that a version is used; False when it has to be placed first."""
+        """Mark a version as recently used; False when it has no slot yet."""
         if version not in self._used or version not in self._copies:
             return False
-        self._copies[version]  # read, because the least recently read copy is dropped first
+        self._copies[version]  # a read: the least recently read copy is dropped first
         self._used.move_to_end(version)
         return True
 
     def forget(self, version: str) -> None:
-        """Free a version's slot; unknown ones are fine."""
+        """Free a version's slot; unknown versions are ignored."""
         slot = self._used.pop(version, None)
         if slot is not None:
             if version in self._copies:
@@ -160,7 +161,7 @@ class LoraSlots:
         return self._free.pop()
 
     def rank(self, versions: Sequence[str]) -> int:
-        """A bound for the ranks of these versions, a power of two."""
+        """An upper bound of the ranks of these versions, a power of two."""
         ranks = [self._used[version].rank for version in versions]
         return max(_SMALLEST_RANK, 1 << (max(ranks) - 1).bit_length()) if ranks else 0
 
@@ -223,6 +224,6 @@ class LoraSlots:
 
 
 def _address(weights: LoraWeights, layer: int | None, name: Matrix, factor: int) -> int:
-    """Where a factor lies; 0 when the adapter does not cover the matrix."""
+    """The address of a factor; 0 when the adapter does not cover the matrix."""
     pair = weights.pair(layer, name)
     return 0 if pair is None else pair[factor].data_ptr()

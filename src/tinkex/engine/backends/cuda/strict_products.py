@@ -1,7 +1,7 @@
-"""The products of a strict training pass on a CUDA device, with the bits that the sampler gets.
+"""The products of a strict training pass on a CUDA device, with the bits of the sampler's.
 
-Base weights are multiplied in fixed blocks of rows; adapters go through the kernels that also
-serve sampling. Only the forward pass is special: slopes are nobody else's business.
+Base weights are multiplied in fixed blocks of rows; adapters use the kernels of the sampler. Only
+the forward pass is special: gradients need not agree with anything in the sampler.
 
 Shapes: T tokens of a pass, C rows of a chunk, D hidden, V vocabulary, I inputs, Y outputs.
 """
@@ -48,7 +48,7 @@ class CudaProducts:
         self._tiles = self._tiles_between(0, segments[-1].stop)
 
     def base(self, linear: Linear, x_TI: Tensor) -> Tensor:
-        """Return x times the weight in fresh memory."""
+        """Return x times the weight in new memory."""
         return self._rows.linear(x_TI, linear.weight_OI, linear.bias_O)
 
     def add(self, layer: int, names: tuple[Projection, ...], x_TI: Tensor, y_TY: Tensor) -> None:

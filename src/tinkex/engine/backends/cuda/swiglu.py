@@ -3,8 +3,8 @@
 # arguments (num_warps) and takes plain numbers for constants, which its signature denies.
 """The gated activation between the MLP's projections, in one pass.
 
-Computed in float32 and rounded once. Both gradients are written side by side, so that a
-caller whose gate and up projections share one matrix multiplies them back in one product.
+Computed in float32 and rounded once. Both gradients are written to one buffer, so that the backward
+product with the joined gate and up projections needs no copy.
 
 Shapes: T tokens, M intermediate size.
 """
@@ -19,20 +19,21 @@ import triton.language as tl
 from torch import Tensor
 
 from tinkex.engine.backends.cuda.launcher import fast_launch
+from tinkex.engine.backends.cuda.norms import dense_rows
 
 COLUMNS = 1024
 """Columns of one program: four warps, 16 bytes of bf16 for each thread."""
 
 
 def swiglu(gate_TM: Tensor, up_TM: Tensor) -> Tensor:
-    """`silu(gate) * up`; rows may lie apart, the result is contiguous."""
+    """`silu(gate) * up`; rows may be strided, the result is contiguous."""
     y_TM: Tensor = _Swiglu.apply(gate_TM, up_TM)
     return y_TM
 
 
-def swiglu_slopes(gate_TM: Tensor, up_TM: Tensor, dy_TM: Tensor) -> Tensor:
+def swiglu_gradients(gate_TM: Tensor, up_TM: Tensor, dy_TM: Tensor) -> Tensor:
     """The gradient by the gate, then by the up projection, in one buffer [T, 2M]."""
-    gate_TM, up_TM, dy_TM = _dense_rows(gate_TM), _dense_rows(up_TM), _dense_rows(dy_TM)
+    gate_TM, up_TM, dy_TM = dense_rows(gate_TM), dense_rows(up_TM), dense_rows(dy_TM)
     tokens, width = gate_TM.shape
     both = torch.empty((tokens, 2 * width), dtype=gate_TM.dtype, device=gate_TM.device)
     _swiglu_backward[(tokens, triton.cdiv(width, COLUMNS))](
@@ -53,7 +54,7 @@ def swiglu_slopes(gate_TM: Tensor, up_TM: Tensor, dy_TM: Tensor) -> Tensor:
 class _Swiglu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate_TM: Tensor, up_TM: Tensor) -> Tensor:
-        gate_TM, up_TM = _dense_rows(gate_TM), _dense_rows(up_TM)
+        gate_TM, up_TM = dense_rows(gate_TM), dense_rows(up_TM)
         tokens, width = gate_TM.shape
         y_TM = torch.empty((tokens, width), dtype=gate_TM.dtype, device=gate_TM.device)
         _swiglu[(tokens, triton.cdiv(width, COLUMNS))](
@@ -72,12 +73,8 @@ class _Swiglu(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy_TM: Tensor) -> tuple[Tensor, Tensor]:
         gate_TM, up_TM = ctx.saved_tensors
-        both = swiglu_slopes(gate_TM, up_TM, dy_TM)
+        both = swiglu_gradients(gate_TM, up_TM, dy_TM)
         return both[:, : gate_TM.shape[1]], both[:, gate_TM.shape[1] :]
-
-
-def _dense_rows(x_TM: Tensor) -> Tensor:
-    return x_TM if x_TM.stride(-1) == 1 else x_TM.contiguous()
 
 
 @triton.jit
@@ -117,10 +114,10 @@ def _swiglu_backward(
     live = col < WIDTH
     gate_value = tl.load(gate + row * gate_stride + col, mask=live, other=0.0).to(tl.float32)
     up_value = tl.load(up + row * up_stride + col, mask=live, other=0.0).to(tl.float32)
-    slope = tl.load(dy + row * dy_stride + col, mask=live, other=0.0).to(tl.float32)
-    open_part = _sigmoid(gate_value)
-    silu = gate_value * open_part
-    dgate = slope * up_value * (open_part + silu * (1.0 - open_part))
+    dy_value = tl.load(dy + row * dy_stride + col, mask=live, other=0.0).to(tl.float32)
+    sigmoid = _sigmoid(gate_value)
+    silu = gate_value * sigmoid
+    dgate = dy_value * up_value * (sigmoid + silu * (1.0 - sigmoid))
     out = both + row * (2 * WIDTH) + col
     tl.store(out, dgate.to(both.dtype.element_ty), mask=live)
-    tl.store(out + WIDTH, (slope * silu).to(both.dtype.element_ty), mask=live)
+    tl.store(out + WIDTH, (dy_value * silu).to(both.dtype.element_ty), mask=live)

@@ -1,4 +1,4 @@
-"""The plain reference of every primitive; it runs on any device."""
+"""The reference implementation of every primitive, in plain PyTorch; it runs on any device."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from tinkex.engine.backends.torch.adamw import adamw
 from tinkex.engine.backends.torch.cross_entropy import cross_entropy, normalizers
 from tinkex.engine.backends.torch.layers import add_norm, rms_norm, rotated_heads, swiglu
 from tinkex.engine.backends.torch.linear import Linear
+from tinkex.engine.backends.torch.lora_products import expand_add_, shrink
 from tinkex.engine.backends.torch.pick import pick
-from tinkex.engine.backends.torch.thin import expand_add_, shrink
 
 __all__ = ["TORCH"]
 

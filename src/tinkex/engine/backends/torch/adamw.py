@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tinkex.types import AdamParams
 
 _BLOCK: Final = 2**17
-"""On a CPU so many parameters are updated at a time: what belongs to them stays in the cache."""
+"""Parameters updated at a time on a CPU, so that all their state stays in the cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ def adamw(
 ) -> float:
     """Write new parameters and moments; return the norm of the change.
 
-    `old` are parameters, gradient and both moments, `new` is room for parameters and moments.
+    `old` are parameters, gradient and both moments; `new` are outputs: parameters and moments.
     """
     size = _BLOCK if old[0].device.type == "cpu" else max(old[0].numel(), 1)
     blocks = zip(*(torch.split(vector_P, size) for vector_P in (*old, *new)), strict=True)
@@ -70,7 +70,7 @@ def _update(
     new_P.copy_(flat_P)
     first_P.copy_(old_first_P)
     second_P.copy_(old_second_P)
-    # torch's own update, one pass over everything; it works in place.
+    # torch's fused update, one pass over memory; it works in place.
     torch._fused_adamw_(  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage] -- the public way is an optimizer that owns its state
         [new_P],
         [gradient_P],

@@ -1,4 +1,4 @@
-"""From logits to log-probabilities: the one way in training, for prompts and while sampling.
+"""From logits to log-probabilities, for training, prompts and sampling.
 
 Shapes: R rows, C rows of a chunk, B rows of a rectangle, V vocabulary, K targets of a row,
 M targets of all rows.
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 _SHARED: Final = 32_768
-"""From so many numbers on torch shares a sum between threads."""
+"""torch splits a sum of this many elements or more between threads."""
 
 
 def exponentials_(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
@@ -37,7 +37,7 @@ def row_sums(weights_RV: Tensor) -> Tensor:
     """The sum of each row, [R, 1]."""
     if weights_RV.shape[0] > 1 or weights_RV.shape[1] < _SHARED:
         return weights_RV.sum(1, keepdim=True)
-    # A lone long row would be cut between threads and its parts added up in another order.
+    # A single long row would be split between threads, which changes the order of its sum.
     return weights_RV.expand(2, -1).sum(1, keepdim=True)[:1]
 
 
@@ -55,7 +55,7 @@ def cross_entropy(
 ) -> tuple[list[Tensor], Tensor | None]:
     """Log-probabilities of the chosen tokens and, given the gradient by them, that by the logits.
 
-    The logits' memory may be used for the answer.
+    The result may overwrite the logits.
     """
     found = [logits_CV[part.start : part.stop].gather(1, part.filled(ids_M)) for part in parts]
     # From here on the logits' memory holds exp(logit - largest), then the gradient.

@@ -1,8 +1,8 @@
 """The pieces every family shares: norm, rotary positions, gated MLP activation.
 
 Norms and rotations are computed in float32 or better and rounded once, whatever the weights'
-dtype. Gradients are written out by hand: they keep less and pass over memory less often than
-those that autograd puts together. They flow to the activations alone, for weights are frozen.
+dtype. Each has an autograd function of its own: it saves fewer tensors and reads memory less often
+than what autograd would derive. Gradients exist for activations only, because weights are frozen.
 
 Shapes: T tokens, D hidden, N heads of either kind, d head size, F = d/2 frequencies,
 Y = N*d, M intermediate size.
@@ -43,7 +43,7 @@ def _exact(x: Tensor) -> Tensor:
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The result, and what each row was multiplied with."""
+    """The result, and the scale of each row."""
     exact = _exact(x)
     scale = exact.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
     return (exact * scale).to(x.dtype).mul_(weight), scale
@@ -57,11 +57,11 @@ class _RmsNorm(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
         x, weight, scale = ctx.saved_tensors
         exact = _exact(x)
-        # By the normalised row first; what points along the row does not change its norm.
-        dx = _exact(slopes[0]) * weight
+        # The gradient by the normalised row, less its projection onto the row.
+        dx = _exact(grad_outputs[0]) * weight
         along = (dx * exact).mean(-1, keepdim=True).mul_(scale).mul_(scale)
         return dx.sub_(exact * along).mul_(scale).to(x.dtype), None, None
 
@@ -91,7 +91,9 @@ def rotated_heads(
     if norms_2d is not None:
         q_THd = rms_norm(q_THd, norms_2d[0], eps)
         k_TGd = rms_norm(k_TGd, norms_2d[1], eps)
-    elif not _differentiates(q_TX) and (joined_TNd := side_by_side((q_THd, k_TGd))) is not None:
+    elif (
+        not _differentiates(q_TX) and (joined_TNd := concatenated_view((q_THd, k_TGd))) is not None
+    ):
         both = rotation(joined_TNd).split_with_sizes((q_THd.shape[1], k_TGd.shape[1]), dim=1)
         return both[0], both[1]
     return rotation(q_THd), rotation(k_TGd)
@@ -109,9 +111,9 @@ def _swiglu(gate_TM: Tensor, up_TM: Tensor) -> Tensor:
     if gate_TM.device.type != "cpu":
         return F.silu(gate_TM).mul_(up_TM)
     if width % SILU_STEP:
-        # exp has the same bits everywhere.
+        # exp gives the same bits at every offset; silu does not.
         return torch.div(gate_TM, torch.neg(gate_TM).exp_().add_(1.0)).mul_(up_TM)
-    if tokens * width < SILU_ALONE:  # one thread takes them
+    if tokens * width < SILU_ALONE:  # computed by one thread
         return F.silu(gate_TM).mul_(up_TM)
     y_TM = torch.empty(gate_TM.shape, dtype=gate_TM.dtype)
     for rows in _whole_steps(tokens, width, torch.get_num_threads()):
@@ -120,17 +122,17 @@ def _swiglu(gate_TM: Tensor, up_TM: Tensor) -> Tensor:
 
 
 SILU_STEP: Final = 32
-"""Rows of a multiple of so many numbers: see `_whole_steps`."""
+"""The vector width of torch's silu on a CPU: see `_whole_steps`."""
 SILU_ALONE: Final = 32_768
-"""From so many numbers on torch shares them between threads."""
+"""torch splits a tensor of this many elements or more between threads."""
 
 
 def _whole_steps(tokens: int, width: int, threads: int) -> Iterator[slice]:
     """Rows for which torch's silu gives every number the same bits.
 
-    It takes `SILU_STEP` numbers at a time, and what is left at the end of a thread's share
-    in another way. A thread's share is a whole number of rows here: either there are enough
-    for all threads and as many for each, or so few that one thread takes them.
+    It processes `SILU_STEP` elements at a time, and the remainder of a thread's share with other
+    code. Here every thread's share is a whole number of rows: either all threads get the same
+    number of rows, or there are so few that one thread computes them.
     """
     start = tokens - tokens % threads
     if threads == 1 or start * width < SILU_ALONE * threads:
@@ -149,10 +151,10 @@ class _Swiglu(torch.autograd.Function):
         return _swiglu(gate_TM, up_TM)
 
     @staticmethod
-    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor, Tensor]:
-        (dy_TM,), (gate_TM, up_TM) = slopes, ctx.saved_tensors
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor]:
+        (dy_TM,), (gate_TM, up_TM) = grad_outputs, ctx.saved_tensors
         tokens, width = dy_TM.shape
-        # Side by side, as the projections' joined weight wants them.
+        # One buffer: the backward product with the joined weight needs no copy.
         dgate_TM, dup_TM = dy_TM.new_empty(tokens, 2 * width).chunk(2, dim=1)
         torch.mul(F.silu(gate_TM), dy_TM, out=dup_TM)
         torch.mul(dy_TM, up_TM, out=dgate_TM)
@@ -169,7 +171,7 @@ class Rotation:
 
     @cached_property
     def _factors_T1d(self) -> tuple[Tensor, Tensor, Tensor]:
-        """What a head is multiplied with, and its swapped halves: forth, then back."""
+        """Factors of a head, of its swapped halves, and of those for the inverse rotation."""
         cos, sin = self.cos_T1F, self.sin_T1F
         forth = torch.cat((-sin, sin), dim=-1)
         return torch.cat((cos, cos), dim=-1), forth, -forth
@@ -178,10 +180,10 @@ class Rotation:
         """Rotate each head's first half against its second."""
         if _differentiates(x_TNd):
             return cast("Tensor", _Rotate.apply(x_TNd, self))  # pyright: ignore[reportUnknownMemberType] -- torch's own stub
-        return self.turned(x_TNd)
+        return self.rotated(x_TNd)
 
-    def turned(self, x_TNd: Tensor, *, back: bool = False) -> Tensor:
-        """The rotated heads outside autograd; `back` turns the other way."""
+    def rotated(self, x_TNd: Tensor, *, back: bool = False) -> Tensor:
+        """The rotated heads outside autograd; `back` applies the inverse rotation."""
         own_T1d, forth_T1d, back_T1d = self._factors_T1d
         exact_TNd = _exact(x_TNd)
         swapped_TNd = exact_TNd.roll(own_T1d.shape[-1] // 2, -1)
@@ -193,11 +195,11 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TNd: Tensor, rotation: Rotation) -> Tensor:
         ctx.rotation = rotation
-        return rotation.turned(x_TNd)
+        return rotation.rotated(x_TNd)
 
     @staticmethod
-    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor, None]:
-        return ctx.rotation.turned(slopes[0], back=True), None
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        return ctx.rotation.rotated(grad_outputs[0], back=True), None
 
 
 def rotation(positions_T: Tensor, frequencies_F: Tensor) -> Rotation:
@@ -205,9 +207,9 @@ def rotation(positions_T: Tensor, frequencies_F: Tensor) -> Rotation:
     if positions_T.device.type != "cpu":
         angles_T1F = (positions_T.float()[:, None] * frequencies_F)[:, None, :]
         return Rotation(angles_T1F.cos(), angles_T1F.sin())
-    # Where torch has no MKL, a large angle changes how the others of its vector are computed. So
-    # a vector must not hold angles of two tokens: rows are filled up to whole ones, and a single
-    # thread takes all rows, for several would begin within one.
+    # Without MKL, a large angle changes how the other elements of its SIMD vector are computed. So
+    # no vector may hold angles of two tokens: rows are padded to whole vectors, and one thread
+    # computes all rows, because several would split a row between them.
     count = frequencies_F.shape[0]
     filled = F.pad(frequencies_F, (0, -count % _ANGLES_STEP))
     angles_T1F = (positions_T.float()[:, None] * filled)[:, None, :]
@@ -217,7 +219,7 @@ def rotation(positions_T: Tensor, frequencies_F: Tensor) -> Rotation:
 
 
 _ANGLES_STEP: Final = 16
-"""Numbers in the longest vector of any processor that torch knows."""
+"""Elements of the longest SIMD vector that torch uses."""
 
 
 def rope_frequencies(config: DecoderConfig) -> Tensor:
@@ -235,7 +237,7 @@ def rope_frequencies(config: DecoderConfig) -> Tensor:
 
 
 def _llama3(plain_F: Tensor, scaling: RopeScaling) -> Tensor:
-    # How often each wave fits into the context of pre-training decides how much it is stretched.
+    # The number of periods within the pre-training context decides how much a frequency is scaled.
     waves_F = scaling.original_max_context * plain_F / (2 * math.pi)
     span = scaling.high_freq_factor - scaling.low_freq_factor
     keep_F = ((waves_F - scaling.low_freq_factor) / span).clamp(0.0, 1.0)
@@ -244,7 +246,7 @@ def _llama3(plain_F: Tensor, scaling: RopeScaling) -> Tensor:
 
 @contextmanager
 def on_threads(count: int) -> Generator[None]:
-    """Compute what this thread asks for on so many threads."""
+    """Set the number of torch's intra-op threads within the block."""
     usual = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -253,8 +255,8 @@ def on_threads(count: int) -> Generator[None]:
         torch.set_num_threads(usual)
 
 
-def side_by_side(parts: Sequence[Tensor]) -> Tensor | None:
-    """The parts as one tensor along their second dimension, or None where they lie otherwise."""
+def concatenated_view(parts: Sequence[Tensor]) -> Tensor | None:
+    """The parts as one view along dimension 1, or None where they are not adjacent in memory."""
     first = parts[0]
     memory, strides, start = _memory(first), first.stride(), first.storage_offset()
     for part in parts:
@@ -266,6 +268,6 @@ def side_by_side(parts: Sequence[Tensor]) -> Tensor | None:
 
 
 def _memory(part: Tensor) -> int:
-    """Where the memory begins that the tensor is a part of."""
-    # Asking the tensor for its storage takes several times as long.
+    """The address of the tensor's storage."""
+    # `untyped_storage()` takes several times as long.
     return part.data_ptr() - int(part.storage_offset()) * part.itemsize

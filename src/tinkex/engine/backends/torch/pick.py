@@ -1,7 +1,7 @@
 """From logits to tokens and log-probabilities.
 
-Random numbers are Philox4x32-10 of (seed, sample, position): a draw depends on nothing that
-ran before it or runs beside it. Log-probabilities are the model's own, at temperature 1 and
+Random numbers are Philox4x32-10 of (seed, sample, position), so a draw does not depend on other
+draws or on the batch. Log-probabilities are the model's own, at temperature 1 and
 before top-k and top-p, whatever the token was drawn with.
 
 Shapes: B rows, V vocabulary, K best tokens or draws of a row, C blocks of W tokens.
@@ -31,11 +31,11 @@ _SHIFT = np.uint64(32)
 _MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
 _WEYL = (np.uint64(0x9E3779B9), np.uint64(0xBB67AE85))
 _ROUNDS = 10
-# Below this a temperature and its reciprocal are no float32; the draw is greedy long before.
+# float32 cannot represent the reciprocal of a lower temperature; such draws are greedy anyway.
 _COLDEST = 1e-30
 _CANDIDATES = 1024
 _BLOCK = 256
-# A vocabulary of up to as many tokens is added up in one go on a CPU.
+# The largest vocabulary whose cumulative sum is computed in one call on a CPU.
 _FEW_TOKENS = 4096
 
 
@@ -96,10 +96,12 @@ def best(logits_BV: Tensor, lse_B: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return ids_BK, values_BK - lse_B[:, None]
 
 
-def draw_plainly(logits_BV: Tensor, uniforms: Sequence[float]) -> tuple[list[int], list[float]]:
-    """One token per row at temperature 1, nothing ruled out, and its log-probability; on a CPU.
+def sample_at_temperature_one(
+    logits_BV: Tensor, uniforms: Sequence[float]
+) -> tuple[list[int], list[float]]:
+    """One token per row at temperature 1 without filters, and its log-probability; on a CPU.
 
-    The bits of `pick` and `normalizers`, in fewer and shorter calls.
+    Has the bits of `pick` and `normalizers`, in fewer and shorter calls.
     """
     logits = logits_BV.numpy()
     if len(logits) == 1 and logits.shape[1] <= _FEW_TOKENS:
@@ -119,7 +121,7 @@ def draw_plainly(logits_BV: Tensor, uniforms: Sequence[float]) -> tuple[list[int
 
 
 def _draw_one(logits_1V: NDArray[np.float32], uniform: float) -> tuple[list[int], list[float]]:
-    """The same for a single row of a small vocabulary: plain numbers take less time than arrays."""
+    """The same for one row of a small vocabulary; scalars are faster than arrays here."""
     largest = logits_1V.max()
     weights_1V = torch.from_numpy(logits_1V - largest).exp_()  # pyright: ignore[reportUnknownMemberType] -- torch's own stub
     lse = largest + row_sums(weights_1V).log_().numpy()[0, 0]
@@ -163,7 +165,7 @@ def scaled(logits_BV: Tensor, temperatures: Sequence[float]) -> Tensor:
 
 
 def invert(scaled_BV: Tensor, uniforms_BK: Tensor) -> Tensor:
-    """Token ids [B, K] at the given places of each row's cumulative distribution.
+    """Token ids [B, K] at the given quantiles of each row's cumulative distribution.
 
     `scaled_BV` are logits whose largest is 0, minus infinity where a token is ruled out.
     """
@@ -173,8 +175,8 @@ def invert(scaled_BV: Tensor, uniforms_BK: Tensor) -> Tensor:
 def _inverted(weights_BV: Tensor, uniforms_BK: Tensor) -> Tensor:
     if weights_BV.shape[1] <= _FEW_TOKENS and weights_BV.device.type == "cpu":
         return torch.from_numpy(_inverted_few(weights_BV, uniforms_BK.numpy()))  # pyright: ignore[reportUnknownMemberType] -- torch's own stub
-    # Adding up a whole vocabulary one by one takes longer than all the rest: first the block
-    # is found, then the token in it.
+    # A cumulative sum over the whole vocabulary would take longest: find the block first, then
+    # the token within it.
     if missing := -weights_BV.shape[1] % _BLOCK:
         weights_BV = F.pad(weights_BV, (0, missing))
     weights_BCW = weights_BV.view(len(weights_BV), -1, _BLOCK)
@@ -192,42 +194,42 @@ def _inverted(weights_BV: Tensor, uniforms_BK: Tensor) -> Tensor:
 
 
 def _inverted_few(weights_BV: Tensor, uniforms_BK: NDArray[np.float64]) -> NDArray[np.int64]:
-    """The same for a small vocabulary; numpy's calls take less time than torch's."""
+    """The same for a small vocabulary; numpy's calls are faster than torch's here."""
     ends_BV = weights_BV.cumsum(-1, dtype=torch.float64).numpy()
     totals_B1 = ends_BV[:, -1:]
     targets_BK = np.minimum(uniforms_BK * totals_B1, np.nextafter(totals_B1, 0.0))  # see `_below`
     found_BK = np.empty(uniforms_BK.shape, np.int64)
     for row, ends_V in enumerate(ends_BV):
         found_BK[row] = ends_V.searchsorted(targets_BK[row], "right")
-    # What is no number lies beyond the last token.
+    # NaN sorts beyond the last token.
     return np.minimum(found_BK, weights_BV.shape[1] - 1)
 
 
 def _below(targets: Tensor, totals: Tensor) -> Tensor:
-    """The first token whose sum exceeds its target has a probability above 0.
+    """Targets strictly below the totals.
 
-    Rounding must not bring the target to the total itself, where there is no such token.
+    Rounding can make a target equal to the total, which no cumulative sum exceeds.
     """
     return torch.minimum(targets, torch.nextafter(totals, torch.zeros_like(totals)))
 
 
 def _filter(scaled_BV: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """Rule out what top-k leaves out, then what top-p leaves out of the rest.
+    """Mask the tokens outside top-k, then those outside top-p of the rest.
 
-    Of equally likely tokens at an edge the lower ids stay, on every device.
+    Of equally likely tokens at the boundary those with lower ids stay, on every device.
     """
     size, device = scaled_BV.shape[-1], scaled_BV.device
     top_k = [min(draw.top_k, size) if draw.top_k > 0 else size for draw in draws]
     top_k_B1 = torch.tensor([[k] for k in top_k], device=device)
     top_p_B1 = torch.tensor([[d.top_p] for d in draws], dtype=torch.float64, device=device)
-    # Sorting a whole vocabulary is slow and rarely needed: the likeliest tokens settle it.
+    # Sorting the whole vocabulary is slow and rarely needed: the likeliest tokens are enough.
     width = min(size, max(_CANDIDATES, *(k for k in top_k if k < size), 1))
     kept = _kept(scaled_BV, width, top_k_B1, top_p_B1)
     if kept is None:
         kept = _kept(scaled_BV, size, top_k_B1, top_p_B1)
         assert kept is not None
     count_B1, edge_B1 = kept
-    # Values are compared, not places in a sorted list, whose order among equals may vary.
+    # Compares values, not ranks: the order of equal values in a sorted list may vary.
     stays_BV = scaled_BV >= edge_B1
     if bool((stays_BV.sum(-1, keepdim=True) > count_B1).any()):
         above_BV = scaled_BV > edge_B1
@@ -242,7 +244,7 @@ def _kept(
 ) -> tuple[Tensor, Tensor] | None:
     """How many tokens stay in each row and the value of the last of them.
 
-    Looks at the `width` likeliest; None when they do not settle it.
+    Looks at the `width` likeliest tokens; None when these are not enough.
     """
     size = scaled_BV.shape[-1]
     sorted_BW = torch.topk(scaled_BV, width, dim=-1).values

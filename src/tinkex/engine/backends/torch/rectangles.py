@@ -1,9 +1,9 @@
-"""The targets of some rows as a rectangle, which is what a gather and a scatter take.
+"""The targets of some rows as a rectangle, the shape that a gather and a scatter need.
 
-Rows with fewer targets than the widest are filled up with token 0 at slope 0, which adds nothing.
-Two operations never share a rectangle, except where every row has one target: a sum over a wider
-row adds up in another order, and nobody's bits may depend on who is in the batch. Rectangles are
-also bounded, since a row can have as many targets as the vocabulary has tokens.
+Rows with fewer targets than the widest are padded with token 0 at gradient 0, which adds nothing.
+Two operations share a rectangle only where every row has one target: the width of a row decides the
+order of its sum, and an operation's bits must not depend on the rest of the batch. Rectangles are
+bounded, because a row can have as many targets as the vocabulary has tokens.
 
 Shapes: B rows of a rectangle, K targets of its widest row, M targets of all rows.
 """
@@ -38,7 +38,7 @@ class Rectangle:
             self._places_M = cells_BK.flatten().nonzero()[:, 0]
 
     def filled(self, values_M: Tensor) -> Tensor:
-        """Its own of these values, which there are one per target of all rows."""
+        """This rectangle's part of the values, of which there is one per target of all rows."""
         own = values_M[self.first : self.last]
         if self._places_M is None:
             return own.view(self._shape)
@@ -48,7 +48,7 @@ class Rectangle:
         return cells.view(self._shape)
 
     def flat(self, values_BK: Tensor) -> Tensor:
-        """The other way: values of its targets, one after the other."""
+        """The inverse of `filled`: the values of its targets, concatenated."""
         cells = values_BK.flatten()
         return cells if self._places_M is None else cells[self._places_M.to(cells.device)]
 
@@ -63,7 +63,7 @@ def rectangles(
     if min(counts) == max(counts) == 1:
         pieces = [(pieces[0][0], pieces[-1][1])]
     for start, stop in pieces:
-        # By the piece's own widest row, so that it is cut the same way in any company.
+        # By the piece's own widest row, so that its cuts do not depend on the other pieces.
         rows = max(cells // max(max(counts[start:stop]), 1), 1)
         for row in range(start, stop, rows):
             own = counts[row : min(row + rows, stop)]

@@ -1,8 +1,8 @@
-"""Tries on this machine whether a row has the same bits whatever the other rows are.
+"""Tries on this machine whether a product is batch-invariant.
 
 Libraries choose a kernel by the processor, the shapes and the number of threads, and do not promise
-an order of summation. A way to multiply is therefore tried before it is used: random rows are
-multiplied all at once, and again in parts of various sizes and positions.
+an order of summation. So a product is tried before it is used: random rows are multiplied all at
+once, and again in parts of various sizes and positions.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 _FEWEST_ROWS: Final = 24
 _MOST_ROWS: Final = 512
 _MULTIPLICATIONS: Final = 2**26
-"""What multiplying all rows may take beyond `_FEWEST_ROWS`: some milliseconds."""
+"""Multiplications of a trial with more than `_FEWEST_ROWS`: some milliseconds."""
 _NUMBERS: Final = 2**17
-"""What all rows may hold beyond `_FEWEST_ROWS`: half a megabyte, which needs no budget."""
+"""Elements of a trial with more than `_FEWEST_ROWS`: half a megabyte."""
 _SIZES: Final = (4, 5, 8, 13, 16, 31, 60, 129, 260, 500)
-"""Rows of a part. Libraries choose by powers of two, so these lie on and around some."""
+"""Rows of a part: powers of two and their neighbours, because libraries choose by those."""
 _STARTS: Final = (0, 1, 6, 11, 19)
-"""Where parts begin; others are at the end. Every place within a block of 16 rows is compared."""
+"""First rows of parts; others are at the end. Every offset within a block of 16 rows occurs."""
 
 
 def trial_rows(outputs: int, inputs: int) -> int:
@@ -37,14 +37,14 @@ def trial_rows(outputs: int, inputs: int) -> int:
 
 
 def random_rows(count: int, width: int, seed: int = 0) -> Tensor:
-    """Float32 numbers that do not touch torch's own generator."""
+    """Float32 numbers; torch's default generator is not used."""
     return torch.randn(count, width, generator=torch.Generator().manual_seed(seed))
 
 
 def rows_agree(compute: Callable[[slice], Tensor], count: int, step: int = 1) -> bool:
     """Whether each of `count` rows has the same bits in every part that is computed.
 
-    Parts have whole steps of rows, and at least four of them.
+    Parts are multiples of `step` rows, and at least four rows.
     """
     with torch.no_grad():
         whole = compute(slice(0, count))
@@ -52,7 +52,7 @@ def rows_agree(compute: Callable[[slice], Tensor], count: int, step: int = 1) ->
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Not a number is the same as itself here."""
+    """Bitwise equality, also of NaN."""
     return torch.equal(one.view(torch.int32), other.view(torch.int32))
 
 

@@ -1,4 +1,4 @@
-"""What a database says when it cannot keep something, as a `StorageError`."""
+"""Errors of a database as a `StorageError` with advice."""
 
 from __future__ import annotations
 

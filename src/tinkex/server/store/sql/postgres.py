@@ -88,7 +88,7 @@ class Postgres:
         return None if status == "in progress" else status == "committed"
 
     def finish(self, connection: Connection) -> None:
-        """Nothing: the server looks after its files."""
+        """Nothing to do: the server maintains its files."""
 
     def unlock(self) -> None:
         """The connection that held the lock is gone."""

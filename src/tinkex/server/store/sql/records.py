@@ -32,7 +32,7 @@ R = TypeVar("R")
 
 
 def insert_for(dialect: str, table: Table) -> postgresql.Insert | sqlite.Insert:
-    """An insert that can say what happens when the row is there already."""
+    """An insert with `ON CONFLICT`, which SQLAlchemy has per dialect."""
     return postgresql.insert(table) if dialect == "postgresql" else sqlite.insert(table)
 
 

@@ -106,7 +106,7 @@ def parse(url: str | Path) -> URL:
 
 
 def bring_up(connection: Connection, place: str) -> None:
-    """Give the database today's schema, or say why that cannot be."""
+    """Bring the database to today's schema, or raise why that is impossible."""
     if connection.dialect.name == "postgresql":
         # Of two programs that open a new database, one waits.
         connection.execute(text("SELECT pg_advisory_xact_lock(1953918571, 0)"))

@@ -1,4 +1,4 @@
-"""The attention slopes against float64 autograd of plain attention, and against each other.
+"""The attention gradients against float64 autograd of plain attention, and against each other.
 
 Shapes: T tokens, N tokens of one sequence, H heads, G key/value heads, d head size.
 """
@@ -20,26 +20,26 @@ from tinkex.errors import InputError
 pytestmark = pytest.mark.usefixtures("poisoned")
 
 SMALL = BackwardTiles(Tiles(16, 32, 4, 2), Tiles(16, 16, 4, 2))
-Slopes = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Case:
-    """Sequences with their queries, keys, values and the slopes of their attention."""
+    """Sequences with their queries, keys, values and the gradients of their attention."""
 
     q: list[torch.Tensor]
     k: list[torch.Tensor]
     v: list[torch.Tensor]
     do: list[torch.Tensor]
 
-    def slopes(
+    def gradients(
         self,
         sequences: list[int] | None = None,
         *,
         tiles: BackwardTiles | None = SMALL,
         scale: float | None = None,
         longest: int | None = None,
-    ) -> Slopes:
+    ) -> Gradients:
         """What the kernels say of these sequences laid end to end."""
         chosen = range(len(self.q)) if sequences is None else sequences
         q_THd, k_TGd, v_TGd, do_THd = (
@@ -53,7 +53,7 @@ class Case:
             *(do_THd, q_THd, k_TGd, v_TGd, o_THd, lse_HT, cu, longest), scale=scale, tiles=tiles
         )
 
-    def expected(self, scale: float | None = None) -> Slopes:
+    def expected(self, scale: float | None = None) -> Gradients:
         """What autograd says, in float64 on the CPU."""
         found = [
             reference(*sequence, scale)
@@ -69,7 +69,7 @@ def reference(
     v_NGd: torch.Tensor,
     do_NHd: torch.Tensor,
     scale: float | None,
-) -> Slopes:
+) -> Gradients:
     q_NHd, k_NGd, v_NGd = (x.cpu().double().requires_grad_() for x in (q_NHd, k_NGd, v_NGd))
     length, heads, dim = q_NHd.shape
     group = heads // k_NGd.shape[1]
@@ -99,7 +99,7 @@ def make(
     return Case(normal(heads[0]), normal(heads[1]), normal(heads[1]), normal(heads[0]))
 
 
-def assert_near(got: Slopes, expected: Slopes, tolerance: float) -> None:
+def assert_near(got: Gradients, expected: Gradients, tolerance: float) -> None:
     for name, found, wanted in zip("qkv", got, expected, strict=True):
         torch.testing.assert_close(
             found.cpu().double(),
@@ -113,44 +113,44 @@ def assert_near(got: Slopes, expected: Slopes, tolerance: float) -> None:
 @pytest.mark.parametrize(
     ("heads", "dim"), [((2, 2), 16), ((4, 2), 64), ((3, 1), 80), ((4, 1), 128), ((20, 1), 16)]
 )
-def test_slopes_equal_those_of_plain_attention(
+def test_gradients_equal_those_of_plain_attention(
     device: str, heads: tuple[int, int], dim: int
 ) -> None:
     case = make(device, [1, 32, 45], heads, dim)
-    assert_near(case.slopes(), case.expected(), 2e-5)
+    assert_near(case.gradients(), case.expected(), 2e-5)
 
 
 @pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 97])
 def test_every_length_is_walked_to_its_end(device: str, length: int) -> None:
     case = make(device, [length], (2, 1), 16)
-    assert_near(case.slopes(), case.expected(), 2e-5)
+    assert_near(case.gradients(), case.expected(), 2e-5)
 
 
 @pytest.mark.parametrize(
     ("rows", "keys"), [((16, 16), (16, 16)), ((64, 16), (16, 64)), ((32, 64), (64, 16))]
 )
-def test_any_tiles_give_the_slopes(
+def test_any_tiles_give_the_gradients(
     device: str, rows: tuple[int, int], keys: tuple[int, int]
 ) -> None:
     case = make(device, [70, 21], (6, 2), 16)
     tiles = BackwardTiles(Tiles(rows[0], keys[0], 4, 2), Tiles(rows[1], keys[1], 4, 2))
-    assert_near(case.slopes(tiles=tiles), case.expected(), 2e-5)
+    assert_near(case.gradients(tiles=tiles), case.expected(), 2e-5)
 
 
 @pytest.mark.parametrize("dim", [64, 128])
-def test_sixteen_bits_equal_plain_slopes_to_their_precision(device: str, dim: int) -> None:
+def test_sixteen_bits_equal_plain_gradients_to_their_precision(device: str, dim: int) -> None:
     # The interpreter multiplies the bit patterns of bfloat16 (triton issue 11584).
     dtype = torch.bfloat16 if device == "cuda" else torch.float16
     case = make(device, [9, 140], (4, 2), dim, dtype)
-    got = case.slopes(tiles=None)
+    got = case.gradients(tiles=None)
     assert all(x.dtype == dtype for x in got)
-    # Weights and their slopes are rounded once each, as are results and the output they use.
+    # Weights and their gradients are rounded once each, as are results and the output they use.
     assert_near(got, case.expected(), 8 * torch.finfo(dtype).eps)
 
 
 def test_a_scale_of_ones_own_is_used(device: str) -> None:
     case = make(device, [20], (2, 1), 16)
-    assert_near(case.slopes(scale=0.7), case.expected(0.7), 2e-5)
+    assert_near(case.gradients(scale=0.7), case.expected(0.7), 2e-5)
 
 
 def test_strided_rows_give_the_same_bits_as_dense_ones(device: str) -> None:
@@ -171,10 +171,10 @@ def test_strided_rows_give_the_same_bits_as_dense_ones(device: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_rows_at_odd_addresses_give_the_slopes(device: str, dtype: torch.dtype) -> None:
+def test_rows_at_odd_addresses_give_the_gradients(device: str, dtype: torch.dtype) -> None:
     """Heads of 21 numbers start wherever; descriptors could not show them."""
     case = make(device, [9, 20], (2, 1), 21, dtype)
-    assert_near(case.slopes(), case.expected(), max(2e-5, 8 * torch.finfo(dtype).eps))
+    assert_near(case.gradients(), case.expected(), max(2e-5, 8 * torch.finfo(dtype).eps))
 
 
 @pytest.mark.parametrize("heads", [(2, 2), (3, 1), (4, 2)])
@@ -182,9 +182,9 @@ def test_a_sequence_has_the_same_bits_alone_and_beside_others(
     device: str, heads: tuple[int, int]
 ) -> None:
     case = make(device, [5, 45, 17], heads, 16)
-    together = case.slopes()
-    assert all(torch.equal(a, b) for a, b in zip(together, case.slopes(), strict=True))
-    alone = case.slopes([1], longest=90)
+    together = case.gradients()
+    assert all(torch.equal(a, b) for a, b in zip(together, case.gradients(), strict=True))
+    alone = case.gradients([1], longest=90)
     assert all(torch.equal(a[5:50], b) for a, b in zip(together, alone, strict=True))
 
 
@@ -197,7 +197,7 @@ def test_what_is_not_finite_stays_in_its_sequence(device: str) -> None:
             for x in ("q", "k", "v", "do")
         },
     )
-    for tame, beside in zip(case.slopes(), wild.slopes(), strict=True):
+    for tame, beside in zip(case.gradients(), wild.gradients(), strict=True):
         assert torch.equal(tame[:5], beside[:5])
         assert torch.equal(tame[45:], beside[45:])
         assert beside[5:45].isnan().all()
@@ -206,7 +206,7 @@ def test_what_is_not_finite_stays_in_its_sequence(device: str) -> None:
 def test_large_scores_do_not_overflow(device: str) -> None:
     case = make(device, [40], (2, 1), 16)
     loud = replace(case, q=[case.q[0] * 300])
-    assert all(x.isfinite().all() for x in loud.slopes())
+    assert all(x.isfinite().all() for x in loud.gradients())
 
 
 def test_bad_arguments_are_refused_by_name(device: str) -> None:
@@ -217,12 +217,12 @@ def test_bad_arguments_are_refused_by_name(device: str) -> None:
     with pytest.raises(InputError, match="3 heads cannot share 2 key heads"):
         packed_attention_backward(do, q[:, :3], k, v, q, lse, cu, 20)
     with pytest.raises(InputError, match="tiles: must have 16 rows or more"):
-        case.slopes(tiles=replace(SMALL, queries=Tiles(8, 16, 4, 2)))
+        case.gradients(tiles=replace(SMALL, queries=Tiles(8, 16, 4, 2)))
     with pytest.raises(InputError, match=r"v_TGd: is \[20, 1, 16\], not \[20, 2, 16\]"):
         packed_attention_backward(do, q, k, v[:, :1], q, lse, cu, 20)
-    with pytest.raises(InputError, match="do_THd: the numbers of a head must lie side by side"):
+    with pytest.raises(InputError, match="do_THd: heads must be contiguous"):
         packed_attention_backward(do[:, :, :1].expand(-1, -1, 16), q, k, v, q, lse, cu, 20)
-    with pytest.raises(InputError, match="lse_HT: must hold a number per head and token"):
+    with pytest.raises(InputError, match="lse_HT: must hold one value per head and token"):
         packed_attention_backward(do, q, k, v, q, lse.T, cu, 20)
     wide = torch.zeros(20, 2, 320, device=device)
     with pytest.raises(InputError, match="heads of 320 numbers"):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tinkex.engine.backends.cuda.cross_entropy import PART, dlogits, logprobs
+from tinkex.engine.backends.cuda.cross_entropy import PART, dlogits_into, logprobs
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -25,13 +25,21 @@ def made_ids(seed: int, rows: int, targets: int, vocabulary: int, device: str) -
     return torch.randint(0, vocabulary, (rows, targets), generator=generator).to(device)
 
 
+def dlogits(
+    logits: Tensor, lse: Tensor, ids: Tensor, gradient: Tensor, dtype: torch.dtype = torch.bfloat16
+) -> Tensor:
+    out = logits if dtype == logits.dtype else torch.empty_like(logits, dtype=dtype)
+    dlogits_into(logits, lse, ids, gradient, out)
+    return out
+
+
 def exact(logits: Tensor, ids: Tensor) -> Tensor:
     return logits.double().log_softmax(1).gather(1, ids)
 
 
-def exact_slope(logits: Tensor, ids: Tensor, slope: Tensor) -> Tensor:
+def exact_gradient(logits: Tensor, ids: Tensor, gradient: Tensor) -> Tensor:
     wide = logits.double().requires_grad_()
-    (found,) = torch.autograd.grad(exact(wide, ids), wide, slope.double())
+    (found,) = torch.autograd.grad(exact(wide, ids), wide, gradient.double())
     return found
 
 
@@ -82,10 +90,10 @@ def test_impossible_tokens_are_left_out_of_the_sum(device: str) -> None:
     ids = torch.tensor([[0, 300], [699, 50]], device=device)
     found, lse = logprobs(logits, ids, part=128)
     torch.testing.assert_close(found.double(), exact(logits, ids), rtol=2e-6, atol=2e-6)
-    slope = torch.tensor([[1.0, 0.0], [1.0, 1.0]], device=device)
-    expected = exact_slope(logits, ids, slope)
+    gradient = torch.tensor([[1.0, 0.0], [1.0, 1.0]], device=device)
+    expected = exact_gradient(logits, ids, gradient)
     torch.testing.assert_close(
-        dlogits(logits, lse, ids, slope, torch.float32).double(), expected, rtol=1e-5, atol=1e-6
+        dlogits(logits, lse, ids, gradient, torch.float32).double(), expected, rtol=1e-5, atol=1e-6
     )
 
 
@@ -103,10 +111,10 @@ def test_rows_may_lie_apart(device: str) -> None:
     ids = made_ids(9, 4, 2, 500, device)
     found, lse = logprobs(logits, ids, part=256)
     torch.testing.assert_close(found.double(), exact(logits, ids), rtol=2e-6, atol=2e-6)
-    slope = torch.randn(4, 2, generator=torch.Generator().manual_seed(10)).to(device)
-    expected = exact_slope(logits, ids, slope)
+    gradient = torch.randn(4, 2, generator=torch.Generator().manual_seed(10)).to(device)
+    expected = exact_gradient(logits, ids, gradient)
     beyond = wide[:, 500:].clone()
-    found = dlogits(logits, lse, ids, slope, torch.float32)
+    found = dlogits(logits, lse, ids, gradient, torch.float32)
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
     assert torch.equal(wide[:, 500:], beyond)
 
@@ -114,29 +122,31 @@ def test_rows_may_lie_apart(device: str) -> None:
 def test_a_row_has_the_same_bits_alone_among_others_and_with_more_targets(device: str) -> None:
     logits = made_logits(11, 17, 3000, device)
     ids = made_ids(12, 17, 3, 3000, device)
-    slope = torch.randn(17, 3, generator=torch.Generator().manual_seed(13)).to(device)
+    gradient = torch.randn(17, 3, generator=torch.Generator().manual_seed(13)).to(device)
     together, lse = logprobs(logits, ids, part=512)
-    slopes = dlogits(logits, lse, ids, slope)
+    gradients = dlogits(logits, lse, ids, gradient)
     for row in (0, 8, 16):
         one = slice(row, row + 1)
         alone, lse_alone = logprobs(logits[one], ids[one, :1], part=512)
         assert torch.equal(alone[0, 0], together[row, 0])
         assert torch.equal(lse_alone[0], lse[row])
-        assert torch.equal(dlogits(logits[one], lse[one], ids[one], slope[one])[0], slopes[row])
+        assert torch.equal(
+            dlogits(logits[one], lse[one], ids[one], gradient[one])[0], gradients[row]
+        )
 
 
 @pytest.mark.parametrize("vocabulary", [5000, 2048, 37])
 @pytest.mark.parametrize("targets", [1, 3, 4])
-def test_slopes_equal_autograd(vocabulary: int, targets: int, device: str) -> None:
+def test_gradients_equal_autograd(vocabulary: int, targets: int, device: str) -> None:
     logits = made_logits(14, 5, vocabulary, device)
     ids = made_ids(15, 5, targets, vocabulary, device)
-    slope = torch.randn(5, targets, generator=torch.Generator().manual_seed(16)).to(device)
-    expected = exact_slope(logits, ids, slope)
+    gradient = torch.randn(5, targets, generator=torch.Generator().manual_seed(16)).to(device)
+    expected = exact_gradient(logits, ids, gradient)
     _, lse = logprobs(logits, ids)
-    found = dlogits(logits, lse, ids, slope)
+    found = dlogits(logits, lse, ids, gradient)
     assert found.dtype == torch.bfloat16
     torch.testing.assert_close(found.double(), expected, rtol=2**-7, atol=1e-6)
-    in_place = dlogits(logits, lse, ids, slope, torch.float32)
+    in_place = dlogits(logits, lse, ids, gradient, torch.float32)
     assert in_place.data_ptr() == logits.data_ptr()
     torch.testing.assert_close(in_place.double(), expected, rtol=1e-5, atol=1e-6)
 
@@ -144,18 +154,18 @@ def test_slopes_equal_autograd(vocabulary: int, targets: int, device: str) -> No
 def test_a_token_that_is_a_target_twice_counts_twice(device: str) -> None:
     logits = made_logits(17, 2, 100, device)
     ids = torch.tensor([[4, 4, 9], [99, 0, 99]], device=device)
-    slope = torch.tensor([[1.0, 0.5, -2.0], [0.25, 3.0, -1.0]], device=device)
-    expected = exact_slope(logits, ids, slope)
+    gradient = torch.tensor([[1.0, 0.5, -2.0], [0.25, 3.0, -1.0]], device=device)
+    expected = exact_gradient(logits, ids, gradient)
     _, lse = logprobs(logits, ids)
-    found = dlogits(logits, lse, ids, slope, torch.float32)
+    found = dlogits(logits, lse, ids, gradient, torch.float32)
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_a_row_without_slope_has_a_gradient_of_zero(device: str) -> None:
+def test_a_row_without_gradient_has_a_gradient_of_zero(device: str) -> None:
     logits = made_logits(18, 2, 300, device)
     ids = made_ids(19, 2, 2, 300, device)
-    slope = torch.tensor([[0.0, 0.0], [1.0, 0.0]], device=device)
+    gradient = torch.tensor([[0.0, 0.0], [1.0, 0.0]], device=device)
     _, lse = logprobs(logits, ids)
-    found = dlogits(logits, lse, ids, slope)
+    found = dlogits(logits, lse, ids, gradient)
     assert (found[0] == 0).all()
     assert (found[1] != 0).any()

@@ -18,7 +18,7 @@ from tinkex.engine.backends.cuda.cross_entropy import cross_entropy
 from tinkex.engine.backends.cuda.fixed_rows import FixedRows
 from tinkex.engine.backends.cuda.strict_products import CudaProducts
 from tinkex.engine.backends.torch import TORCH
-from tinkex.engine.backends.torch.layers import side_by_side
+from tinkex.engine.backends.torch.layers import concatenated_view
 from tinkex.engine.backends.torch.rectangles import rectangles
 from tinkex.engine.decoder import SHARED_INPUT, projection_shape
 from tinkex.engine.lora import LoraWeights, Segment, adapted_projections, initial, logits, wrap
@@ -27,7 +27,7 @@ from tinkex.engine.sampler.runner import VersionRows
 from tinkex.types import LoraConfig
 
 if TYPE_CHECKING:
-    from tinkex.engine.models.weights import StoredDecoder
+    from tinkex.engine.models.families import StoredDecoder
 
 SPANS = [TokenSpan(0, 9, [4, 1, 7]), TokenSpan(6, 7, [0, 5]), TokenSpan(3, 11, [2, 6, 3])]
 BLOCK = 4
@@ -119,25 +119,25 @@ def plain_logits(h: Tensor, weights: dict[str, LoraWeights | None], parts: list)
 def test_parts_of_one_tensor_are_seen_as_one_and_others_are_not() -> None:
     whole = noise(1, 3, 6, 2)
     a, b, c = whole.split_with_sizes((1, 3, 2), dim=1)
-    joined = side_by_side((a, b, c))
+    joined = concatenated_view((a, b, c))
     assert joined is not None
     assert joined.data_ptr() == whole.data_ptr()
     assert torch.equal(joined, whole)
-    assert side_by_side((a, c)) is None
-    assert side_by_side((b, a)) is None
-    assert side_by_side((a, b.clone())) is None
+    assert concatenated_view((a, c)) is None
+    assert concatenated_view((b, a)) is None
+    assert concatenated_view((a, b.clone())) is None
 
 
-def test_targets_of_any_width_have_the_logprobs_and_slopes_of_the_plain_softmax(
+def test_targets_of_any_width_have_the_logprobs_and_gradients_of_the_plain_softmax(
     device: str,
 ) -> None:
     counts = [1, 1, 7, 7, 0, 3, 12]
     logits_CV = noise(1, 9, 300) * 4  # two rows more than there are targets for
     ids_M = torch.randint(0, 300, (sum(counts),), generator=torch.Generator().manual_seed(2))
-    slope_M = noise(3, sum(counts))
+    gradient_M = noise(3, sum(counts))
     parts = list(rectangles([(0, 2), (2, 5), (5, 7)], counts, 0))
-    wanted = TORCH.cross_entropy(logits_CV.clone(), parts, ids_M, slope_M, torch.float32)
-    moved_M = [vector.to(device) for vector in (ids_M, slope_M)]
+    wanted = TORCH.cross_entropy(logits_CV.clone(), parts, ids_M, gradient_M, torch.float32)
+    moved_M = [vector.to(device) for vector in (ids_M, gradient_M)]
     found = cross_entropy(logits_CV.to(device), parts, *moved_M, torch.float32)
     close(torch.cat(found[0]), torch.cat(wanted[0]))
     assert found[1] is not None

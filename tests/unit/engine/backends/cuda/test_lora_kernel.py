@@ -212,7 +212,7 @@ def test_parts_of_the_sum_depend_on_the_width_alone() -> None:
 def test_bad_arguments_are_refused_by_name(device: str) -> None:
     adapters = make(device, [4], 32, (16, 16))
     x_TI, y_TY = normal(device, 1, 8, 32), normal(device, 2, 8, 32)
-    with pytest.raises(InputError, match="x_TI: the numbers of a row"):
+    with pytest.raises(InputError, match="x_TI: rows must be contiguous"):
         adapters.add_to(y_TY, normal(device, 1, 32, 8).T, [(0, 0, 8)])
     with pytest.raises(InputError, match="sizes: 2 projections need as many"):
         adapters.add_to(y_TY, x_TI, [(0, 0, 8)], offsets=(0,))

@@ -1,4 +1,4 @@
-"""The norm kernels against the plain functions of `models.layers`.
+"""The norm kernels against the reference in `backends.torch.layers`.
 
 Tolerances: float32 sums differ in order only; one step of the 16-bit types for every rounding
 (the interpreter cuts bfloat16 off where the device rounds to nearest).
@@ -88,10 +88,10 @@ def test_gradient_of_the_norm_equals_autograd(
 ) -> None:
     x = made(9, *shape, dtype=dtype, device=device).requires_grad_()
     weight = made(10, shape[-1], dtype=dtype, device=device)
-    slope = made(11, *shape, dtype=dtype, device=device)
-    rms_norm(x, weight, EPS).backward(slope)
+    gradient = made(11, *shape, dtype=dtype, device=device)
+    rms_norm(x, weight, EPS).backward(gradient)
     plain = x.detach().float().requires_grad_()
-    layers.rms_norm(plain, weight.float(), EPS).backward(slope.float())
+    layers.rms_norm(plain, weight.float(), EPS).backward(gradient.float())
     assert x.grad is not None
     assert plain.grad is not None
     close(x.grad, plain.grad, dtype)
@@ -100,12 +100,12 @@ def test_gradient_of_the_norm_equals_autograd(
 def test_gradient_reaches_the_joined_projection(device: str) -> None:
     joined = made(12, 4, 6 * 48, dtype=torch.float32, device=device).requires_grad_()
     weight = made(13, 48, dtype=torch.float32, device=device)
-    slope = made(14, 4, 3, 48, dtype=torch.float32, device=device)
+    gradient = made(14, 4, 3, 48, dtype=torch.float32, device=device)
     (found,) = torch.autograd.grad(
-        rms_norm(heads_of_joined(joined, 2, 3, 48), weight, EPS), joined, slope
+        rms_norm(heads_of_joined(joined, 2, 3, 48), weight, EPS), joined, gradient
     )
     (expected,) = torch.autograd.grad(
-        layers.rms_norm(heads_of_joined(joined, 2, 3, 48), weight, EPS), joined, slope
+        layers.rms_norm(heads_of_joined(joined, 2, 3, 48), weight, EPS), joined, gradient
     )
     close(found, expected, torch.float32)
 
@@ -142,14 +142,14 @@ def test_gradient_of_adding_then_norming_equals_autograd(
     h = made(21, 5, 96, dtype=dtype, device=device).requires_grad_()
     delta = made(22, 5, 96, dtype=dtype, device=device).requires_grad_()
     weight = made(23, 96, dtype=dtype, device=device)
-    slopes = [made(seed, 5, 96, dtype=dtype, device=device) for seed in (24, 25)]
+    gradients = [made(seed, 5, 96, dtype=dtype, device=device) for seed in (24, 25)]
     keep = {"both": slice(0, 2), "h_new": slice(0, 1), "normed": slice(1, 2)}[used]
     h_new, normed = add_rms_norm(h, delta, weight, EPS)
-    found = torch.autograd.grad((h_new, normed)[keep], (h, delta), slopes[keep])
+    found = torch.autograd.grad((h_new, normed)[keep], (h, delta), gradients[keep])
     plain_new = h_new.detach().float().requires_grad_()
     plain = (plain_new * 1, layers.rms_norm(plain_new, weight.float(), EPS))
     (expected,) = torch.autograd.grad(
-        plain[keep], plain_new, [slope.float() for slope in slopes[keep]]
+        plain[keep], plain_new, [gradient.float() for gradient in gradients[keep]]
     )
     close(found[0], expected, dtype)
     assert torch.equal(found[0], found[1])

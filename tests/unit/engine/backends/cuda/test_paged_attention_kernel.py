@@ -270,7 +270,7 @@ def test_bad_arguments_are_refused_by_name(device: str) -> None:
         three.paged([(0, 1)])
     cu = torch.tensor([0, 20], dtype=torch.int32, device=device)
     q, k, v = case.q[0], case.k[0], case.v[0]
-    with pytest.raises(InputError, match="must lie side by side"):
+    with pytest.raises(InputError, match="heads must be contiguous"):
         packed_attention(q.transpose(1, 2), k.transpose(1, 2), v, cu, 20)
     wide = torch.zeros(20, 2, 320, device=device)
     with pytest.raises(InputError, match="heads of 320 numbers"):

@@ -22,7 +22,7 @@ def normal(device: str, rows: int, size: int, seed: int = 0) -> torch.Tensor:
 
 def draw(
     logits_BV: torch.Tensor, temperature: float | list[float], uniforms: list[float]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> torch.Tensor:
     device, rows = logits_BV.device, logits_BV.shape[0]
     temperatures = temperature if isinstance(temperature, list) else [temperature] * rows
     return pick(
@@ -33,14 +33,6 @@ def draw(
     )
 
 
-def assert_logprobs(
-    logprobs_B: torch.Tensor, logits_BV: torch.Tensor, tokens_B: torch.Tensor
-) -> None:
-    exact_BV = logits_BV.cpu().double().log_softmax(-1)
-    exact_B = exact_BV.gather(1, tokens_B[:, None])[:, 0]
-    torch.testing.assert_close(logprobs_B.cpu().double(), exact_B, rtol=1e-6, atol=2e-6)
-
-
 @pytest.mark.req("B15")
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("size", [1, 63, 64, 1000])
@@ -48,13 +40,10 @@ def test_tokens_are_those_of_the_sampler(device: str, size: int) -> None:
     logits_BV = normal(device, 24, size)
     temperatures = [0.1, 0.7, 1.0, 2.5] * 6
     uniforms = torch.rand(24, generator=torch.Generator().manual_seed(1)).tolist()
-    tokens_B, logprobs_B, lse_B = draw(logits_BV, temperatures, uniforms)
+    tokens_B = draw(logits_BV, temperatures, uniforms)
     places_B1 = torch.tensor(uniforms, dtype=torch.float64)[:, None]
     wanted_B = invert(scaled(logits_BV.cpu(), temperatures), places_B1)[:, 0]
     assert torch.equal(tokens_B.cpu(), wanted_B)
-    assert_logprobs(logprobs_B, logits_BV, wanted_B)
-    exact_lse_B = logits_BV.cpu().double().logsumexp(-1)
-    torch.testing.assert_close(lse_B.cpu().double(), exact_lse_B, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.usefixtures("poisoned")
@@ -62,9 +51,8 @@ def test_temperature_zero_takes_the_lowest_id_of_the_largest_logits(device: str)
     logits_BV = normal(device, 3, 200)
     for row, places in enumerate([(5, 199), (130, 131), (70, 128)]):
         logits_BV[row, list(places)] = 20.0
-    tokens_B, logprobs_B, _ = draw(logits_BV, 0.0, [0.99, 0.5, 0.0])
+    tokens_B = draw(logits_BV, 0.0, [0.99, 0.5, 0.0])
     assert tokens_B.tolist() == [5, 130, 70]
-    assert_logprobs(logprobs_B, logits_BV, tokens_B.cpu())
 
 
 @pytest.mark.usefixtures("poisoned")
@@ -72,7 +60,7 @@ def test_temperature_zero_takes_the_lowest_id_of_the_largest_logits(device: str)
 def test_a_tiny_temperature_is_greedy(device: str) -> None:
     logits_BV = normal(device, 4, 200)
     for temperature in (1e-6, 1e-38):
-        tokens_B, _, _ = draw(logits_BV, temperature, [0.0, 0.3, 0.6, 1 - 2**-53])
+        tokens_B = draw(logits_BV, temperature, [0.0, 0.3, 0.6, 1 - 2**-53])
         assert torch.equal(tokens_B, logits_BV.argmax(-1))
 
 
@@ -81,10 +69,8 @@ def test_a_token_of_no_probability_is_never_drawn(device: str) -> None:
     """Neither at the ends of the distribution nor in blocks that are ruled out altogether."""
     logits_BV = torch.full((4, 300), -torch.inf, device=device)
     logits_BV[:, [70, 140, 141]] = 1.0
-    tokens_B, logprobs_B, lse_B = draw(logits_BV, 1.0, [0.0, 0.34, 0.67, 1 - 2**-53])
+    tokens_B = draw(logits_BV, 1.0, [0.0, 0.34, 0.67, 1 - 2**-53])
     assert tokens_B.tolist() == [70, 140, 141, 141]
-    assert torch.allclose(logprobs_B.exp(), torch.full_like(logprobs_B, 1 / 3))
-    assert lse_B.isfinite().all()
 
 
 @pytest.mark.usefixtures("poisoned")
@@ -92,7 +78,7 @@ def test_draws_follow_the_distribution(device: str) -> None:
     """Evenly spaced places hit each token as often as its probability says, to one draw each."""
     logits_V = normal(device, 1, 130, seed=3)[0]
     count = 150
-    tokens_B, _, _ = draw(logits_V.repeat(count, 1), 1.5, [(i + 0.5) / count for i in range(count)])
+    tokens_B = draw(logits_V.repeat(count, 1), 1.5, [(i + 0.5) / count for i in range(count)])
     hits_V = torch.bincount(tokens_B.cpu(), minlength=130).double()
     shares_V = (logits_V.cpu().double() / 1.5).softmax(-1) * count
     assert (hits_V - shares_V).abs().max() <= 1
@@ -105,32 +91,25 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch(device: str) -> None:
     together = draw(logits_BV, [1.0, 0.0, 0.5, 1.0, 2.0, 1.0], uniforms)
     for row, temperature in ((1, 0.0), (4, 2.0)):
         alone = draw(logits_BV[row : row + 1], temperature, [uniforms[row]])
-        for one, many in zip(alone, together, strict=True):
-            assert torch.equal(one[0], many[row])
+        assert torch.equal(alone[0], together[row])
     wider_BV = torch.cat([logits_BV, logits_BV], dim=1)[:, :500]
-    for one, many in zip(
-        draw(wider_BV, 1.0, uniforms), draw(logits_BV, 1.0, uniforms), strict=True
-    ):
-        assert torch.equal(one, many)
+    assert torch.equal(draw(wider_BV, 1.0, uniforms), draw(logits_BV, 1.0, uniforms))
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, which the interpreter uses
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_row_without_distribution_shows_and_spoils_no_other(
+def test_a_row_without_distribution_gets_some_token_and_spoils_no_other(
     device: str, bad: float, temperature: float
 ) -> None:
     logits_BV = normal(device, 3, 200)
     clean = draw(logits_BV, temperature, [0.2, 0.4, 0.6])
     logits_BV[1, 77] = bad
-    tokens_B, logprobs_B, lse_B = draw(logits_BV, temperature, [0.2, 0.4, 0.6])
-    assert lse_B.isfinite().tolist() == [True, False, True]
+    tokens_B = draw(logits_BV, temperature, [0.2, 0.4, 0.6])
     assert 0 <= tokens_B[1] < 200
-    for got, want in zip((tokens_B, logprobs_B, lse_B), clean, strict=True):
-        assert torch.equal(got[[0, 2]], want[[0, 2]])
+    assert torch.equal(tokens_B[[0, 2]], clean[[0, 2]])
     nothing = draw(torch.full((1, 200), -torch.inf, device=device), temperature, [0.5])
-    assert not nothing[2].isfinite().any()
-    assert 0 <= nothing[0][0] < 200
+    assert 0 <= nothing[0] < 200
 
 
 def test_other_types_are_refused_by_name(device: str) -> None:

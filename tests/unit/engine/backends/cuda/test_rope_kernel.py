@@ -1,4 +1,4 @@
-"""The rotation kernels against the plain functions of `models.layers`.
+"""The rotation kernels against the reference in `backends.torch.layers`.
 
 Tolerances: float32 sums differ in order only; one step of the 16-bit types for every rounding
 (the interpreter cuts bfloat16 off where the device rounds to nearest), by the size of a pair.
@@ -121,12 +121,12 @@ def test_gradient_of_the_rotation_equals_autograd(
     shape: tuple[int, int, int], dtype: torch.dtype, device: str
 ) -> None:
     x = made(9, *shape, dtype=dtype, device=device).requires_grad_()
-    slope = made(10, *shape, dtype=dtype, device=device)
+    gradient = made(10, *shape, dtype=dtype, device=device)
     rotation = turns(shape[0], shape[2], device)
     turned = rotate(x, rotation.cos_T1F, rotation.sin_T1F)
-    (found,) = torch.autograd.grad(turned, x, slope)
+    (found,) = torch.autograd.grad(turned, x, gradient)
     plain = x.detach().float().requires_grad_()
-    (expected,) = torch.autograd.grad(rotation(plain), plain, slope.float())
+    (expected,) = torch.autograd.grad(rotation(plain), plain, gradient.float())
     close(found, expected, dtype)
 
 
@@ -137,14 +137,14 @@ def test_gradient_of_norm_and_rotation_equals_autograd(
 ) -> None:
     joined = made(11, 6, 5 * size, dtype=dtype, device=device).requires_grad_()
     weight = made(12, size, dtype=dtype, device=device)
-    slope = made(13, 6, 3, size, dtype=dtype, device=device)
+    gradient = made(13, 6, 3, size, dtype=dtype, device=device)
     rotation = turns(6, size, device)
     x = heads_of_joined(joined, 1, 3, size)
     turned = norm_rotate(x, weight, EPS, rotation.cos_T1F, rotation.sin_T1F)
-    (found,) = torch.autograd.grad(turned, joined, slope)
+    (found,) = torch.autograd.grad(turned, joined, gradient)
     plain = joined.detach().float().requires_grad_()
     normed = layers.rms_norm(heads_of_joined(plain, 1, 3, size), weight.float(), EPS)
-    (expected,) = torch.autograd.grad(rotation(normed), plain, slope.float())
+    (expected,) = torch.autograd.grad(rotation(normed), plain, gradient.float())
     rtol = {torch.float32: 1e-5, torch.bfloat16: 2**-7}[dtype]
     torch.testing.assert_close(found, expected.to(dtype), rtol=rtol, atol=rtol / 8)
 
@@ -169,17 +169,17 @@ def test_queries_and_keys_have_norms_of_their_own(apart: bool, device: str) -> N
     expected = [
         rotation(layers.rms_norm(x, norm, EPS)) for x, norm in zip((q, k), norms, strict=True)
     ]
-    slopes = [
+    gradients = [
         made(18 + i, *x.shape, dtype=torch.float32, device=device) for i, x in enumerate(found)
     ]
     for mine, plain in zip(found, expected, strict=True):
         close(mine, plain, torch.float32, roundings=3)
-    (gradient,) = torch.autograd.grad(found, joined, slopes)
-    (reference,) = torch.autograd.grad(expected, joined, slopes)
+    (gradient,) = torch.autograd.grad(found, joined, gradients)
+    (reference,) = torch.autograd.grad(expected, joined, gradients)
     torch.testing.assert_close(gradient, reference, rtol=1e-5, atol=1e-5)
 
 
-def test_results_lie_side_by_side(device: str) -> None:
+def test_results_are_adjacent(device: str) -> None:
     x = made(20, 5, 6, 16, dtype=torch.float32, device=device)
     rotation = turns(5, 16, device)
     q, k = rotate_pair(x[:, :4], x[:, 4:], rotation.cos_T1F, rotation.sin_T1F)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tinkex.engine.backends.cuda.swiglu import COLUMNS, swiglu, swiglu_slopes
+from tinkex.engine.backends.cuda.swiglu import COLUMNS, swiglu, swiglu_gradients
 from tinkex.engine.backends.torch import layers
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -57,9 +57,9 @@ def test_large_gates_neither_overflow_nor_turn_into_nan(device: str) -> None:
     found = swiglu(gate, up)
     expected = torch.tensor([[0.0, 0.0, 0.0, 0.0, 90.0, 200.0, 1e30]], device=device)
     torch.testing.assert_close(found, expected)
-    (slope,) = torch.autograd.grad(found.sum(), gate)
+    (gradient,) = torch.autograd.grad(found.sum(), gate)
     torch.testing.assert_close(
-        slope, torch.tensor([[0.0, 0.0, 0.0, 0.5, 1.0, 1.0, 1.0]], device=device)
+        gradient, torch.tensor([[0.0, 0.0, 0.0, 0.5, 1.0, 1.0, 1.0]], device=device)
     )
 
 
@@ -79,22 +79,22 @@ def test_a_row_is_the_same_alone_and_among_others(device: str) -> None:
 def test_gradients_equal_autograd(shape: tuple[int, int], dtype: torch.dtype, device: str) -> None:
     tokens, width = shape
     joined = made(8, tokens, 2 * width, dtype=dtype, device=device)
-    slope = made(9, *shape, dtype=dtype, device=device)
+    gradient = made(9, *shape, dtype=dtype, device=device)
     gate, up = (half.requires_grad_() for half in joined.chunk(2, dim=1))
-    found = torch.autograd.grad(swiglu(gate, up), (gate, up), slope)
+    found = torch.autograd.grad(swiglu(gate, up), (gate, up), gradient)
     plain = [half.detach().float().requires_grad_() for half in (gate, up)]
-    expected = torch.autograd.grad(layers.swiglu(*plain), plain, slope.float())
+    expected = torch.autograd.grad(layers.swiglu(*plain), plain, gradient.float())
     close(found[0], expected[0], dtype)
     close(found[1], expected[1], dtype)
 
 
 def test_both_gradients_share_one_buffer(device: str) -> None:
-    gate, up, slope = (
+    gate, up, gradient = (
         made(seed, 4, 70, dtype=torch.float32, device=device) for seed in (10, 11, 12)
     )
-    both = swiglu_slopes(gate, up, slope)
+    both = swiglu_gradients(gate, up, gradient)
     assert both.shape == (4, 140)
     assert both.is_contiguous()
     plain = [half.clone().requires_grad_() for half in (gate, up)]
-    expected = torch.autograd.grad(layers.swiglu(*plain), plain, slope)
+    expected = torch.autograd.grad(layers.swiglu(*plain), plain, gradient)
     close(both, torch.cat(expected, dim=1), torch.float32)

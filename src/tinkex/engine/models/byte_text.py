@@ -1,6 +1,6 @@
-"""The toy model's tokenizer: ids below 256 are bytes, then come a few special tokens.
+"""Text of models over bytes: ids below 256 are bytes of UTF-8, then come the special tokens.
 
-Written as a `tokenizer.json` and not with the library, which tests without text do not need.
+Written as a `tokenizer.json` and not with the library, which the test kit does not need.
 """
 
 from __future__ import annotations
@@ -11,26 +11,29 @@ import msgspec
 
 from tinkex.engine.protocol import ModelText
 
-SPECIALS: Final = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-TEMPLATE: Final = (
+BYTE_EOS: Final = 256
+BYTE_VOCAB_SIZE: Final = 264
+"""256 bytes, the special tokens, and ids that are never used up to a multiple of eight."""
+_SPECIALS: Final = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+_TEMPLATE: Final = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
     "{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
 
-def toy_text() -> ModelText:
-    """Text for a model whose id 256 ends it."""
+def byte_text() -> ModelText:
+    """The tokenizer and the chat template of such a model."""
     return ModelText(
         tokenizer_json=_tokenizer_json(),
-        chat_template=TEMPLATE,
-        eos_token=SPECIALS[0],
-        eos_token_ids=(256,),
+        chat_template=_TEMPLATE,
+        eos_token=_SPECIALS[0],
+        eos_token_ids=(BYTE_EOS,),
     )
 
 
 def _tokenizer_json() -> bytes:
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True}
     plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     return msgspec.json.encode(
         {
@@ -38,11 +41,11 @@ def _tokenizer_json() -> bytes:
             "truncation": None,
             "padding": None,
             "added_tokens": [
-                {"id": 256 + i, "content": content, "special": True, **plain}
-                for i, content in enumerate(SPECIALS)
+                {"id": BYTE_EOS + i, "content": content, "special": True, **plain}
+                for i, content in enumerate(_SPECIALS)
             ],
             "normalizer": None,
-            "pre_tokenizer": {**byte_level, "use_regex": False},
+            "pre_tokenizer": {**byte_level, "add_prefix_space": False, "use_regex": False},
             "post_processor": None,
             "decoder": {**byte_level, "use_regex": True},
             "model": {"type": "BPE", "vocab": _vocabulary(), "merges": []},

@@ -1,4 +1,4 @@
-"""The slopes of norm, rotation and gate, which are written by hand, against autograd's."""
+"""The gradients of norm, rotation and gate, which are written by hand, against autograd's."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def plain_rotation(x: Tensor, angles: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("shape", [(5, 12), (5, 3, 8)])
-def test_the_norm_and_its_slope(shape):
+def test_the_norm_and_its_gradient(shape):
     x, weight = _random(*shape).requires_grad_(), 1 + 0.1 * _random(shape[-1], seed=1)
     torch.testing.assert_close(rms_norm(x, weight, 1e-5), plain_norm(x, weight, 1e-5))
     assert torch.autograd.gradcheck(lambda x: rms_norm(x, weight, 1e-5), x)
@@ -41,7 +41,7 @@ def test_the_norm_of_a_strided_view():
     assert torch.autograd.gradcheck(lambda x: rms_norm(_halves(x)[1], weight, 1e-5), joined)
 
 
-def test_the_rotation_and_its_slope():
+def test_the_rotation_and_its_gradient():
     positions, frequencies = torch.arange(5), torch.tensor([1.0, 0.3, 0.01, 0.0])
     turn = rotation(positions, frequencies)
     joined = _random(5, 48).requires_grad_()
@@ -51,18 +51,18 @@ def test_the_rotation_and_its_slope():
     torch.testing.assert_close(turn(x), plain_rotation(x, angles), rtol=1e-6, atol=1e-6)
     assert torch.autograd.gradcheck(lambda x: turn(_halves(x)[1].view(5, 3, 8)), joined)
     there = turn(x).detach()
-    torch.testing.assert_close(turn.turned(there, back=True), x.detach(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(turn.rotated(there, back=True), x.detach(), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("width", [7, 32])
-def test_the_gate_and_its_slope(width):
+def test_the_gate_and_its_gradient(width):
     joined = (3 * _random(5, 2 * width)).requires_grad_()
     gate, up = _halves(joined)
     torch.testing.assert_close(swiglu(gate, up), F.silu(gate) * up)
     assert torch.autograd.gradcheck(lambda x: swiglu(*_halves(x)), joined)
 
 
-def test_the_gates_slopes_lie_side_by_side():
+def test_the_gates_gradients_are_adjacent():
     gate, up = (_random(5, 8, seed=n).requires_grad_() for n in (0, 1))
     left, right = torch.autograd.grad(swiglu(gate, up).sum(), (gate, up))
     assert left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from tinkex.engine.backends.torch.packed import (
+from tinkex.engine.backends.torch.batch_invariant import (
     BlockProduct,
+    ProductKind,
     SteppedProduct,
-    Way,
     first_that_passes,
-    packed_product,
+    invariant_product,
 )
 from tinkex.engine.backends.torch.row_trial import rows_agree
 
@@ -87,9 +87,9 @@ def test_a_way_that_fails_its_trial_is_left_out_with_one_log_line(
         return _ByRows(weight_OI, _by_count)
 
     ways = (
-        Way("absent", lambda _: None),
-        Way("bent", make),
-        Way("right", lambda weight_OI: BlockProduct(weight_OI, 1)),
+        ProductKind("absent", lambda _: None),
+        ProductKind("bent", make),
+        ProductKind("right", lambda weight_OI: BlockProduct(weight_OI, 1)),
     )
     with caplog.at_level(logging.INFO, "tinkex"):
         for seed in (1, 2):
@@ -107,7 +107,7 @@ def test_a_way_that_passed_is_not_tried_again() -> None:
         calls.append(len(y_TO))
         return y_TO
 
-    ways = (Way("right", lambda weight_OI: _ByRows(weight_OI, noted)),)
+    ways = (ProductKind("right", lambda weight_OI: _ByRows(weight_OI, noted)),)
     first_that_passes(_random(24, 40), ways)
     assert calls
     calls.clear()
@@ -119,13 +119,13 @@ def test_a_way_that_passed_is_not_tried_again() -> None:
 
 def test_the_trial_leaves_the_random_numbers_of_torch_alone() -> None:
     before = torch.get_rng_state()
-    first_that_passes(_random(24, 43), (Way("stepped", SteppedProduct),))
+    first_that_passes(_random(24, 43), (ProductKind("stepped", SteppedProduct),))
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_where_every_way_fails_rows_are_multiplied_one_by_one() -> None:
     weight, x = _random(24, 42), _random(21, 42, seed=1)
-    way, found = first_that_passes(weight, (Way("bent", lambda w: _ByRows(w, _by_count)),))
+    way, found = first_that_passes(weight, (ProductKind("bent", lambda w: _ByRows(w, _by_count)),))
     assert way.name == "1-row"
     whole = found(x)
     torch.testing.assert_close(whole.double(), x.double() @ weight.double().T, rtol=1e-5, atol=1e-5)
@@ -147,7 +147,7 @@ def test_blocks_give_the_product_of_any_number_of_rows(rows: int, count: int) ->
 @pytest.mark.parametrize("shape", SHAPES)
 def test_what_is_taken_gives_rows_the_same_bits(shape: tuple[int, int], turned: bool) -> None:
     weight = _random(*shape[::-1]).T if turned else _random(*shape)
-    product, x = packed_product(weight), _random(72, shape[1], seed=1)
+    product, x = invariant_product(weight), _random(72, shape[1], seed=1)
     whole = product(x)
     for first, rows in ((0, 4), (3, 4), (5, 12), (8, 36), (40, 32), (68, 4)):
         part = slice(first, first + rows)

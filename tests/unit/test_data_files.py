@@ -12,7 +12,6 @@ from tinkex.data import (
     ChatExample,
     CompletionExample,
     PreferenceExample,
-    jsonl,
     kind_of,
     read_examples,
 )
@@ -167,7 +166,7 @@ def test_bytes_that_are_no_utf_8_are_refused_with_their_place(file: Path):
 def test_a_line_that_is_too_long_is_refused_and_the_next_one_is_read(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(jsonl, "MOST_LINE_BYTES", 2**20)
+    monkeypatch.setattr("tinkex.data.MOST_LINE_BYTES", 2**20)
     huge = {"prompt": "x" * 2_500_000, "completion": "y"}
     assert reason(file, huge) == "is longer than 1 MiB"
     fitting = {"prompt": "x" * 1_000_000, "completion": "y"}

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tinkex.engine.sampler import Sampler
-    from tinkex.engine.sampler.flights import Row
+    from tinkex.engine.sampler.async_decode import DecodeRow
     from tinkex.engine.sampler.request import SampleRun
     from tinkex.engine.sampler.runner import Runner
 
@@ -61,7 +61,7 @@ class CpuSteps:
     def size(self, count: int) -> int:
         return next(size for size in SIZES if size >= count)
 
-    def start(self, rows: Sequence[Row], after: CpuStep | None = None) -> CpuStep:
+    def start(self, rows: Sequence[DecodeRow], after: CpuStep | None = None) -> CpuStep:
         assert [row.version for row in rows] == sorted(row.version for row in rows)
         self.followed += after is not None
         self.idle_rows += sum(row.piece is None for row in rows)
@@ -165,7 +165,7 @@ def _begun(target: Sampler, count: int) -> list[SampleRun]:
     return runs
 
 
-def test_a_cancelled_request_takes_nobody_with_it(steps: list[CpuSteps]) -> None:
+def test_cancelling_a_request_affects_no_other(steps: list[CpuSteps]) -> None:
     target = kit.sampler()
     lost, kept = _begun(target, 2)
     target.cancel(lost)
@@ -177,7 +177,7 @@ def test_a_cancelled_request_takes_nobody_with_it(steps: list[CpuSteps]) -> None
     assert steps[0].followed > 0
 
 
-def test_a_step_that_was_begun_for_nobody_is_forgotten(steps: list[CpuSteps]) -> None:
+def test_a_step_that_was_started_for_an_ended_request_is_dropped(steps: list[CpuSteps]) -> None:
     target = kit.sampler()
     (run,) = _begun(target, 1)
     target.cancel(run)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tinkex.engine.backends.cuda.keep import keep
+from tinkex.engine.backends.cuda.store_kv import store_kv
 
 # (heads, head size): one block, several blocks, and a width that fills none.
 SHAPES = [(2, 64), (16, 128), (3, 80), (9, 160)]
@@ -23,12 +23,12 @@ def test_each_token_goes_to_its_slot(heads: int, dim: int, dtype: torch.dtype, d
     slots_T = torch.randperm(slots, generator=generator)[:tokens].to(device)
     expected = cache.clone()
     expected[0, 1, slots_T], expected[1, 1, slots_T] = k_TGd, v_TGd
-    keep(k_TGd, v_TGd, slots_T, cache[0, 1], cache[1, 1])
+    store_kv(k_TGd, v_TGd, slots_T, cache[0, 1], cache[1, 1])
     assert torch.equal(cache, expected)
 
 
 def test_heads_that_lie_apart_are_refused(device: str) -> None:
     apart = torch.zeros(2, 4, 16, device=device)[:, ::2]
     cache = torch.zeros(2, 8, 2, 16, device=device)
-    with pytest.raises(AssertionError, match="side by side"):
-        keep(apart, apart, torch.arange(2, device=device), cache[0], cache[1])
+    with pytest.raises(AssertionError, match="contiguous"):
+        store_kv(apart, apart, torch.arange(2, device=device), cache[0], cache[1])

@@ -1,14 +1,14 @@
-"""Products with a frozen float32 weight on a CPU that give a row the same bits in any company.
+"""Batch-invariant products with a frozen float32 weight on a CPU.
 
-There are several ways. The first is taken that the machine has and that passes a trial there: see
-`row_trial`. The last one needs none.
+A row of such a product has the same bits whatever other rows are in the batch. There are several
+kinds; the first one that this machine has and that passes a trial is used (see `row_trial`). The
+last one needs no trial.
 
-- *oneDNN*: the library's product with a copy of the weight in the layout that its kernels read.
-  Calling it takes longer than multiplying with a small weight.
-- *stepped*: the library's plain product, in whole steps of four rows. It brings the weight into
-  another order at every call.
-- *blocks*: the same product of always as many rows, filled up with zeros; at last of one row. It
-  reads the weight once for every block.
+- *oneDNN*: its product with a copy of the weight in the layout that its kernels read. The call
+  itself takes longer than a product with a small weight.
+- *stepped*: `torch.mm` on multiples of four rows. It reorders the weight at every call.
+- *blocks*: `torch.mm` with a constant number of rows, padded with zeros; in the end one row at a
+  time. It reads the weight once for every block.
 
 Shapes: T rows, I inputs, O outputs.
 """
@@ -31,55 +31,57 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 ROW_STEP: Final = 4
-"""The fewest rows of a product; some have whole steps of as many."""
+"""The fewest rows of a product; some kinds take multiples of it only."""
 _SMALL: Final = 2**18
-"""Weights of up to so many numbers are not worth packing for oneDNN."""
+"""Weights of up to this many elements are not worth packing for oneDNN."""
 
 
-class PackedProduct(Protocol):
-    """`x @ W.T` for at least `ROW_STEP` rows, and whole steps of `row_step`."""
+class InvariantProduct(Protocol):
+    """`x @ W.T` for at least `ROW_STEP` rows and a multiple of `row_step` rows."""
 
     row_step: int
 
     def __call__(self, x_TI: Tensor, out: Tensor | None = None) -> Tensor:
-        """The product in fresh memory or in `out`."""
+        """The product in new memory or in `out`."""
         ...
 
 
-class Way(NamedTuple):
-    """A way to multiply; `make` returns None for a weight or a machine that it is not for."""
+class ProductKind(NamedTuple):
+    """A kind of product; `make` returns None for a weight or machine that it does not support."""
 
     name: str
-    make: Callable[[Tensor], PackedProduct | None]
+    make: Callable[[Tensor], InvariantProduct | None]
 
 
-def packed_product(weight_OI: Tensor) -> PackedProduct:
-    """The best way to multiply with a float32 weight on this machine."""
-    return first_that_passes(weight_OI, _WAYS)[1]
+def invariant_product(weight_OI: Tensor) -> InvariantProduct:
+    """The fastest batch-invariant product with a float32 weight on this machine."""
+    return first_that_passes(weight_OI, _KINDS)[1]
 
 
-def first_that_passes(weight_OI: Tensor, ways: Sequence[Way]) -> tuple[Way, PackedProduct]:
-    """The first of the ways that passes its trial here, and the product with this weight."""
-    for way in ways:
-        product = _tried(way, weight_OI)
+def first_that_passes(
+    weight_OI: Tensor, kinds: Sequence[ProductKind]
+) -> tuple[ProductKind, InvariantProduct]:
+    """The first kind that passes its trial here, and the product with this weight."""
+    for kind in kinds:
+        product = _tried(kind, weight_OI)
         if product is not None:
-            return way, product
+            return kind, product
     return _ONE_BY_ONE, BlockProduct(weight_OI, 1)
 
 
 class _Case(NamedTuple):
-    """What libraries choose their kernels by, in one process."""
+    """What the libraries choose their kernels by, within one process."""
 
-    way: Way
+    kind: ProductKind
     shape: torch.Size
     contiguous: bool
     threads: int
 
 
-def _tried(way: Way, weight_OI: Tensor) -> PackedProduct | None:
-    case = _Case(way, weight_OI.shape, weight_OI.is_contiguous(), torch.get_num_threads())
+def _tried(kind: ProductKind, weight_OI: Tensor) -> InvariantProduct | None:
+    case = _Case(kind, weight_OI.shape, weight_OI.is_contiguous(), torch.get_num_threads())
     verdict = _verdicts.get(case)
-    product = None if verdict is False else way.make(weight_OI)
+    product = None if verdict is False else kind.make(weight_OI)
     if product is None or verdict:
         return product
     _verdicts[case] = verdict = _gives_rows_the_same_bits(product, weight_OI)
@@ -88,13 +90,13 @@ def _tried(way: Way, weight_OI: Tensor) -> PackedProduct | None:
     _log.info(
         "the %s product is not used for weights of shape %s: on this machine the bits of a row "
         "depend on the other rows",
-        way.name,
+        kind.name,
         tuple(weight_OI.shape),
     )
     return None
 
 
-def _gives_rows_the_same_bits(product: PackedProduct, weight_OI: Tensor) -> bool:
+def _gives_rows_the_same_bits(product: InvariantProduct, weight_OI: Tensor) -> bool:
     outputs, inputs = weight_OI.shape
     count = trial_rows(outputs, inputs)
     x_TI = random_rows(count, inputs)
@@ -102,7 +104,7 @@ def _gives_rows_the_same_bits(product: PackedProduct, weight_OI: Tensor) -> bool
     def multiply(part: slice) -> Tensor:
         return product(x_TI[part], x_TI.new_empty(part.stop - part.start, outputs))
 
-    # A single row is filled up with copies of itself.
+    # A single row is padded with copies of itself.
     alone, among = product(x_TI[:1].expand(ROW_STEP, -1))[:1], product(x_TI[:ROW_STEP])[:1]
     return same_bits(alone, among) and rows_agree(multiply, count, product.row_step)
 
@@ -118,25 +120,25 @@ class OneDnnProduct:
 
     @classmethod
     def of(cls, weight_OI: Tensor) -> OneDnnProduct | None:
-        """The product with a weight that is worth a copy, where torch has oneDNN."""
+        """The product, if the weight is large enough for a copy and torch has oneDNN."""
         if weight_OI.numel() <= _SMALL or not torch.backends.mkldnn.is_available():
             return None
         return cls(weight_OI)
 
     def __init__(self, weight_OI: Tensor) -> None:
-        # No number of rows is named: the layout shall suit any.
+        # Without a number of rows, so that the layout suits any.
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI, None)
 
     def __call__(self, x_TI: Tensor, out: Tensor | None = None) -> Tensor:
         """The product; `out` gets a copy."""
-        # Naming the overload saves looking for it in every layer.
+        # Naming the overload saves its resolution in every layer.
         product = torch.ops.mkldnn._linear_pointwise.default
         y_TO = product(x_TI, self._packed, None, "none", [], "")
         return y_TO if out is None else out.copy_(y_TO)
 
 
 class SteppedProduct:
-    """The library's product."""
+    """`torch.mm` on a multiple of `ROW_STEP` rows."""
 
     row_step = ROW_STEP
 
@@ -144,15 +146,15 @@ class SteppedProduct:
         self._weight_IO = weight_OI.T
 
     def __call__(self, x_TI: Tensor, out: Tensor | None = None) -> Tensor:
-        """The product of whole steps of rows."""
+        """The product in new memory or in `out`."""
         return torch.mm(x_TI, self._weight_IO, out=out)
 
 
 class BlockProduct:
-    """The library's product of `rows` rows at a time, always in memory that lies alike.
+    """`torch.mm` of `rows` rows at a time, with the same memory layout in every call.
 
-    The same call on the same shapes adds up in the same order. What is left to be tried is whether
-    all rows of a block are treated alike; a block of one row has no other.
+    Calls with the same shapes sum in the same order. The trial only has to show that all rows of a
+    block are computed in the same way, which is trivially true of a block of one row.
     """
 
     row_step = 1
@@ -162,7 +164,7 @@ class BlockProduct:
         self._rows = rows
 
     def __call__(self, x_TI: Tensor, out: Tensor | None = None) -> Tensor:
-        """The product in fresh memory or in `out`."""
+        """The product in new memory or in `out`."""
         inputs, outputs = self._weight_IO.shape
         y_TO = x_TI.new_empty(len(x_TI), outputs) if out is None else out
         for first in range(0, len(x_TI), self._rows):
@@ -174,10 +176,10 @@ class BlockProduct:
 
 
 _BLOCK: Final = 16
-_ONE_BY_ONE: Final = Way("1-row", partial(BlockProduct, rows=1))
-BLOCKS: Final = Way(f"{_BLOCK}-row", partial(BlockProduct, rows=_BLOCK))
-_WAYS: Final = (
-    Way("oneDNN", OneDnnProduct.of),
-    Way("stepped", SteppedProduct),
+_ONE_BY_ONE: Final = ProductKind("1-row", partial(BlockProduct, rows=1))
+BLOCKS: Final = ProductKind(f"{_BLOCK}-row", partial(BlockProduct, rows=_BLOCK))
+_KINDS: Final = (
+    ProductKind("oneDNN", OneDnnProduct.of),
+    ProductKind("stepped", SteppedProduct),
     BLOCKS,
 )

@@ -1,4 +1,4 @@
-"""The products of an adapter give a row the same bits in any company, on any number of threads."""
+"""The products of an adapter give a row the same bits in any batch, on any number of threads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tinkex.engine.backends.torch.layers import on_threads
-from tinkex.engine.backends.torch.thin import expand_add_, shrink
+from tinkex.engine.backends.torch.lora_products import expand_add_, shrink
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,9 +34,7 @@ def _assert_same_bits(compute: Callable[[slice], Tensor]) -> None:
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize(("rank", "size"), SIZES)
-def test_a_row_is_shrunk_to_the_same_bits_in_any_company(
-    rank: int, size: int, threads: int
-) -> None:
+def test_a_row_is_shrunk_to_the_same_bits_in_any_batch(rank: int, size: int, threads: int) -> None:
     a, x = _random(rank, size, seed=1), _random(ROWS, size, seed=2)
     with on_threads(threads):
         _assert_same_bits(lambda part: shrink(x[part], a))
@@ -46,7 +44,7 @@ def test_a_row_is_shrunk_to_the_same_bits_in_any_company(
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize(("rank", "size"), SIZES)
-def test_what_is_added_to_a_row_has_the_same_bits_in_any_company(
+def test_what_is_added_to_a_row_has_the_same_bits_in_any_batch(
     rank: int, size: int, threads: int
 ) -> None:
     b, z, y = (_random(*shape, seed=seed) for seed, shape in enumerate(_shapes(rank, size)))

@@ -30,7 +30,7 @@ LISTED = {
     "server": ("server/", "serving/", "engine/process/"),
     "engine": ("engine/",),
 }
-COMMAND_LISTED = ("cli/", "loops/", "data/", "chat/", "tracking/", "clients/")
+COMMAND_LISTED = ("cli/", "loops/", "data.py", "chat/", "tracking/", "clients/")
 # They run all the time: a timer that looks after the engine, and the engine's liveness.
 BACKGROUND = {"serving/process.py", "engine/process/program.py"}
 # Their place in a recording is chance: the long poll may arrive before or after the engine has

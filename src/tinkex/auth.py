@@ -6,11 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tinkex.clock import time_limit
+from tinkex.config import Config
+from tinkex.credentials import credentials_path, read_store
 from tinkex.errors import APITimeoutError, CredentialError, TinkerError
 
 if TYPE_CHECKING:
     from tinkex.clients.connection import Connection
-    from tinkex.config import Config
 
 __all__ = ["get_tinker_token", "raise_if_tinker_not_accessible", "tinker_has_credentials"]
 
@@ -20,8 +22,6 @@ def get_tinker_token() -> str | None:
 
     A configured credential command is not run.
     """
-    from tinkex.config import Config
-    from tinkex.credentials import credentials_path, read_store
     from tinkex.transport.auth import is_well_formed
 
     try:
@@ -33,7 +33,6 @@ def get_tinker_token() -> str | None:
 
 def tinker_has_credentials() -> bool:
     """Whether a credential or a command that prints one is configured; nothing is tried."""
-    from tinkex.config import Config
     from tinkex.transport.auth import choose
 
     try:
@@ -61,8 +60,6 @@ def raise_if_tinker_not_accessible(timeout: float = 10.0) -> None:
 
 
 def _impatient(timeout: float) -> Config:
-    from tinkex.config import Config
-
     try:
         config = Config.load()
     except OSError as error:
@@ -79,7 +76,6 @@ def _impatient(timeout: float) -> Config:
 
 
 async def _ask(connection: Connection, timeout: float) -> None:
-    from tinkex.clock import time_limit
     from tinkex.wire import routes
 
     async with time_limit(connection.clock, timeout) as limit:

@@ -254,6 +254,18 @@ class InputTypeError(InputError, TypeError):
     code = "bad_input_type"
 
 
+def whole_text(text: str, path: str) -> str:
+    """`text` itself; raises InputError where it has half a character, which JSON can write."""
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InputError(
+                f"character {error.start} is half of a surrogate pair, which is no text", path
+            ) from None
+    return text
+
+
 class NothingToTrain(InputError, AssertionError):
     """All three train flags are off; an AssertionError too, as in the official client."""
 

@@ -341,15 +341,13 @@ async def _served(api: Api, model_name: str) -> Tokenizer | None:
 
 def _made(model_name: str, answer: TokenizerResponse) -> Tokenizer | None:
     """The tokenizer in the form of whichever library is here; None without any."""
-    try:
-        library: Any = importlib.import_module("tokenizers")
-    except ImportError:
+    library = _installed("tokenizers")
+    if library is None:
         return None
     fast = library.Tokenizer.from_str(answer.tokenizer)
     special = {"bos_token": answer.bos_token, "eos_token": answer.eos_token}
-    try:
-        transformers: Any = importlib.import_module("transformers")
-    except ImportError:
+    transformers = _installed("transformers")
+    if transformers is None:
         return FastTokenizer(model_name, fast, {**special, "chat_template": answer.chat_template})
     made = transformers.PreTrainedTokenizerFast(
         tokenizer_object=fast, chat_template=answer.chat_template, **special

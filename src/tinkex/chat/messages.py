@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
-from tinkex.errors import InputError
+from tinkex.errors import InputError, whole_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -79,17 +79,6 @@ def _part(part: object, path: str) -> str:
         if known.get("type") == "text" and isinstance(known.get("text"), str):
             return whole_text(known["text"], path)
     raise InputError("only parts of type 'text' are supported", path)
-
-
-def whole_text(text: str, path: str) -> str:
-    """`text` itself; raises InputError where it has half a character, which JSON can write."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InputError(
-            f"character {error.start} is half of a surrogate pair, which is no text", path
-        ) from None
-    return text
 
 
 def _tool_calls(calls: object, path: str) -> list[Any]:

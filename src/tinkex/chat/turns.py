@@ -14,8 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tinkex.chat.messages import whole_text
-from tinkex.errors import ChatTemplateError, InputError
+from tinkex.errors import ChatTemplateError, InputError, whole_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

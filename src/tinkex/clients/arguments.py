@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
-from tinkex.errors import InputError, InputTypeError
+from tinkex.errors import InputError, InputTypeError, whole_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,12 +19,7 @@ def given_text(value: object, name: str) -> str:
         raise InputTypeError(f"must be a string, not {type(value).__name__}", name)
     if not value:
         raise InputError("must not be empty", name)
-    if not value.isascii():
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            raise InputError("holds half of a surrogate pair, which is no text", name) from None
-    return value
+    return whole_text(value, name)
 
 
 def optional_text(value: object, name: str) -> str | None:

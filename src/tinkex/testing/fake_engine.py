@@ -87,6 +87,10 @@ class _State:
     step: int = 0
     gradient: Floats | None = None
 
+    @property
+    def bias(self) -> Floats:
+        return self.head.bias
+
 
 @dataclass(frozen=True, slots=True)
 class EngineCall:
@@ -163,7 +167,7 @@ class FakeEngine:
         await self._enter("save_adapter", (model_id,), self.delays.save_s)
         state = self._adapter(model_id)
         self._saved[location] = (state, optimizer)
-        size = state.head.bias.nbytes * (3 if optimizer else 1)
+        size = state.bias.nbytes * (3 if optimizer else 1)
         return SavedAdapter(size_bytes=size, has_optimizer=optimizer)
 
     async def drop_adapter(self, model_id: str) -> None:
@@ -178,7 +182,7 @@ class FakeEngine:
         await self._enter("save_snapshot", (snapshot,), self.delays.save_s)
         state = self._snapshot(snapshot)
         self._saved[location] = (state, False)
-        return SavedAdapter(size_bytes=state.head.bias.nbytes, has_optimizer=False)
+        return SavedAdapter(size_bytes=state.bias.nbytes, has_optimizer=False)
 
     async def drop_snapshot(self, snapshot: str) -> None:
         await self._enter("drop_snapshot", (snapshot,), 0.0)
@@ -195,7 +199,7 @@ class FakeEngine:
     async def export_saved(self, location: str, layout: Layout = "peft") -> Mapping[str, bytes]:
         await self._enter("export_saved", (location,), 0.0)
         state = self._at(location)[0]
-        return write_toy(state.toy.spec.name, state.lora.rank, state.head.bias, layout)
+        return write_toy(state.toy.spec.name, state.lora.rank, state.bias, layout)
 
     async def import_saved(self, base_model: str, folder: Path, location: str) -> ImportedAdapter:
         await self._enter("import_saved", (location,), self.delays.save_s)
@@ -375,7 +379,7 @@ def _optimize(state: _State, params: Any) -> tuple[_State, dict[str, float]]:
     adam = params if isinstance(params, AdamParams) else AdamParams()
     rate = float(getattr(params, "learning_rate", adam.learning_rate))
     limit = float(getattr(params, "grad_clip_norm", 0.0))
-    bias, gradient = state.head.bias, state.gradient
+    bias, gradient = state.bias, state.gradient
     gradient = state.toy.zeros if gradient is None else gradient
     norm = float(np.linalg.norm(gradient))
     if 0 < limit < norm:

@@ -126,7 +126,7 @@ def _prepare(cls: type[Value], name: str, value: Any) -> Any:
     if hasattr(value, "__getitem__") and not isinstance(value, str | bytes | Mapping | Value):
         # An array, say: msgspec would take it for a struct that has none of its fields.
         raise InputTypeError(f"expected {describe(hint)}, got {_kind(value)}", path)
-    if is_mapping(value) and _is_map(hint):
+    if is_mapping(value) and _arguments(hint, dict, Mapping):
         return {key: _struct(kinds, item, f"{path}[{key!r}]") for key, item in value.items()}
     return _struct(kinds, value, path)
 
@@ -135,7 +135,7 @@ def _listed(value: Any, hint: Any) -> Any:
     """Generators, deques, dict views and other iterables as a list, where a list is expected."""
     if isinstance(value, str | bytes | bytearray | memoryview | list | tuple):
         return cast("Any", value)
-    if isinstance(value, Sequence | Iterator | MappingView) and _items(hint):
+    if isinstance(value, Sequence | Iterator | MappingView) and _arguments(hint, list, Sequence):
         return list(cast("Iterable[Any]", value))
     return cast("Any", value)
 
@@ -146,7 +146,7 @@ def _whole(value: Any, hint: Any) -> Any:
         kinds = _members(hint)
         whole = int in kinds and float not in kinds and value.is_integer() and abs(value) < 2**63
         return int(value) if whole else value
-    if isinstance(value, list) and (items := _items(hint)):
+    if isinstance(value, list) and (items := _arguments(hint, list, Sequence)):
         return [_whole(item, items[0]) for item in cast("list[Any]", value)]
     return cast("Any", value)
 
@@ -160,10 +160,10 @@ def _members(hint: Any) -> tuple[Any, ...]:
     return (hint,)
 
 
-def _items(hint: Any) -> tuple[Any, ...]:
-    """The item type of a list that a type hint allows; nothing when it allows none."""
-    lists = [member for member in _members(hint) if get_origin(member) in (list, Sequence)]
-    return get_args(lists[0]) if lists else ()
+def _arguments(hint: Any, *origins: Any) -> tuple[Any, ...]:
+    """The type arguments of a member of a hint, such as a list; nothing where there is none."""
+    found = (member for member in _members(hint) if get_origin(member) in origins)
+    return next(map(get_args, found), ())
 
 
 def _struct(kinds: tuple[type[Value], ...], value: Any, path: str) -> Any:
@@ -321,10 +321,6 @@ def _structs(hint: Any) -> tuple[type[Value], ...]:
     if isinstance(hint, type) and issubclass(hint, Value):
         return (hint,)
     return tuple(kind for part in get_args(hint) for kind in _structs(part))
-
-
-def _is_map(hint: Any) -> bool:
-    return any(get_origin(member) in (dict, Mapping) for member in _members(hint))
 
 
 def describe(hint: Any) -> str:

@@ -197,7 +197,7 @@ class OptimStepRequest(Request):
             raise InputError(f"the same as {given[0]}; give one", f"{cls.__name__}.{given[1]}")
         for name in names:
             params = fields.pop(name, None)
-            if isinstance(params, AdamParams) or _is_adam(params):
+            if isinstance(params, AdamParams) or (is_mapping(params) and "type" not in params):
                 fields["adam_params"] = params
             elif params is not None:
                 fields["optimizer_params"] = optim_params(params, f"{cls.__name__}.{name}")
@@ -209,10 +209,6 @@ class OptimStepRequest(Request):
         if isinstance(self.optimizer_params, dict):
             params = optim_params(self.optimizer_params, "OptimStepRequest.optimizer_params")
             force_setattr(self, "optimizer_params", params)
-
-
-def _is_adam(params: Any) -> bool:
-    return is_mapping(params) and "type" not in params
 
 
 class OptimStepResponse(Result, eq=False):

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal, cast, get_args
 
-from tinkex.errors import InputError, InputTypeError
+from tinkex.errors import InputError, InputTypeError, whole_text
 from tinkex.types.arrays import plain_number
 from tinkex.types.datum import KEY_DTYPES, Datum, copy_datum
 from tinkex.types.inputs import DmelChunk, EncodedTextChunk
@@ -111,24 +111,15 @@ def loss_config(config: Any, path: str) -> dict[str, float | str] | None:
         if not isinstance(name, str):
             raise InputTypeError(f"names are strings, got {name!r}", path)
         where = f'{path}["{name}"]'
-        _check_text(name, where)
+        whole_text(name, where)
         checked[name] = _setting(value, where)
     return checked
-
-
-def _check_text(text: str, path: str) -> None:
-    if not text.isascii():
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise InputError("holds half of a surrogate pair, which is no text", path) from None
 
 
 def _setting(value: Any, path: str) -> float | str:
     value = plain_number(value)
     if isinstance(value, str):
-        _check_text(value, path)
-        return value
+        return whole_text(value, path)
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise InputTypeError(f"expected a number or text, got {type(value).__name__}", path)
     try:

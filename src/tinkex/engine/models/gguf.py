@@ -58,6 +58,7 @@ def read_config(file: GgufFile, name: str) -> DecoderConfig:
     head_dim = number("attention.key_length", hidden // heads)
     if number("rope.dimension_count", head_dim) != head_dim:
         raise ModelError(f"{file.path}: rotating only a part of each head is not supported")
+    eps = file.get(f"{kind}.attention.layer_norm_rms_epsilon", float)
     return check_config(
         DecoderConfig(
             name=name,
@@ -69,7 +70,8 @@ def read_config(file: GgufFile, name: str) -> DecoderConfig:
             num_heads=heads,
             num_kv_heads=number("attention.head_count_kv", heads),
             head_dim=head_dim,
-            rms_eps=_decimal(file.get(f"{kind}.attention.layer_norm_rms_epsilon", float)),
+            # Stored as float32; the number that was meant is the short one that rounds to it.
+            rms_eps=float(f"{eps:.7g}"),
             rope_theta=file.get(f"{kind}.rope.freq_base", float, 10_000.0),
             rope_scaling=_scaling(file, kind),
             max_context=number("context_length"),
@@ -134,11 +136,6 @@ def _vocab_size(file: GgufFile) -> int:
     if embedding is None:
         raise ModelError(f"{file.path}: the tensor 'token_embd.weight' is missing")
     return embedding.shape[0]
-
-
-def _decimal(value: float) -> float:
-    # Stored as float32; the number that was meant is the short one that rounds to it.
-    return float(f"{value:.7g}")
 
 
 def _scaling(file: GgufFile, kind: str) -> RopeScaling | None:

@@ -68,9 +68,9 @@ class _Config(msgspec.Struct, kw_only=True):
 def read_config(folder: Path, name: str) -> DecoderConfig:
     """Read the configuration of the model in a Hugging Face folder."""
     file = folder / CONFIG
-    kind = _decode(file, _Kind)
+    kind = read_json(file, _Kind)
     made = family((kind.architectures or [kind.model_type or ""])[0], str(file))
-    config = _decode(file, _Config)
+    config = read_json(file, _Config)
     _refuse_unsupported(config, file)
     heads = config.num_attention_heads
     rope = config.rope_parameters or config.rope_scaling or _Rope()
@@ -115,7 +115,8 @@ def check_config(config: DecoderConfig, where: str) -> DecoderConfig:
     return config
 
 
-def _decode(file: Path, kind: type[_S]) -> _S:
+def read_json(file: Path, kind: type[_S]) -> _S:
+    """Read one of the JSON files of a model, or say what is wrong with it."""
     try:
         return msgspec.json.decode(file.read_bytes(), type=kind)
     except OSError as error:
@@ -166,7 +167,7 @@ def _eos(folder: Path, config: _Config) -> tuple[int, ...]:
     # Chat models often name more ends of a turn here than in config.json.
     ids = config.eos_token_id
     if (folder / _GENERATION_CONFIG).is_file():
-        named = _decode(folder / _GENERATION_CONFIG, _Generation).eos_token_id
+        named = read_json(folder / _GENERATION_CONFIG, _Generation).eos_token_id
         ids = ids if named is None else named
     if ids is None:
         return ()

@@ -6,6 +6,7 @@ A name is `tinkex/tiny`, a Hugging Face folder, a GGUF file, or an id on the hub
 from __future__ import annotations
 
 import re
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -63,20 +64,6 @@ class DeferredModel:
     load: Callable[[], BaseModel]
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """The type and the device of the weights."""
-
-    dtype: torch.dtype
-    device: torch.device
-
-    def __post_init__(self) -> None:
-        if self.dtype not in _DTYPES:
-            raise InputError(
-                f"{self.dtype} is not supported; use float32, bfloat16 or float16", "dtype"
-            )
-
-
 def load_model(
     source: str,
     *,
@@ -89,27 +76,12 @@ def load_model(
 
     `tinkex/tiny` keeps its own. `fetch` returns the folder of a hub id, or raises OSError.
     """
-    placement = Placement(dtype, torch.device(device))
+    if dtype not in _DTYPES:
+        raise InputError(f"{dtype} is not supported; use float32, bfloat16 or float16", "dtype")
     if source == TINY:
         return BaseModel(tiny_decoder(dtype=dtype, device=device), byte_tokenizer(), "seed")
-    path = _existing(source)
-    if path is not None:
-        load = load_folder if path.is_dir() else load_gguf
-        return load(path, name or source, placement)
-    if not _is_hub_id(source):
-        raise InputError(
-            f"{source!r} is no folder, no file and no id of the hub; use {TINY!r}, a path, or "
-            f"an id such as {DEFAULT_MODEL!r}",
-            "base_model",
-        )
-    try:
-        folder = fetch(source)
-    except OSError as error:
-        packaged = packaged_file(source)
-        if packaged is None:
-            raise _not_found(source, error) from error
-        return load_gguf(packaged, name or source, placement)
-    return load_folder(folder, name or source, placement)
+    path = _existing(source) or _from_hub(source, fetch)
+    return _loaded(path, name or source, dtype, torch.device(device))
 
 
 def defer_model(
@@ -145,30 +117,37 @@ def _is_hub_id(source: str) -> bool:
     return source != TINY and _HUB_ID.fullmatch(source) is not None
 
 
-def load_folder(folder: Path, name: str, placement: Placement) -> BaseModel:
-    """Load a model from a Hugging Face folder."""
-    config = read_config(folder, name)
-    tokenizer = folder_tokenizer(folder)
-    with SafetensorsFolder(folder) as tensors:
-        decoder = _decoder(config, tensors, placement)
-    return BaseModel(decoder, tokenizer, str(folder))
-
-
-def load_gguf(path: Path, name: str, placement: Placement) -> BaseModel:
-    """Load a model from a GGUF file."""
-    with GgufFile(path) as file:
-        config = read_gguf_config(file, name)
-        tokenizer = gguf_tokenizer(file)
-        decoder = _decoder(config, GgufTensors(file, config), placement)
+def _loaded(path: Path, name: str, dtype: torch.dtype, device: torch.device) -> BaseModel:
+    """Load a Hugging Face folder or a GGUF file."""
+    with ExitStack() as files:
+        if path.is_dir():
+            config, tokenizer = _described(path, name)
+            tensors: TensorSource = files.enter_context(SafetensorsFolder(path))
+        else:
+            file = files.enter_context(GgufFile(path))
+            config, tokenizer = read_gguf_config(file, name), gguf_tokenizer(file)
+            tensors = GgufTensors(file, config)
+        made = family(config.arch, config.name)
+        check_tensors(tensors, config, made.biased)
+        decoder = made(config, dtype=dtype, device=device)
+        decoder.fill(tensors)
     return BaseModel(decoder, tokenizer, str(path))
 
 
-def _decoder(config: DecoderConfig, tensors: TensorSource, placement: Placement) -> StoredDecoder:
-    made = family(config.arch, config.name)
-    check_tensors(tensors, config, made.biased)
-    decoder = made(config, dtype=placement.dtype, device=placement.device)
-    decoder.fill(tensors)
-    return decoder
+def _from_hub(source: str, fetch: Callable[[str], Path]) -> Path:
+    if not _is_hub_id(source):
+        raise InputError(
+            f"{source!r} is no folder, no file and no id of the hub; use {TINY!r}, a path, or "
+            f"an id such as {DEFAULT_MODEL!r}",
+            "base_model",
+        )
+    try:
+        return fetch(source)
+    except OSError as error:
+        packaged = packaged_file(source)
+        if packaged is None:
+            raise _not_found(source, error) from error
+        return packaged
 
 
 def _existing(source: str) -> Path | None:

@@ -12,6 +12,7 @@ import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 
+from tinkex.engine.models.hf_config import read_json
 from tinkex.errors import ModelError
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class SafetensorsFolder:
     def __enter__(self) -> SafetensorsFolder:
         try:
             if (self._folder / INDEX).is_file():
-                self._open_shards(_weight_map(self._folder / INDEX))
+                self._open_shards(read_json(self._folder / INDEX, _Index).weight_map)
             else:
                 self._file_of = dict.fromkeys(self._open(SINGLE), SINGLE)
         except BaseException:
@@ -127,13 +128,6 @@ class SafetensorsFolder:
             raise ModelError(f"{path}: {_what_is_broken(path, error)}") from error
         self._files[file] = opened
         return opened.keys()
-
-
-def _weight_map(file: Path) -> Mapping[str, str]:
-    try:
-        return msgspec.json.decode(file.read_bytes(), type=_Index).weight_map
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ModelError(f"{file}: {error}") from error
 
 
 def _what_is_broken(path: Path, error: Exception) -> str:

@@ -14,6 +14,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers.processors import TemplateProcessing
 
 from tinkex.engine.models.byte_text import byte_text
+from tinkex.engine.models.hf_config import read_json
 from tinkex.errors import ModelError
 
 if TYPE_CHECKING:
@@ -71,7 +72,8 @@ def folder_tokenizer(folder: Path) -> ModelTokenizer | None:
         fast = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises bare Exception
         raise ModelError(f"{file}: is no readable tokenizer: {error}") from error
-    settings = _folder_settings(folder)
+    described = (folder / _SETTINGS).is_file()
+    settings = read_json(folder / _SETTINGS, _Settings) if described else _Settings()
     return ModelTokenizer(
         fast,
         _folder_template(folder, settings),
@@ -172,17 +174,6 @@ def _content(marker: Any) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def _folder_settings(folder: Path) -> _Settings:
-    file = folder / _SETTINGS
-    try:
-        if not file.is_file():
-            return _Settings()
-        return msgspec.json.decode(file.read_bytes(), type=_Settings)
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
-        problem = f"{file}: the chat template and the markers cannot be read: {error}"
-        raise ModelError(problem) from error
-
-
 def _folder_template(folder: Path, settings: _Settings) -> str | None:
     # Newer folders keep the template in a file of its own.
     try:
@@ -198,10 +189,6 @@ def _folder_template(folder: Path, settings: _Settings) -> str | None:
 
 def _gpt2() -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-
-
-def _smollm() -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2()])
 
 
 def _words(digits: Literal[r"\p{N}", r"\p{N}{1,3}"]) -> pre_tokenizers.PreTokenizer:
@@ -220,7 +207,7 @@ def _words(digits: Literal[r"\p{N}", r"\p{N}{1,3}"]) -> pre_tokenizers.PreTokeni
 
 _STYLES: Mapping[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
     "gpt-2": _gpt2,
-    "smollm": _smollm,
+    "smollm": lambda: pre_tokenizers.Sequence([pre_tokenizers.Digits(True), _gpt2()]),
     "llama-bpe": lambda: _words(r"\p{N}{1,3}"),
     "qwen2": lambda: _words(r"\p{N}"),
 }

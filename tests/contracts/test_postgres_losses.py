@@ -97,7 +97,7 @@ async def test_a_server_that_restarts_is_waited_for_and_one_that_is_gone_is_not(
             assert (await waiting)[1]
 
             await asyncio.to_thread(server.stop)
-            cast("Postgres", store._database.place).patience_s = 0.0
+            cast("Postgres", store._database.driver).patience_s = 0.0
             with pytest.raises(StorageError, match="running and reachable") as caught:
                 await store.submit(step(2))
             assert caught.value.retryable
@@ -116,7 +116,7 @@ async def test_a_lost_connection_finds_another_server_in_its_place(
         SqlStore.open(place) as other,
     ):
         await store.lock()
-        cast("Postgres", store._database.place).patience_s = 0.0
+        cast("Postgres", store._database.driver).patience_s = 0.0
         pid = await store._database.read(
             lambda c: c.execute(text("SELECT pg_backend_pid()")).scalar_one()
         )

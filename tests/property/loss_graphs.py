@@ -115,6 +115,6 @@ def run(inputs: Sequence[CustomLossInput], graph: CustomLossGraph) -> None:
     p = torch.linspace(-3, 0, 5, requires_grad=True)
     loss, _ = compiled.evaluate(p, {k: v for k, v in values.items() if k in known})
     if loss.requires_grad:
-        from tinkex.engine.training.passes import _derivative
+        from tinkex.engine.training.loss_evaluation import _derivative
 
         _derivative(loss, p)

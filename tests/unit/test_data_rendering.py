@@ -27,7 +27,7 @@ class Bytes:
         self._made = byte_tokenizer()
         self.chat_template = self._made.chat_template
         self.eos_token_id, self.bos_token_id = 256, None
-        self.vocab_size = self._made.vocab_size
+        self.vocab_size = self._made.fast.get_vocab_size()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._made, name)

@@ -17,7 +17,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Self
 
 from benchmarks.client_cost.processes import ROOT
-from benchmarks.client_cost.setting import commit, hardware, machine, vectors
+from benchmarks.client_cost.setting import commit, hardware, machine
 from benchmarks.engine_cpu.report import Row, table
 from benchmarks.engine_cpu.workload import QUICK, Workload
 
@@ -25,10 +25,8 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 PACKAGES = ("torch", "transformers", "peft", "numpy")
-# How many times as long the peer has to take. Where the engine's own machine code runs, which is
-# written for AVX-512, it gains more than where products are torch's.
-BARS = {"train": 1.2, "adapters": 2.0, "batch": 2.5, "batch_alone": 8.0, "one": 1.3}
-BARS_ELSEWHERE = BARS | {"adapters": 1.5, "batch": 1.5}
+# How many times as long the peer has to take.
+BARS = {"train": 1.2, "adapters": 1.5, "batch": 1.5, "batch_alone": 8.0, "one": 1.3}
 # How many times as long strict mode may take as the default.
 STRICT_BAR = 1.6
 
@@ -72,9 +70,8 @@ class Side:
         return json.loads(answer)
 
 
-def rows_of(kind: str, work: Workload, processor: str) -> list[Row]:
-    """What a kind of work is judged by on this kind of processor."""
-    bars = BARS if processor == "AVX-512" else BARS_ELSEWHERE
+def rows_of(kind: str, work: Workload) -> list[Row]:
+    """What a kind of work is judged by."""
     sampled = work.prompts * work.new_tokens
     trained = work.train_sequences * work.train_tokens
     return {
@@ -83,7 +80,7 @@ def rows_of(kind: str, work: Workload, processor: str) -> list[Row]:
                 "train",
                 f"LoRA step, {work.train_sequences}x{work.train_tokens}",
                 trained,
-                bars["train"],
+                BARS["train"],
             ),
             Row("train_strict", "  strict / default", trained, STRICT_BAR, "share", "default"),
         ],
@@ -92,7 +89,7 @@ def rows_of(kind: str, work: Workload, processor: str) -> list[Row]:
                 "adapters",
                 f"{work.adapters} adapters x {work.adapter_tokens}",
                 work.adapters * work.adapter_tokens,
-                bars["adapters"],
+                BARS["adapters"],
             )
         ],
         "batch": [
@@ -100,23 +97,23 @@ def rows_of(kind: str, work: Workload, processor: str) -> list[Row]:
                 "batch",
                 f"sample {work.prompts}x{work.new_tokens} / padded",
                 sampled,
-                bars["batch"],
+                BARS["batch"],
             ),
             Row(
                 "batch_alone",
                 f"sample {work.prompts}x{work.new_tokens} / one by one",
                 sampled,
-                bars["batch_alone"],
+                BARS["batch_alone"],
             ),
             Row("batch_strict", "  strict / default", sampled, STRICT_BAR, "share", "default"),
         ],
-        "one": [Row("one", f"sample 1x{work.new_tokens}", work.new_tokens, bars["one"])],
+        "one": [Row("one", f"sample 1x{work.new_tokens}", work.new_tokens, BARS["one"])],
     }[kind]
 
 
 def measure(kind: str, sides: dict[str, Side], work: Workload) -> list[Row]:
     """All rounds of one kind of work, after those that do not count."""
-    rows = rows_of(kind, work, vectors())
+    rows = rows_of(kind, work)
     for seed in range(work.warm_up + work.rounds):
         print(f"{kind}: round {seed}", file=sys.stderr)
         taken: dict[str, dict[str, float]] = {}

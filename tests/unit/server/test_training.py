@@ -206,7 +206,11 @@ async def test_an_unknown_base_model_is_refused_with_the_known_ones(api: Api) ->
 
 @pytest.mark.parametrize(
     "lora",
-    [{"rank": 5000}, {"rank": 8, "train_mlp": False, "train_attn": False, "train_unembed": False}],
+    [
+        {"rank": 0},
+        {"rank": 257},
+        {"rank": 8, "train_mlp": False, "train_attn": False, "train_unembed": False},
+    ],
 )
 async def test_an_impossible_adapter_is_refused(api: Api, lora: dict[str, object]) -> None:
     body = {

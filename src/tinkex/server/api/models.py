@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import anyio
 
+from tinkex.engine.protocol import MAX_RANK
 from tinkex.errors import InputError
 from tinkex.server.api.call import reply
 from tinkex.server.api.checkpoints import describe, live_checkpoints, published
@@ -40,8 +41,6 @@ if TYPE_CHECKING:
     from tinkex.server.api.call import Call
     from tinkex.server.store.records import Model, Operation, StoredSession
     from tinkex.types import Checkpoint
-
-MAX_RANK = 1024
 
 
 async def create_model(call: Call) -> Response:

@@ -27,7 +27,7 @@ REFUSED_BY_OURS: dict[str, str] = {
     ),
     "Bytes are neither text nor numbers": r".*(= (b'x'|bytearray)|\(bytearray\))",
     "NaN and infinity are refused": r"(AdamParams|SamplingParams)\.\w+ = (nan|inf)",
-    "A number that no server takes is refused": (
+    "A number that no server accepts is refused": (
         r"LoraConfig\.rank = (0|-1|-2|2\*\*31|2\*\*70)"
         r"|SampleRequest\.num_samples = (0|-1|-2|2\*\*31|2\*\*70)"
         r"|SamplingParams\.(max_tokens|temperature|top_k) = (-1|-2|2\*\*31|2\*\*70)"
@@ -70,7 +70,7 @@ ACCEPTED_BY_OURS: dict[str, str] = {
     "Unsigned bytes and bools count as whole numbers": (
         r"(TensorData\.from_numpy|target_tokens|weights|mask)\((np\.bool|(uint8|bool) array)\)"
     ),
-    "Other names keep what they are given as": r"mask\(\[.*\]\)",
+    "Other names keep their type": r"mask\(\[.*\]\)",
 }
 DIFFERENT: dict[str, str] = {
     "A loss input's element type depends on its name": r"weights\(.* array\)",

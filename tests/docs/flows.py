@@ -1,7 +1,8 @@
 """Records the files of the package that a call passes, in the order in which they are first called.
 
-Three processes take part: the client in this one, a `tinkex serve`, and the engine that it starts.
-The client is recorded by a profile function; the other two load `HOOK` before anything else.
+Three processes take part: a client, a `tinkex serve`, and the engine that it starts.
+The client is recorded by a profile function (`flow_client.py`); the other two load `HOOK` before
+anything else.
 """
 
 from __future__ import annotations

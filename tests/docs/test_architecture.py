@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import itertools
+import json
+import os
 import re
+import subprocess
 import sys
 from typing import TYPE_CHECKING
 
 import pytest
 
-import tinkex
 from tests.docs.blocks import ROOT, page_named
-from tests.docs.flows import Profile, Trace, traced_server
+from tests.docs.flow_client import RECORDINGS
+from tests.docs.flows import Trace, traced_server
 from tests.docs.test_examples import TRAINING_DATA
 from tests.patience import PATIENCE_S
-from tinkex import Datum, ModelInput, SamplingParams
-from tinkex.cli.main import main
 from tinkex.testing import API_KEY, FakeServer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
 PAGE = page_named("architecture.md").read_text()
-RECORDINGS = 3
 # What the page lists of each process; types and codecs are listed for the client only.
 LISTED = {
     "client": ("",),
@@ -47,37 +46,34 @@ pytestmark = pytest.mark.timeout(2 * PATIENCE_S)
 Flow = dict[str, list[Trace]]
 
 
+def _recorded(*arguments: str, **environment: str) -> dict[str, Flow]:
+    """What the client's process records."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("TINKER_", "TINKEX_"))}
+    kept["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "src")])
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.docs.flow_client", *arguments],
+        env=kept | environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    return {
+        flow: {
+            role: [Trace([(file, name) for file, name in calls]) for calls in traces]
+            for role, traces in roles.items()
+        }
+        for flow, roles in found.items()
+    }
+
+
 @pytest.fixture(scope="module")
 def flows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Flow]:
     """A sample and a training step, each recorded several times in all three processes."""
-    profile = Profile()
-    with (
-        traced_server(tmp_path_factory.mktemp("flows")) as server,
-        profile.installed(),
-        tinkex.ServiceClient(base_url=server.url, api_key=API_KEY) as service,
-    ):
-        training = service.create_lora_training_client("tinkex/tiny", rank=8)
-        sampler = training.save_weights_and_get_sampling_client()
-        data = [Datum(ModelInput.from_ints([1, 2, 3]), {"target_tokens": [2, 3, 4]})]
-
-        def sample() -> object:
-            params = SamplingParams(max_tokens=4)
-            return sampler.sample(ModelInput.from_ints([1, 2, 3]), 1, params).result()
-
-        def train() -> object:
-            return training.forward_backward(data, "cross_entropy").result()
-
-        calls: dict[str, Callable[[], object]] = {"A sample": sample, "A training step": train}
-        recorded: dict[str, Flow] = {}
-        for name, call in calls.items():
-            call()  # the first one imports, connects and loads
-            flow = recorded[name] = {role: [] for role in LISTED}
-            for number in range(RECORDINGS):
-                with server.recording(f"{name}-{number}".replace(" ", "-")) as others:
-                    flow["client"].append(profile.record(call))
-                for role, trace in others.items():
-                    flow[role].append(trace)
-        return recorded
+    with traced_server(tmp_path_factory.mktemp("flows")) as server:
+        return _recorded("calls", server.url, str(server.folder))
 
 
 @pytest.mark.parametrize("process", LISTED)
@@ -110,23 +106,17 @@ def test_a_training_step_passes_few_files_of_the_server(flows: dict[str, Flow]):
     assert count <= 28
 
 
-def test_the_page_lists_the_files_of_train_sft_in_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    (tmp_path / "train.jsonl").write_text(TRAINING_DATA)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    command = ["train", "sft", "train.jsonl", "--model", "tinkex/tiny", "--steps", "2", "--output"]
-    profile = Profile()
+def test_the_page_lists_the_files_of_train_sft_in_order(tmp_path: Path):
+    data = tmp_path / "train.jsonl"
+    data.write_text(TRAINING_DATA)
     with FakeServer().serve() as server:
-        monkeypatch.setenv("TINKER_BASE_URL", server.url)
-        monkeypatch.setenv("TINKER_API_KEY", API_KEY)
-        assert main([*command, "runs/warm-up"]) == 0
-        with profile.installed():
-            traces = [
-                profile.record(lambda name=f"runs/{number}": main([*command, name]))
-                for number in range(RECORDINGS)
-            ]
+        found = _recorded(
+            *("sft", str(data), str(tmp_path / "runs")),
+            TINKER_BASE_URL=server.url,
+            TINKER_API_KEY=API_KEY,
+            HOME=str(tmp_path),
+        )
+    traces = found["The command"]["client"]
     _compare(_table("The command in the client"), [_kept(t, COMMAND_LISTED) for t in traces])
 
 

@@ -1,4 +1,4 @@
-"""What the pages for whoever runs a server say about the code is true of the code."""
+"""What the pages for operators of a server say about the code is true of the code."""
 
 from __future__ import annotations
 

@@ -52,8 +52,8 @@ def _check(pyrage: Any, index: int, text: str) -> None:
     path = f"{_FIELD}[{index}]"
     if text.lower().startswith(_SECRET):
         raise InputError(
-            "is a private key, which nobody else may have; give the public key that belongs to it "
-            "and replace the pair",
+            "is a private key, which must stay with its owner; give the public key that belongs "
+            "to it and replace the pair",
             path,
         )
     if len(text) > _MAX_KEY_CHARS:

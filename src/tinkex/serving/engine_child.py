@@ -6,11 +6,10 @@ be pickled afterwards. The engine itself knows no encodings.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 from tinkex.engine.process import child
 from tinkex.engine.protocol import TrainOp
-from tinkex.types import ForwardBackwardInput
 from tinkex.wire.proto_training import decode_forward_backward
 
 if TYPE_CHECKING:
@@ -24,12 +23,7 @@ def main(fd: int) -> None:
 
 def decode_train_op(op: EncodedTrainOp) -> TrainOp:
     """The operation in a protobuf body; raises InputError for anything malformed."""
-    batch = decode_forward_backward(op.body)
-    checked = ForwardBackwardInput(
-        data=batch.data,
-        loss_fn=cast("Any", batch.loss_fn),
-        loss_fn_config=batch.loss_fn_config,
-    )
+    checked = decode_forward_backward(op.body).checked()
     return TrainOp(
         op_id=op.op_id,
         model_id=op.model_id,

@@ -194,4 +194,4 @@ async def _check_keys(store: Store, settings: HostSettings) -> None:
             f"one with {make}, or listen on 127.0.0.1",
             "host",
         )
-    _log.warning("there is no key yet, so nobody is let in: make one with %s", make)
+    _log.warning("there is no key yet, so every request is refused: make one with %s", make)

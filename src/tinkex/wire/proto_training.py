@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from tinkex.errors import InputError, InputTypeError
 from tinkex.types import (
     Datum,
     DmelChunk,
     EncodedTextChunk,
+    ForwardBackwardInput,
     ForwardBackwardOutput,
     ImageChunk,
     ModelInput,
@@ -62,6 +63,14 @@ class DecodedForwardBackward:
     loss_fn: str
     loss_fn_config: dict[str, float | str] = field(default_factory=dict[str, "float | str"])
     forward_only: bool = False
+
+    def checked(self) -> ForwardBackwardInput:
+        """The batch as an engine takes it; raises InputError for a loss or values it refuses."""
+        return ForwardBackwardInput(
+            data=self.data,
+            loss_fn=cast("Any", self.loss_fn),
+            loss_fn_config=self.loss_fn_config,
+        )
 
 
 def encode_forward_backward(

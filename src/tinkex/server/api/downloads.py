@@ -316,7 +316,7 @@ def _written(files: Mapping[str, bytes], recipients: Recipients, new: NewFile) -
 
 
 def _tarred(files: Mapping[str, bytes], recipients: Recipients, new: NewFile) -> Files:
-    """A plain tar with the files side by side."""
+    """An uncompressed tar archive of the files."""
     target = new()
     if recipients is None:
         parts: Files = {name: io.BytesIO(data) for name, data in files.items()}

@@ -38,7 +38,7 @@ _REMEMBERED_S = 2.0
 _LONGEST_KEY = 8192
 _BAD_BURST_S = 10.0
 
-_ASK = "ask whoever runs this server for one (`tinkex key create`)"
+_ASK = "ask the operator of this server for one (`tinkex key create`)"
 _MISSING = f"Send an API key in the X-API-Key header; {_ASK}."
 _BAD = f"This API key is not valid here, or no longer: {_ASK}."
 

@@ -78,7 +78,7 @@ async def delete_api_key(call: Call) -> Response:
         raise refuse(
             501,
             f"This server keeps no keys (it runs in the key mode {call.settings.key_mode!r}), so "
-            "there is nothing to delete; whoever runs it decides who gets in.",
+            "there is nothing to delete; its operator decides who has access.",
         )
     await call.parts.identity.revoke(key)
     await audit_key(call.store, call.now(), "api_key_revoked", key)

@@ -8,7 +8,7 @@ when one chunk of a call is refused.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from tinkex.server.store.records import OpKind
     from tinkex.types import LoraConfig
     from tinkex.wire import tinkex_pb2 as pb
-    from tinkex.wire.proto_training import DecodedForwardBackward
 
 
 def accepted(operation: Operation) -> Response:
@@ -191,7 +190,7 @@ def decode_operation(op: Operation) -> object:
     if op.kind in ("forward", "forward_backward"):
         if op.media == routes.MEDIA_PROTOBUF:
             return protobuf_input(op.body)[1]
-        return training_input(decode_training_request(op.body, forward_only=op.kind == "forward"))
+        return decode_training_request(op.body, forward_only=op.kind == "forward").checked()
     if op.kind == "load_weights":
         return decode_order(op.body)
     kind = JSON_REQUESTS.get(op.kind)
@@ -211,22 +210,13 @@ def protobuf_input(
     from tinkex.wire import tinkex_pb2
 
     message = parse(tinkex_pb2.ForwardBackwardRequest, body)
-    batch = EncodedBatch(decode=lambda: training_input(decode_forward_backward(body)))
+    batch = EncodedBatch(decode=lambda: decode_forward_backward(body).checked())
     if message.loss_fn != "custom":
         return message, batch
     try:
         return message, batch.decode()
     except InputError as error:
         return message, error
-
-
-def training_input(batch: DecodedForwardBackward) -> ForwardBackwardInput:
-    """What the engine needs of a batch."""
-    return ForwardBackwardInput(
-        data=batch.data,
-        loss_fn=cast("Any", batch.loss_fn),
-        loss_fn_config=batch.loss_fn_config,
-    )
 
 
 def encode_order(order: LoadOrder) -> bytes:

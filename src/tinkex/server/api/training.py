@@ -17,7 +17,6 @@ from tinkex.server.api.submit import (
     protobuf_input,
     submit_run,
     submit_training,
-    training_input,
 )
 from tinkex.server.scheduler.checkpoints import check_loadable
 from tinkex.server.store.records import LoadOrder, Operation, StoredLoss
@@ -71,7 +70,7 @@ async def _train_from_json(call: Call, kind: Literal["forward", "forward_backwar
         return await _refused_in_turn(call, kind, body, error)
     request: ForwardBackwardInput | InputError
     try:
-        request = training_input(batch)
+        request = batch.checked()
     except InputError as error:
         request = error
     kind = "forward" if batch.forward_only else "forward_backward"

@@ -48,6 +48,9 @@ if TYPE_CHECKING:
 
 ErrorCategory = Literal["unknown", "server", "user"]
 
+# So much of a caller's value appears in an error.
+_QUOTED = 100
+
 
 @dataclass(frozen=True, slots=True)
 class RequestInfo:
@@ -266,6 +269,23 @@ def whole_text(text: str, path: str) -> str:
     return text
 
 
+def shortened(text: str) -> str:
+    """A caller's text as an error shows it: cut where it is long."""
+    return text if len(text) <= 2 * _QUOTED else f"{text[:_QUOTED]}…"
+
+
+def quoted(value: object) -> str:
+    """A caller's value as an error shows it: its repr, cut where that is long."""
+    if isinstance(value, str | bytes | list | tuple):
+        items = cast("Sequence[object]", value)
+        whole, text = len(items) <= _QUOTED, repr(items[:_QUOTED])
+    elif isinstance(value, int) and value.bit_length() > _QUOTED:
+        return f"a number of {value.bit_length()} bits"
+    else:
+        whole, text = True, repr(value)
+    return text if whole and len(text) <= 2 * _QUOTED else f"{text[:_QUOTED]}…"
+
+
 class NothingToTrain(InputError, AssertionError):
     """All three train flags are off; an AssertionError too, as in the official client."""
 
@@ -382,6 +402,8 @@ class StorageError(TinkerError, RuntimeError):
         super().__init__(message)
         self.message = message
         self.path = path
+        # Whether it may be well and only cannot be reached.
+        self.out_of_reach = False
 
 
 class ResultError(TinkerError, RuntimeError):

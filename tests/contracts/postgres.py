@@ -49,6 +49,9 @@ class PostgresServer:
 def postgres_server(shared_as: str | None = None) -> Iterator[PostgresServer]:
     """A server in a folder of its own; test processes that share a name share the server.
 
+    A process leaves a shared one once, at its end: the server stops with the first end of the last
+    process that is left, whatever else that process still does with it.
+
     The folder is not one of pytest's: those are closed to the user that the server runs as when
     the tests run as root.
     """

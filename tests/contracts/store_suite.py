@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
 from tinkex.clock import SystemClock
 from tinkex.server.store.records import (
+    ROW_BYTES,
     ApiKey,
     AuditEntry,
+    HourOfUsage,
+    KeptPart,
+    LimitReached,
     Model,
     Operation,
     OperationOutcome,
+    Refusal,
     StoredCheckpoint,
     StoredLoss,
     StoredSampler,
     StoredSession,
     UsageEntry,
+    changed,
 )
 from tinkex.types import (
     AdamOptimizerConfig,
@@ -148,6 +154,18 @@ def used(at: float, kind: OpKind = "optim_step", owner: str = "o", **amounts: An
     )
 
 
+def hour_of(hour: int, kind: OpKind = "optim_step", count: int = 1, **amounts: Any) -> HourOfUsage:
+    return HourOfUsage(
+        hour=hour,
+        session_id="s",
+        base_model="b",
+        project_id=None,
+        kind=kind,
+        count=count,
+        usage=Usage(**amounts),
+    )
+
+
 DONE = OperationOutcome(body=b"result", size_bytes=6, usage=Usage(trained_tokens=3))
 
 
@@ -246,9 +264,9 @@ class StoreSuite:
         first = model(user_metadata={"k": "v"})
         assert await store.add_model(first) == first
         assert await store.add_model(model(owner="thief")) == first
-        changed = replace(first, last_request_at=9.0)
-        await store.put_model(changed)
-        assert await store.get_model(first.model_id) == changed
+        touched = replace(first, last_request_at=9.0)
+        await store.put_model(touched)
+        assert await store.get_model(first.model_id) == touched
         await store.add_model(model("s:train:1"))
         await store.add_model(model("t:train:0", owner="p"))
         mine = await store.models(owner="o")
@@ -265,6 +283,36 @@ class StoreSuite:
         assert [m.model_id for m in some] == ["s:train:3"]
         counts = [await store.count_models("o"), await store.count_models("o", project_id="p1")]
         assert counts == [4, 2]
+
+    async def test_published_models_of_others_come_in_the_same_pages(self, store: Store) -> None:
+        async def publish(name: str, owner: str, **more: Any) -> None:
+            each = replace(checkpoint(name, f"{owner}:train:0"), owner=owner)
+            await store.put_checkpoint(replace(each, **{"public": True, **more}))
+
+        for owner in ("a", "o", "b", "c", "d", "e"):
+            await store.add_model(model(f"{owner}:train:0", owner=owner, project_id=f"p {owner}"))
+        await store.add_model(model("o:train:1"))
+        await publish("first", "a")
+        await publish("second", "a")
+        await publish("mine", "o")
+        await publish("hidden", "b", public=False)
+        await publish("past", "c", expires_at=5.0)
+        await publish("future", "d", expires_at=6.0)
+
+        async def page(offset: int = 0, limit: int = 10, **more: Any) -> list[str]:
+            found = await store.models(
+                owner="o", published_at=5.0, offset=offset, limit=limit, **more
+            )
+            return [m.model_id for m in found]
+
+        everything = ["o:train:1", "d:train:0", "o:train:0", "a:train:0"]
+        assert await page() == everything
+        assert [name for at in range(5) for name in await page(at, 1)] == everything
+        assert await page(1, 2) == everything[1:3]
+        assert await page(project_id="p a") == ["a:train:0"]
+        assert await store.count_models("o", published_at=5.0) == 4
+        assert await store.count_models("o", published_at=5.0, project_id="p o") == 1
+        assert await store.count_models("o") == 2
 
     async def test_open_models_are_those_that_may_run_again(self, store: Store) -> None:
         started, saved, closed, made_closed = (f"s:train:{number}" for number in range(4))
@@ -368,9 +416,12 @@ class StoreSuite:
         counts = [await store.count_checkpoints("o", live_at=at) for at in (4.9, 5.0)]
         assert counts == [5, 4]
         assert await store.count_checkpoints("o", live_at=4.9, kinds=["weights"]) == 4
-        sizes = [await store.stored_bytes("o", live_at=at) for at in (4.9, 5.0)]
+        sizes = [
+            sum(p.size_bytes for p in (await store.stored_by_project("o", live_at=at)).values())
+            for at in (4.9, 5.0)
+        ]
         assert sizes == [35, 28]
-        assert await store.stored_bytes("nobody", live_at=1.0) == 0
+        assert await store.stored_by_project("nobody", live_at=1.0) == {}
         assert await store.saved_by_session("s") == (4, 28)
         assert await store.saved_by_session("t") == (0, 0)
 
@@ -406,7 +457,7 @@ class StoreSuite:
     async def test_an_operation_is_accepted_once(self, store: Store) -> None:
         accepted, new = await store.submit(step(1))
         assert new
-        again, new = await store.submit(replace(step(1), kind="forward"))
+        again, new = await store.submit(changed(step(1), kind="forward"))
         assert not new
         assert again == accepted
         found = await store.get_operation("s:train:0:1")
@@ -456,7 +507,7 @@ class StoreSuite:
         await store.drop_results(["s:train:0:1", "unknown"])
         dropped = await store.get_operation("s:train:0:1")
         assert dropped is not None
-        assert dropped.outcome == replace(DONE, body=None)
+        assert dropped.outcome == changed(DONE, body=None)
         assert await store.drop_results_before(2.5) == 1
         assert await store.drop_results_before(2.5) == 0
         assert not (await store.submit(step(2)))[1]
@@ -484,11 +535,34 @@ class StoreSuite:
         assert [e.event for e in await store.audit_log("o", limit=1)] == ["e3"]
         assert await store.audit_log("o", topic="projects") == []
         entries = await store.usage("o", 0.0, 3600.0)
-        assert entries == [
-            used(1.0, trained_tokens=1, device_s=0.5),
-            used(3.0, trained_tokens=3, device_s=0.5),
-        ]
+        assert entries == [hour_of(0, count=2, trained_tokens=4, device_s=1.0)]
         assert await store.usage("o", 3600.0, 7200.0) == []
+
+    async def test_usage_is_summed_up_by_hour_session_project_and_kind(self, store: Store) -> None:
+        big = 1 << 40
+        for at in (0.0, 1799.9, 1800.0, 3599.9, 3600.0, 7199.5):
+            await store.add_usage(used(at, "forward_backward", trained_tokens=big, queue_s=0.25))
+        await store.add_usage(used(10.0, trained_tokens=2))
+        await store.add_usage(used(20.0, "save_weights"))
+        await store.add_usage(replace(used(20.0, trained_tokens=4), project_id="p"))
+        await store.add_usage(replace(used(20.0, trained_tokens=8), session_id="a"))
+        await store.add_usage(used(20.0, owner="other", trained_tokens=16))
+        found = await store.usage("o", 0.0, 7200.0)
+        assert [(h.hour, h.session_id, h.kind) for h in found] == [
+            (0, "a", "optim_step"),
+            (0, "s", "forward_backward"),
+            (0, "s", "optim_step"),
+            (0, "s", "optim_step"),
+            (0, "s", "save_weights"),
+            (3600, "s", "forward_backward"),
+        ]
+        trained = 4 * big
+        assert found[1] == hour_of(0, "forward_backward", 4, trained_tokens=trained, queue_s=1.0)
+        assert {h.project_id: h.usage.trained_tokens for h in found[2:4]} == {None: 2, "p": 4}
+        assert found[4] == hour_of(0, "save_weights")
+        trained = 2 * big
+        assert found[5] == hour_of(3600, "forward_backward", 2, trained_tokens=trained, queue_s=0.5)
+        assert await store.usage("o", 3600.0, 7200.0) == found[5:]
 
     async def test_what_samples_used_adds_up_by_the_hour(self, store: Store) -> None:
         await store.submit(sample(1))
@@ -515,7 +589,7 @@ class StoreSuite:
         entry = used(4.0, trained_tokens=3)
         assert await store.finish("s:train:0:1", DONE, 4.0, entry)
         assert not await store.finish("s:train:0:1", DONE, 5.0, entry)
-        assert await store.usage("o", 0.0, 3600.0) == [entry]
+        assert await store.usage("o", 0.0, 3600.0) == [hour_of(0, trained_tokens=3)]
 
     async def test_a_journal_keeps_bodies_until_they_are_trimmed(self, store: Store) -> None:
         await store.add_model(model())
@@ -530,7 +604,7 @@ class StoreSuite:
             (2, "queued", b"body 2"),
             (3, "queued", b"body 3"),
         ]
-        assert journal[0].outcome == replace(DONE, body=None)
+        assert journal[0].outcome == changed(DONE, body=None)
         assert journal[0].media == "application/x"
         finished = await store.get_operation("s:train:0:1")
         assert finished is not None
@@ -546,7 +620,7 @@ class StoreSuite:
         for seq in (0, 1, 2):
             await store.submit(step(seq))
         await store.submit(step(7, run="s:train:1"))
-        await store.submit(replace(step(8), op_id="loss", model_id=None))
+        await store.submit(changed(step(8), op_id="loss", model_id=None))
         for op_id in ("s:train:0:1", "s:train:0:0", "loss"):
             await store.finish(op_id, DONE, 5.0)
         turns = [await store.last_turn(f"s:train:{number}") for number in range(3)]
@@ -591,7 +665,7 @@ class StoreSuite:
         await store.add_model(model("old:train:0", snapshot_seq=1))
         await store.put_checkpoint(checkpoint(run="old:train:0"))
         for name in ("old", "on"):
-            await store.submit(replace(step(1, run=f"{name}:train:0"), session_id=name))
+            await store.submit(changed(step(1, run=f"{name}:train:0"), session_id=name))
             await store.finish(f"{name}:train:0:1", DONE, 2.0)
             for number in range(3):
                 await store.add_sampler(sampler(f"{name}:sample:{number}"))
@@ -622,7 +696,7 @@ class StoreSuite:
         await store.add_model(model("opened:train:0"))
         await store.add_sampler(sampler("located:sample:0", location="x"))
         for name in ("lately", "running"):
-            await store.submit(replace(step(1, run=f"{name}:train:0"), session_id=name))
+            await store.submit(changed(step(1, run=f"{name}:train:0"), session_id=name))
         await store.finish("lately:train:0:1", DONE, 9.0)
         assert await store.prune(5.0, 100) == 1
         assert await store.get_session("free") is None
@@ -646,7 +720,7 @@ class StoreSuite:
         await store.finish("s:train:0:1", DONE, 2.0)
         (found,) = await store.operations("s")
         assert found.body == b""
-        assert found.outcome == replace(DONE, body=None)
+        assert found.outcome == changed(DONE, body=None)
 
     async def test_keys_are_numbered_found_by_hash_and_revoked_once(self, store: Store) -> None:
         first = await store.add_key(key("one"))
@@ -660,6 +734,162 @@ class StoreSuite:
         assert not await store.revoke_key(first.key_id, 10.0)
         assert not await store.revoke_key(99, 10.0)
         assert await store.find_key("hash of one") == replace(first, revoked_at=9.0)
+
+    async def test_a_key_keeps_its_limits_and_its_last_use(self, store: Store) -> None:
+        assert not await store.any_key(1.0)
+        limited = replace(
+            key("one"),
+            read_only=True,
+            project_id="p",
+            routes=("sample", "read"),
+            expires_at=5.0,
+        )
+        kept = await store.add_key(limited)
+        assert kept == replace(limited, key_id=kept.key_id)
+        assert await store.get_key(kept.key_id) == kept
+        assert await store.get_key(99) is None
+        assert await store.any_key(4.9)
+        assert not await store.any_key(5.0)
+        store.use_key(kept.key_id, 3.0)
+
+    async def test_the_audit_log_says_who_and_goes_by_age_alone(self, store: Store) -> None:
+        entry = AuditEntry(
+            at=1.0,
+            owner="o",
+            topic="sessions",
+            event="session_ended",
+            details={"session_id": "s"},
+            key_id=7,
+            address="10.0.0.1",
+            request_id="r-1",
+        )
+        await store.audit(entry)
+        await store.audit(replace(entry, at=2.0, owner=""))
+        assert await store.audit_log("o") == [entry]
+        assert [e.owner for e in await store.audit_log(None)] == ["o", ""]
+        assert await store.forget_audit_before(1.0, 10) == 0
+        assert await store.forget_audit_before(2.0, 10) == 1
+        assert [e.at for e in await store.audit_log(None)] == [2.0]
+
+    async def test_of_sessions_at_the_same_time_as_many_are_kept_as_fit(self, store: Store) -> None:
+        async def add(name: str, owner: str, **more: Any) -> LimitReached | None:
+            new = session(name, owner, **more)
+            return await store.add_session(new, max_sessions=5, max_kept_sessions=7)
+
+        found = await asyncio.gather(*(add(f"s{n}", "o") for n in range(40)))
+        assert [f for f in found if f is not None] == [LimitReached("max_sessions", 5)] * 35
+        assert await store.count_sessions("o") == 5
+        # Sessions without heartbeats are no active ones, but they are kept.
+        found = await asyncio.gather(*(add(f"t{n}", "p", heartbeats=False) for n in range(40)))
+        kept = await store.add_session(
+            session("other", "q"), max_sessions=None, max_kept_sessions=1
+        )
+        assert [f is None for f in found].count(True) == 5 + 2
+        assert kept is None
+
+    async def test_of_models_samplers_and_losses_as_many_are_kept_as_fit(
+        self, store: Store
+    ) -> None:
+        await store.put_session(session("s"))
+        await store.put_session(session("over", status=SessionCancelled(detail="")))
+        await store.put_session(session("silent", heartbeats=False))
+        await store.add_model(model("over:train:0"))
+        await store.add_model(model("silent:train:0"))  # its last request was at 1.0
+        limits = {"max_models": 3, "max_runs": 100, "silent_since": 1.0}
+        names = [f"s:train:{n}" for n in range(20)]
+        found = await asyncio.gather(*(store.add_model(model(n), **limits) for n in names))
+        assert found[3:] == [LimitReached("max_models", 3)] * 17
+        # One that is known is returned, however many there are.
+        assert await store.add_model(model("s:train:0"), **limits) == found[0]
+        assert await store.add_model(
+            model("s:train:9"), max_models=4, max_runs=100, silent_since=0.5
+        ) == LimitReached("max_models", 4)
+        assert await store.add_model(model("s:train:9"), max_runs=5) == LimitReached("max_runs", 5)
+        samplers = await asyncio.gather(
+            *(store.add_sampler(sampler(f"s:sample:{n}"), max_samplers=4) for n in range(20))
+        )
+        assert samplers[4:] == [LimitReached("max_samplers", 4)] * 16
+        assert await store.add_sampler(sampler("s:sample:0"), max_samplers=1) == samplers[0]
+        losses = [replace(loss(), loss_id=f"s:loss:{n}") for n in range(20)]
+        added = await asyncio.gather(*(store.add_loss(x, max_losses=2) for x in losses))
+        assert added[2:] == [LimitReached("max_losses", 2)] * 18
+        assert await store.add_loss(losses[0], max_losses=1) == losses[0]
+
+    async def test_everything_that_is_kept_counts_by_its_part(self, store: Store) -> None:
+        assert (await store.kept("o"))["results"] == KeptPart(0, 0)
+        await store.put_session(session("s", user_metadata={"k": "v" * 1000}, tags=("t" * 100,)))
+        await store.put_session(session("x", "other", user_metadata={"k": "v" * 9000}))
+        await store.add_model(model(user_metadata={"a": "b" * 2000}))
+        await store.put_checkpoint(checkpoint("a"))
+        await store.put_checkpoint(replace(checkpoint("b"), expires_at=5.0))
+        await store.add_sampler(sampler(size_bytes=70, location="l", snapshot="x"))
+        await store.add_loss(replace(loss(), size_bytes=33))
+        await store.submit(step(1, body=b"12345"))
+        await store.submit(step(2, body=b"123"))
+        await store.finish(step(1).op_id, DONE, 2.0)
+        kept = await store.kept("o")
+        assert kept["sessions"] == KeptPart(1, ROW_BYTES + 1 + 1000 + 100)
+        assert kept["runs"] == KeptPart(1, ROW_BYTES + 1 + 2000)
+        assert kept["checkpoints"] == KeptPart(2, 2 * (7 + ROW_BYTES + 2))
+        assert kept["samplers"] == KeptPart(1, 70)
+        assert kept["losses"] == KeptPart(1, 33)
+        assert kept["requests"] == KeptPart(2, 8)
+        assert kept["results"] == KeptPart(1, len(DONE.body or b""))
+        await store.trim_journal("s:train:0", 1)
+        await store.drop_results([step(1).op_id])
+        kept = await store.kept("o")
+        assert kept["requests"] == KeptPart(1, 3)
+        assert kept["results"] == KeptPart(0, 0)
+        await store.delete_checkpoint(checkpoint("a").path)
+        await store.put_checkpoint(replace(checkpoint("b"), size_bytes=9, user_metadata=None))
+        await store.put_session(session("s"))
+        await store.put_model(model(user_metadata={"a": "b"}))
+        kept = await store.kept("o")
+        assert kept["checkpoints"] == KeptPart(1, 9 + ROW_BYTES)
+        assert kept["sessions"] == KeptPart(1, ROW_BYTES)
+        assert kept["runs"] == KeptPart(1, ROW_BYTES + 2)
+        await store.put_session(session("s", status=SessionCancelled(detail="")))
+        await store.put_model(model(snapshot_seq=1))
+        await store.finish(step(2).op_id, DONE, 2.0)
+        await store.close_samplers(["s:sample:0"])
+        while await store.prune(3.0, 100):
+            pass
+        kept = await store.kept("o")
+        assert (kept["sessions"], kept["losses"]) == (KeptPart(0, 0), KeptPart(0, 0))
+
+    async def test_listings_are_limited_to_a_project(self, store: Store) -> None:
+        for number in range(3):
+            name, project = f"s{number}", "p" if number else None
+            await store.put_session(session(name, at=float(number), project_id=project))
+            await store.put_checkpoint(
+                replace(checkpoint(name, at=float(number)), project_id=project)
+            )
+        assert await store.session_ids("o", 0, 9, project_id="p") == ["s2", "s1"]
+        assert [s.session_id for s in await store.sessions("o", project_id="p", limit=1)] == ["s2"]
+        found = await store.checkpoints(owner="o", project_id="p")
+        assert [c.name for c in found] == ["s2", "s1"]
+        assert await store.count_checkpoints("o", live_at=1.0, project_id="p") == 2
+        assert await store.stored_by_project("o", live_at=1.0, project_id="p") == {
+            "p": KeptPart(2, 14)
+        }
+        assert await store.stored_by_project("o", live_at=1.0) == {
+            None: KeptPart(1, 7),
+            "p": KeptPart(2, 14),
+        }
+
+    async def test_a_probe_leaves_nothing(self, store: Store) -> None:
+        for _ in range(2):
+            await store.probe(1 << 16)
+        assert (await store.kept(""))["results"] == KeptPart(0, 0)
+
+    async def test_the_ids_of_a_session_come_in_order(self, store: Store) -> None:
+        for number in range(3):
+            await store.add_model(model(f"s:train:{number}"))
+            await store.add_sampler(sampler(f"s:sample:{number}"))
+        runs, samplers = await store.ids_of_session("s")
+        assert runs == [f"s:train:{n}" for n in range(3)]
+        assert samplers == [f"s:sample:{n}" for n in range(3)]
+        assert await store.ids_of_session("t") == ([], [])
 
     async def test_many_submits_at_once_keep_their_order_and_are_accepted_once(
         self, store: Store
@@ -761,8 +991,34 @@ class DurableStoreSuite(StoreSuite):
             assert again.body == b"body 1"
             assert not (await store.submit(step(0)))[1]
             assert await store.last_turn("s:train:0") == 0
-            assert await store.usage("o", 0.0, 3600.0) == [used(6.0, trained_tokens=3)]
+            assert await store.usage("o", 0.0, 3600.0) == [hour_of(0, trained_tokens=3)]
             assert await store.finish("s:train:0:1", DONE, 7.0)
+
+    async def test_refusals_are_one_line_per_minute_and_name(self, place: str) -> None:
+        bad = Refusal(owner="", event="bad_key", address="10.0.0.1")
+        async with self.open_store(place) as store:
+            for number in range(1000):
+                store.refused(bad, 60.0 + number % 60)
+                store.refused(replace(bad, address=f"10.1.{number // 250}.{number % 250}"), 60.0)
+            store.refused(replace(bad, owner="o", event="read_only", key_id=3), 130.0)
+        async with self.open_store(place) as store:
+            log = await store.audit_log(None)
+            assert len(log) <= 260
+            first = next(e for e in log if e.address == bad.address)
+            assert (first.at, first.topic, first.event) == (60.0, "refused", "bad_key")
+            assert first.details == {"count": 1000, "within_s": 60.0}
+            counts = [cast("int", e.details["count"]) for e in log]
+            assert sum(counts) == 2001
+            (ours,) = await store.audit_log("o")
+            assert ours.event == "read_only"
+
+    async def test_the_last_use_of_a_key_is_written(self, place: str) -> None:
+        async with self.open_store(place) as store:
+            kept = await store.add_key(key("one"))
+            store.use_key(kept.key_id, 3.0)
+            store.use_key(kept.key_id, 4.0)
+        async with self.open_store(place) as store:
+            assert await store.get_key(kept.key_id) == replace(kept, last_used_at=4.0)
 
     async def test_what_is_written_later_is_written_at_the_end(self, place: str) -> None:
         async with self.open_store(place) as store:
@@ -771,4 +1027,4 @@ class DurableStoreSuite(StoreSuite):
             await store.add_usage(used(1.0, "sample", prompt_tokens=1))
         async with self.open_store(place) as store:
             assert [s.last_seen_at for s in await store.sessions()] == [9.0]
-            assert await store.usage("o", 0.0, 3600.0) == [used(1.0, "sample", prompt_tokens=1)]
+            assert await store.usage("o", 0.0, 3600.0) == [hour_of(0, "sample", prompt_tokens=1)]

@@ -13,6 +13,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import anyio
 import pytest
 from sqlalchemy import text
 
@@ -110,6 +111,7 @@ async def test_a_read_only_file_is_called_so_and_works_once_it_is_writable(folde
     place = folder / "store.db"
     async with SqlStore.open(place) as store:
         await store.put_session(session())
+    place.chmod(0o644)  # readable for the other user, where root runs this
     with without_permission(folder), pytest.raises(StorageError, match=r"read-only; make the file"):
         async with SqlStore.open(place):
             pass
@@ -266,3 +268,27 @@ async def test_a_read_only_server_is_called_so(postgres: PostgresServer) -> None
         assert await store.get_session("s") == session()
         with pytest.raises(StorageError, match="read-only; connect to the primary"):
             await store.put_session(session("t"))
+
+
+async def test_another_process_that_opens_and_closes_the_file_loses_nothing(tmp_path: Path) -> None:
+    place = tmp_path / "store.db"
+    program = (
+        "import asyncio, sys\n"
+        "from tinkex.server.store.sql import SqlStore\n"
+        "async def run():\n"
+        "    async with SqlStore.open(sys.argv[1]) as store:\n"
+        "        await store.remember('o', sys.argv[2], 'x')\n"
+        "asyncio.run(run())\n"
+    )
+    async with SqlStore.open(place) as store:
+        await store.put_session(session("before"))
+        assert await store.count_sessions() == 1  # by a second connection of this process
+        for number in range(3):
+            name = f"beside-{number}"
+            await anyio.run_process([sys.executable, "-c", program, str(place), name])
+            # It was not the last connection, so the log of this one is still there.
+            assert "store.db-wal" in os.listdir(tmp_path)
+            await store.put_session(session(f"after-{number}"))
+            assert await store.recall("o", name) == "x"
+    async with SqlStore.open(place) as store:
+        assert await store.count_sessions() == 4

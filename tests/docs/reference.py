@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import argparse
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tests.docs.blocks import page_named
 from tinkex import errors
 from tinkex.cli.commands import NOUNS, PROGRAMS, Argument, Command, program, verbs_of
+from tinkex.engine.protocol import MAX_RANK
+from tinkex.types import bounds
 from tinkex.wire.routes import ROUTES, Route
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from pathlib import Path
+
+T = TypeVar("T")
 
 
 def commands() -> str:
@@ -86,10 +90,66 @@ def _route(route: Route[Any, Any]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+def bounds_table() -> str:
+    """What a single request may name."""
+    rows: list[tuple[str, str, str]] = []
+    for (least, most), names in _by_value(bounds.INTEGERS).items():
+        rows.append((names, f"{least:,} to {most:,}", "400"))
+    least, most = bounds.WHOLE
+    rows.append(("every other integer, such as `model_seq_id`", f"{least:,} to {most:,}", "400"))
+    rows.append(("`limit` of a listing", f"0 to {bounds.PAGE_ITEMS:,}", "400"))
+    rows.append(("`offset` of a listing", f"0 to {bounds.PAGE_OFFSET:,}", "400"))
+    for longest, names in _by_value(bounds.TEXTS).items():
+        rows.append((names, f"{longest:,} characters each", "400"))
+    rows.append(("every other text", f"{bounds.TEXT_CHARACTERS:,} characters", "400"))
+    for most_items, names in _by_value(bounds.LISTS).items():
+        rows.append((names, f"{most_items:,} items each", "400"))
+    rows.append(("every other list or map", f"{bounds.LIST_ITEMS:,} items", "400"))
+    rows += [
+        ("`user_metadata`", f"{bounds.METADATA_BYTES:,} bytes as JSON", "400"),
+        ("free-form members", f"{bounds.JSON_DEPTH} levels deep", "400"),
+        ("rank of an adapter", f"{MAX_RANK}", "400"),
+        ("a tensor", f"{bounds.TENSOR_DIMENSIONS} dimensions", "the operation fails"),
+        ("a tensor, filled", f"{bounds.TENSOR_BYTES:,} bytes", "the operation fails"),
+        (
+            "`num_samples` times `max_tokens`, or times the rest of the context",
+            f"{bounds.SAMPLED_TOKENS:,}",
+            "the operation fails",
+        ),
+        (
+            "sampled or prompt tokens times `topk_*` or `prompt_alt_tokens_k`; target tokens",
+            f"{bounds.SCORED_CELLS:,}",
+            "the operation fails",
+        ),
+        (
+            "lists and objects in JSON",
+            f"{bounds.JSON_PARTS:,}; {bounds.TRAINING_JSON_PARTS:,} in a training batch",
+            "413",
+        ),
+        ("values in JSON", f"{bounds.JSON_VALUES:,}", "413"),
+        ("the same with a prompt", f"{bounds.SAMPLE_JSON_VALUES:,}", "413"),
+        ("the same in a training batch", f"{bounds.TRAINING_JSON_VALUES:,}", "413"),
+        ("messages in protobuf", f"{bounds.PROTOBUF_PARTS:,}", "413"),
+        ("body of `asample` and of telemetry", f"{bounds.SAMPLE_BYTES:,} bytes", "413; 400"),
+        ("training batch in JSON", f"{bounds.TRAINING_JSON_BYTES:,} bytes", "413; 400"),
+    ]
+    head = ["| what | bound | answer |", "|---|---|---|"]
+    return "\n".join(head + [f"| {' | '.join(row)} |" for row in rows])
+
+
+def _by_value(table: Mapping[str, T]) -> dict[T, str]:
+    """The names that share a value, as one cell."""
+    found: dict[T, list[str]] = {}
+    for name, value in table.items():
+        found.setdefault(value, []).append(f"`{name}`")
+    return {value: ", ".join(names) for value, names in found.items()}
+
+
 PRINTED: dict[str, tuple[Path, Callable[[], str]]] = {
     "commands": (page_named("cli.md"), commands),
     "error tree": (page_named("errors.md"), error_tree),
     "routes": (page_named("routes.md"), routes),
+    "bounds": (page_named("refusals.md"), bounds_table),
 }
 
 

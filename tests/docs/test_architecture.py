@@ -30,8 +30,9 @@ LISTED = {
     "engine": ("engine/",),
 }
 COMMAND_LISTED = ("cli/", "loops/", "data.py", "chat/", "tracking/", "clients/")
-# They run all the time: a timer that looks after the engine, and the engine's liveness.
-BACKGROUND = {"serving/process.py", "engine/process/program.py"}
+# They run all the time: a timer that looks after the engine, and the engine's liveness. And a
+# recording has a new connection only if the client happens to need one more.
+BACKGROUND = {"serving/process.py", "engine/process/program.py", "serving/http_server.py"}
 # Their place in a recording is chance: the long poll may arrive before or after the engine has
 # begun, heartbeats come at any time, and the loop thread of the client before may still be ending.
 UNORDERED = {
@@ -103,7 +104,7 @@ def test_a_training_step_passes_few_files_of_the_server(flows: dict[str, Flow]):
     passed = sorted(len(_kept(trace, ("server/", "serving/"))) for trace in traces)
     count = passed[RECORDINGS // 2]
     sys.stdout.write(f"A training step: {count} files in server/ and serving/\n")
-    assert count <= 28
+    assert count <= 33
 
 
 def test_the_page_lists_the_files_of_train_sft_in_order(tmp_path: Path):

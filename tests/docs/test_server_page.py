@@ -17,7 +17,6 @@ from tinkex.engine.training import custom_loss, loss_evaluation, losses
 from tinkex.engine.training.optim import adamw_step
 from tinkex.server import Settings
 from tinkex.server.api import imports
-from tinkex.server.api.call import MAX_JSON_PARTS, MAX_PROTOBUF_PARTS
 from tinkex.server.api.usage import MOST_AUDITED
 from tinkex.server.app import HANDLERS
 from tinkex.server.observability import requests
@@ -60,8 +59,6 @@ def test_the_routes_that_answer_501_are_those_in_the_code() -> None:
 def test_the_limits_and_times_are_those_in_the_code() -> None:
     refused, kept = section("Bodies and values"), section("How long things are kept")
     numbers = [
-        MAX_PROTOBUF_PARTS,
-        MAX_JSON_PARTS,
         custom_loss.MAX_NODES,
         custom_loss.MAX_ELEMENTS,
         custom_loss.MAX_TOTAL,

@@ -68,7 +68,7 @@ class Served:
     def wait_ready(self) -> None:
         """Read the line that says so."""
         line = read_line(self.popen, START_S)
-        found = re.fullmatch(r"tinkex serves (\S+) on (http://\S+)\n", line)
+        found = re.fullmatch(r"tinkex serves (\S+) on (https?://\S+)\n", line)
         assert found is not None, f"{line!r}\n{self.log.read_text()}"
         self.url = found[2]
 
@@ -79,13 +79,16 @@ class Served:
 
 
 @contextmanager
-def started(data_dir: Path, *flags: str, **env: str) -> Generator[Served]:
+def started(
+    data_dir: Path, *flags: str, open_files: int | None = None, **env: str
+) -> Generator[Served]:
     """A server process that may not be ready yet; killed at the end, if it still runs."""
+    limited = () if open_files is None else ("sh", "-c", f'ulimit -n {open_files}; exec "$@"', "sh")
     data_dir.parent.mkdir(parents=True, exist_ok=True)
     log = data_dir.parent / f"{data_dir.name}.log"
     with log.open("a") as errors:
         popen = subprocess.Popen(
-            serve_command(data_dir, *flags),
+            [*limited, *serve_command(data_dir, *flags)],
             env=environment(data_dir.parent, **env),
             stdout=subprocess.PIPE,
             stderr=errors,
@@ -99,10 +102,17 @@ def started(data_dir: Path, *flags: str, **env: str) -> Generator[Served]:
 
 
 @contextmanager
-def served(data_dir: Path, *flags: str, **env: str) -> Generator[Served]:
-    """A server that is ready: one tenant, the tiny model, any port."""
-    usual = ("--base-model", MODEL, "--threads", "1", "--no-auth", "--port", "0")
-    with started(data_dir, *usual, *flags, **env) as server:
+def served(
+    data_dir: Path,
+    *flags: str,
+    auth: bool = False,
+    open_files: int | None = None,
+    **env: str,
+) -> Generator[Served]:
+    """A server that is ready: the tiny model, any port, and one tenant unless keys are checked."""
+    usual = ("--base-model", MODEL, "--threads", "1", "--port", "0")
+    tenants = () if auth else ("--no-auth",)
+    with started(data_dir, *usual, *tenants, *flags, open_files=open_files, **env) as server:
         server.wait_ready()
         yield server
 

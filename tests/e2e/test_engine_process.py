@@ -33,6 +33,7 @@ from tests.contracts.engine_suite import (
 from tests.e2e.engine_parents import LONG
 from tests.patience import PATIENCE_S
 from tests.s3 import bucket, s3_environment, s3_url
+from tinkex.clock import SystemClock
 from tinkex.engine.process import (
     EngineSpec,
     LocalSettings,
@@ -150,12 +151,40 @@ async def test_every_caller_of_a_killed_engine_is_told_at_once_and_another_can_b
         assert (await another.sample(sample_op(base()))).generated_tokens == 6
 
 
-async def test_a_frozen_engine_is_noticed_and_ended(engine: ProcessEngine) -> None:
-    callers = await busy_callers(engine)
-    os.kill(engine.pid, signal.SIGSTOP)
-    (said,) = await deaths(callers)
-    assert "gave no sign of life" in said
-    wait_gone(engine.pid)
+async def test_an_engine_that_stays_stopped_is_noticed_and_ended(tmp_path: Path) -> None:
+    settings = ProcessSettings(stopped_timeout_s=1.0)
+    async with await ProcessEngine.start(engine_spec(tmp_path), settings) as engine:
+        callers = await busy_callers(engine)
+        os.kill(engine.pid, signal.SIGSTOP)
+        (said,) = await deaths(callers)
+        assert "was stopped by a signal" in said
+        wait_gone(engine.pid)
+
+
+async def test_an_engine_that_is_stopped_and_continued_goes_on(tmp_path: Path) -> None:
+    phases: list[str] = []
+    stopped, continued = asyncio.Event(), asyncio.Event()
+
+    def on_phase(phase: str) -> None:
+        phases.append(phase)
+        if phase.startswith("stopped"):
+            stopped.set()
+        elif stopped.is_set():
+            continued.set()
+
+    async with await ProcessEngine.start(engine_spec(tmp_path), on_phase=on_phase) as engine:
+        before = await engine.sample(sample_op(base()))
+        os.kill(engine.pid, signal.SIGSTOP)
+        call = asyncio.ensure_future(engine.sample(sample_op(base())))
+        await stopped.wait()
+        # Longer than a silence for which an engine that is not stopped is given up.
+        await SystemClock().sleep(2 * ProcessSettings().heartbeat_timeout_s)
+        assert engine.state == "ready"
+        assert not call.done()
+        os.kill(engine.pid, signal.SIGCONT)
+        assert (await call).response.sequences == before.response.sequences
+        await continued.wait()
+        assert phases[-1] == "ready"
 
 
 async def test_a_crash_comes_with_the_last_lines_of_the_engine(

@@ -5,13 +5,10 @@ Nothing that counts is in the data folder then: a server on another machine goes
 
 from __future__ import annotations
 
-import os
 import signal
 from typing import TYPE_CHECKING
 
-import pytest
-
-from tests.contracts.postgres import postgres_server
+from tests.contracts.conftest import postgres
 from tests.e2e.serving import KEY, served
 from tests.e2e.workers import datum, sample
 from tests.patience import PATIENCE_S
@@ -19,19 +16,12 @@ from tests.s3 import bucket, s3_environment, s3_url
 from tinkex import AdamParams, ServiceClient
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from tests.contracts.postgres import PostgresServer
     from tinkex import TrainingClient
 
-__all__ = ["bucket", "s3_environment", "s3_url"]
-
-
-@pytest.fixture(scope="module")
-def postgres() -> Iterator[PostgresServer]:
-    with postgres_server(os.environ.get("PYTEST_XDIST_TESTRUNUID")) as server:
-        yield server
+__all__ = ["bucket", "postgres", "s3_environment", "s3_url"]
 
 
 def losses(training: TrainingClient, count: int) -> list[float]:

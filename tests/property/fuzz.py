@@ -1,6 +1,7 @@
 """Feeds bytes to the decoders; only InputError may come out, and soon.
 
     python -m tests.property.fuzz TARGET --runs 2000 --seed 1     mutations of good bodies
+    python -m tests.property.fuzz TARGET --seconds 60             the same for a time
     python -m tests.property.fuzz TARGET --atheris -runs=20000    sought by coverage, for long runs
     python -m tests.property.fuzz TARGET --input FILE ...         these inputs
 
@@ -18,6 +19,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tests.property import decoders
 from tinkex.errors import InputError
 
 if TYPE_CHECKING:
@@ -88,7 +90,7 @@ def custom_loss(data: bytes) -> None:
 
 TARGETS: dict[str, Callable[[bytes], None]] = {
     target.__name__: target
-    for target in (protobuf, protobuf_results, json, compression, custom_loss)
+    for target in (protobuf, protobuf_results, json, compression, custom_loss, *decoders.TARGETS)
 }
 
 
@@ -109,7 +111,7 @@ def seeds(name: str) -> list[bytes]:
     """Good bodies to start from."""
     from tests.property import fuzz_seeds
 
-    return getattr(fuzz_seeds, name)()
+    return decoders.SEEDS[name]() if name in decoders.SEEDS else getattr(fuzz_seeds, name)()
 
 
 _ODD = [b"\x00", b"\xff", b"\x7f", b"\x80", b"\xff\xff\xff\xff\x0f", b"\xff" * 9 + b"\x01"]
@@ -149,8 +151,11 @@ def mutated(data: bytes, others: list[bytes], rng: random.Random) -> bytes:
     return bytes(made)
 
 
-def search(name: str, runs: int, seed: int) -> tuple[bytes, str] | None:
-    """The first input that breaks the rule."""
+def search(
+    name: str, runs: int, seed: int, seconds: float = float("inf")
+) -> tuple[bytes, str] | None:
+    """The first input that breaks the rule, within a number of inputs and of seconds."""
+    end = time.monotonic() + seconds
     rng = random.Random(seed)
     pool = seeds(name)
     for data in pool[:8]:
@@ -160,6 +165,8 @@ def search(name: str, runs: int, seed: int) -> tuple[bytes, str] | None:
         if problem:
             return data, problem
     for _ in range(runs):
+        if time.monotonic() > end:
+            break
         data = mutated(rng.choice(pool), pool, rng)
         problem = check(TARGETS[name], data)
         if problem:
@@ -206,7 +213,8 @@ def guided(name: str, options: list[str]) -> None:
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("target", choices=TARGETS)
-    parser.add_argument("--runs", type=int, default=1000)
+    parser.add_argument("--runs", type=int, help="inputs (default: 1000, or --seconds)")
+    parser.add_argument("--seconds", type=float)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--atheris", action="store_true")
     parser.add_argument("--input", type=Path, nargs="+", help="try these files and nothing else")
@@ -217,7 +225,8 @@ def main(arguments: list[str]) -> int:
     if known.input is not None:
         found = retry(known.target, known.input)
     else:
-        found = search(known.target, known.runs, known.seed)
+        runs = known.runs or (1000 if known.seconds is None else sys.maxsize)
+        found = search(known.target, runs, known.seed, known.seconds or float("inf"))
     if found is not None:
         print(found[1][:500], found[0].hex(), sep="\n")  # noqa: T201 - for whoever ran it
     return 1 if found else 0

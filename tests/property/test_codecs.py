@@ -19,6 +19,7 @@ from tinkex import types
 from tinkex.errors import InputError
 from tinkex.wire import bodies, json_codec
 from tinkex.wire import tinkex_pb2 as pb
+from tinkex.wire.bounded import check_bounds
 from tinkex.wire.compression import compress, decompress
 from tinkex.wire.json_requests import decode_request
 from tinkex.wire.proto_sampling import decode_sample_response, encode_sample_response
@@ -199,7 +200,13 @@ def test_every_struct_survives_json_and_writes_null_only_where_it_says_something
 ):
     value = data.draw(instances(kind))
     encoded = json_codec.encode(value)
-    assert decode_request(kind, encoded) == value
+    try:
+        check_bounds(value)
+    except InputError:
+        with pytest.raises(InputError):
+            decode_request(kind, encoded)
+    else:
+        assert decode_request(kind, encoded) == value
     if kind is not types.CreateSessionRequest:  # leaves out what its constructor requires
         assert json_codec.decode(kind, encoded) == value
     written = msgspec.json.decode(encoded)

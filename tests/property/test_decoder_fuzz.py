@@ -18,7 +18,11 @@ from tests.docs.blocks import ROOT
 from tests.patience import PATIENCE_S
 from tests.property import fuzz
 
-CRASHERS = sorted((Path(__file__).parent / "crashers").iterdir())
+CRASHERS = [
+    path
+    for path in sorted((Path(__file__).parent / "crashers").iterdir())
+    if not path.name.startswith("sessions-")  # of `test_session_fuzz.py`
+]
 # As many as fit into some seconds of one busy core.
 RUNS = {
     "protobuf": 4000,
@@ -26,6 +30,22 @@ RUNS = {
     "json": 6000,
     "compression": 4000,
     "custom_loss": 120,
+    "scans": 4000,
+    "heads": 4000,
+    "openai": 4000,
+    "results": 2000,
+    "events": 1500,
+    "queries": 2000,
+    "http_heads": 1000,
+    "tokens": 1000,
+    "adapter_config": 4000,
+    "safetensors_head": 2000,
+    "archive": 1000,
+    "gguf": 2000,
+    "model_folder": 300,
+    "chat_template": 1000,
+    "retry_headers": 4000,
+    "settings": 200,
 }
 
 

@@ -21,7 +21,7 @@ from tinkex.adapters.peft_layout import (
     target_modules,
 )
 from tinkex.adapters.tensor_header import read_tensors, rename_tensors
-from tinkex.errors import InputError
+from tinkex.errors import InputError, quoted, shortened
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -79,15 +79,15 @@ def check_adapter(config: AdapterConfig, tensors: Mapping[str, TensorInfo]) -> A
     for name, tensor in tensors.items():
         key = parse_key(name)
         if key is None:
-            raise InputError(f"{name} is not a matrix this engine adapts", WEIGHTS_FILE)
+            raise InputError(f"{shortened(name)} is not a matrix this engine adapts", WEIGHTS_FILE)
         if key in found:
-            raise InputError(f"{name} is there under two names", WEIGHTS_FILE)
+            raise InputError(f"{shortened(name)} is there under two names", WEIGHTS_FILE)
         found[key] = tensor
         shape = tensor.shape
         if len(shape) != 2 or shape[0 if key.factor == "A" else 1] != config.r:
             raise InputError(
-                f"{name} has shape {shape}, which is not of rank {config.r} as {CONFIG_FILE} says; "
-                "one rank for all matrices is supported",
+                f"{shortened(name)} has shape {quoted(shape)}, which is not of rank "
+                f"{quoted(config.r)} as {CONFIG_FILE} says; one rank for all matrices is supported",
                 WEIGHTS_FILE,
             )
     if not found:

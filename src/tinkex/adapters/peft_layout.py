@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import msgspec
 
-from tinkex.errors import InputError
+from tinkex.errors import InputError, quoted, shortened
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -80,8 +80,8 @@ def read_config(content: bytes) -> AdapterConfig:
     try:
         everything = msgspec.json.decode(content, type=dict[str, Any])
         config = msgspec.convert(everything, AdapterConfig)
-    except msgspec.MsgspecError as error:
-        raise InputError(str(error), CONFIG_FILE) from error
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise InputError(shortened(str(error)), CONFIG_FILE) from error
     except UnicodeDecodeError as error:
         raise InputError("is not UTF-8", CONFIG_FILE) from error
     for feature in _refused(config, everything):
@@ -92,13 +92,15 @@ def read_config(content: bytes) -> AdapterConfig:
 def _refused(config: AdapterConfig, everything: Mapping[str, Any]) -> list[str]:
     found = [name for name in _SWITCHES if everything.get(name)]
     if config.peft_type != "LORA":
-        found.insert(0, f"peft_type {config.peft_type}")
+        found.insert(0, f"peft_type {shortened(config.peft_type)}")
     if config.bias != "none":
-        found.append(f"bias {config.bias!r}")
+        found.append(f"bias {quoted(config.bias)}")
     if str(config.init_lora_weights).startswith(_CHANGES_BASE):
-        found.append(f"init_lora_weights {config.init_lora_weights!r}, which changes the base,")
+        found.append(
+            f"init_lora_weights {quoted(config.init_lora_weights)}, which changes the base,"
+        )
     if config.r < 1:
-        found.append(f"rank {config.r}")
+        found.append(f"rank {quoted(config.r)}")
     return found
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from tinkex.adapters.peft_layout import WEIGHTS_FILE
-from tinkex.errors import InputError
+from tinkex.errors import InputError, quoted, shortened
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 LENGTH: Final = struct.Struct("<Q")
 MAX_HEAD_BYTES: Final = 2 << 20
 _ITEM_BYTES: Final = {"F32": 4, "F16": 2, "BF16": 2}
+_MOST_DIMENSIONS: Final = 8
 _METADATA: Final = "__metadata__"
 
 
@@ -59,8 +60,8 @@ def parse_head(head: bytes, data_bytes: int) -> dict[str, TensorInfo]:
         raw = msgspec.json.decode(head, type=dict[str, msgspec.Raw])
         raw.pop(_METADATA, None)
         tensors = {name: msgspec.json.decode(item, type=TensorInfo) for name, item in raw.items()}
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise _bad(f"has a damaged head: {error}") from error
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise _bad(f"has a damaged head: {shortened(str(error))}") from error
     at = 0
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1].data_offsets):
         at = _end_of(name, tensor, at)
@@ -76,12 +77,13 @@ def _end_of(name: str, tensor: TensorInfo, at: int) -> int:
     item_bytes = _ITEM_BYTES.get(tensor.dtype)
     if item_bytes is None:
         known = ", ".join(_ITEM_BYTES)
-        raise _bad(f"{name} is stored as {tensor.dtype}; an adapter may be {known}")
-    if any(size < 1 for size in tensor.shape):
-        raise _bad(f"{name} has shape {tensor.shape}")
+        stored = shortened(tensor.dtype)
+        raise _bad(f"{shortened(name)} is stored as {stored}; an adapter may be {known}")
+    if len(tensor.shape) > _MOST_DIMENSIONS or any(size < 1 for size in tensor.shape):
+        raise _bad(f"{shortened(name)} has shape {quoted(tensor.shape)}")
     start, end = tensor.data_offsets
     if start != at or end - start != tensor.count * item_bytes:
-        raise _bad(f"{name} does not lie where its shape says; the file is damaged")
+        raise _bad(f"{shortened(name)} does not lie where its shape says; the file is damaged")
     return end
 
 

@@ -33,6 +33,7 @@ _RAISED = (
     jinja2.TemplateError,
     ArithmeticError,
     LookupError,
+    NameError,  # jinja2 writes 1e999 as `inf`
     RecursionError,
     TypeError,
     ValueError,
@@ -63,8 +64,8 @@ class ChatTemplate:
         self._broken = ""
         try:
             self._template = _sandbox().from_string(source)
-        except jinja2.TemplateError as error:
-            self._broken = str(error)
+        except (jinja2.TemplateError, RecursionError, SyntaxError) as error:
+            self._broken = str(error)  # the last two: nested too deeply
 
     def render(
         self,

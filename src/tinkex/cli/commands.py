@@ -36,6 +36,7 @@ NOUNS = {
 
 # Commands of one word.
 PROGRAMS = {
+    "audit": "what changed on your own server, and by whom",
     "chat": "chat with a model or a checkpoint",
     "demo": "fine-tune a small model on this machine and compare its answers",
     "doctor": "check the installation, the settings and the server",

@@ -33,6 +33,8 @@ _SETTINGS = (
     Argument("--device NAME", "such as cpu or cuda (default: cuda if available)"),
     Argument("--dtype NAME", "float32, bfloat16 or float16"),
     Argument("--threads N", "threads of one computation on the CPU"),
+    Argument("--tls-cert FILE", "serve https:// with this certificate (PEM, with its chain)"),
+    Argument("--tls-key FILE", "the certificate's key; both files are watched for changes"),
     Argument("--log-level LEVEL", "debug, info, warning or error"),
     Argument("--log-format FORMAT", "text or json"),
 )
@@ -56,13 +58,14 @@ def serve(args: argparse.Namespace) -> None:
         raise MissingPackageError(needs, "'tinkex[server,engine]'") from error
     settings = _settings(args)
     install(settings.log_format, level=getattr(logging, settings.log_level.upper()))
+    settings.tls()  # refused before anything is started
     mode = "single" if settings.auth == "none" else "stored"
     with listen(settings.host, settings.port) as listener:
         host = Host(
             settings,
             replace(settings.server, key_mode=mode),
             listener,
-            on_ready=lambda: _say_ready(args, settings, url_of(listener)),
+            on_ready=lambda: _say_ready(args, settings, url_of(listener, settings.scheme)),
         )
         try:
             run_host(host, settings.data_dir)

@@ -9,6 +9,9 @@ import torch
 
 from tinkex.errors import InputError, RequestFailedError
 
+# In the messages of torch, of the C library (ENOMEM) and of the dynamic linker.
+_MEMORY = ("allocate", "out of memory", "failed to map segment")
+
 _log = logging.getLogger(__name__)
 
 
@@ -35,8 +38,18 @@ def failure(error: BaseException, doing: str, request_id: str | None) -> Request
 
 
 def is_memory(error: BaseException) -> bool:
-    """Whether the device ran out of memory."""
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate" in str(error)
+    """Whether the device or the process ran out of memory.
+
+    Also if that was the cause: an import that gets no memory fails with another error.
+    """
+    link: BaseException | None = error
+    while link is not None:
+        if isinstance(link, MemoryError | torch.OutOfMemoryError):
+            return True
+        if any(word in str(link) for word in _MEMORY):
+            return True
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+    return False
 
 
 def forget_frames(error: BaseException) -> BaseException:

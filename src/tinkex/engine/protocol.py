@@ -121,7 +121,9 @@ class EncodedTrainOp:
     op_id: str
     model_id: str
     body: bytes
+    media: str = ""
     backward: bool = True
+    custom_loss: CustomLoss | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

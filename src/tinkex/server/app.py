@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from tinkex.clock import SystemClock
+from tinkex.clock import SteadyDate, SystemClock
 from tinkex.server import openai
 from tinkex.server.api import (
     checkpoints,
@@ -33,18 +33,26 @@ from tinkex.server.api import (
     training,
     usage,
 )
+from tinkex.server.api.access import FULL
+from tinkex.server.api.audit import CHANGES
 from tinkex.server.api.call import Call, Parts, Uploads, check_scope
 from tinkex.server.api.downloads import Exports
 from tinkex.server.api.errors import error_reply, refuse
-from tinkex.server.api.identity import Identity
+from tinkex.server.api.identity import Caller, Identity
 from tinkex.server.api.limits import TenantLimits
 from tinkex.server.api.submit import decode_operation
 from tinkex.server.observability.meters import Meters, Readiness
-from tinkex.server.observability.requests import Polls, RequestObserver, request_record
+from tinkex.server.observability.requests import (
+    Polls,
+    RequestObserver,
+    header_value,
+    request_record,
+)
 from tinkex.server.scheduler.outcomes import Waiters
 from tinkex.server.scheduler.upkeep import Upkeep
 from tinkex.server.scheduler.worker import Worker
 from tinkex.server.server_settings import ServerSettings
+from tinkex.server.supervision import keep_running, no_stray_cancellation
 from tinkex.wire.routes import HEALTHZ, PREFIX, ROUTES, SESSION_HEARTBEAT
 
 if TYPE_CHECKING:
@@ -71,6 +79,7 @@ _MODULES = (
     imports,
     usage,
 )
+_NOBODY = Caller("", "")
 # A route's handler is the function of its name in one of these modules.
 HANDLERS: dict[str, Handler] = {
     name: vars(module)[name]
@@ -94,7 +103,7 @@ def create_app(
         store,
         engine,
         settings or ServerSettings(),
-        clock or SystemClock(),
+        SteadyDate(clock or SystemClock()),
         new_id or _random_id,
         meters or Meters(),
         readiness or Readiness(),
@@ -148,9 +157,9 @@ async def running(parts: Parts) -> AsyncGenerator[None]:
     upkeep = Upkeep(parts.store, parts.worker, parts.clock, parts.settings)
     failure: Exception | None = None
     async with anyio.create_task_group() as group:
-        group.start_soon(parts.worker.run)
-        group.start_soon(upkeep.run)
-        group.start_soon(parts.uploads.run)
+        group.start_soon(_work, parts)
+        group.start_soon(keep_running, "upkeep", upkeep.run, parts.clock)
+        group.start_soon(keep_running, "watching uploads", parts.uploads.run, parts.clock)
         try:
             yield
         except Exception as error:  # noqa: BLE001 - raised below, outside the group
@@ -160,6 +169,12 @@ async def running(parts: Parts) -> AsyncGenerator[None]:
     parts.exports.close()
     if failure is not None:
         raise failure
+
+
+async def _work(parts: Parts) -> None:
+    """Run the worker; without it nothing that is accepted would be done."""
+    await parts.worker.run()
+    parts.readiness.fails("worker", parts.worker.ended or "the scheduler has ended")
 
 
 def _connect(
@@ -209,13 +224,15 @@ def _endpoint(parts: Parts, route: Any) -> Endpoint:
         record = request_record(request.scope)
         record.route = route.name
         try:
-            record.owner = owner = "" if public else await _owner(parts, request, route.name)
-            check_scope(request)
-            call = Call(request=request, parts=parts, owner=owner)
-            if route.name in training.IN_ORDER:
-                with parts.worker.arriving(owner):
-                    return await handler(call)
-            return await handler(call)
+            with no_stray_cancellation():
+                caller = _NOBODY if public else await _caller(parts, request, route.name)
+                record.owner = owner = caller.owner
+                check_scope(request)
+                call = Call(request=request, parts=parts, owner=owner, access=caller.access)
+                if route.name in training.IN_ORDER:
+                    with parts.worker.arriving(owner):
+                        return await handler(call)
+                return await handler(call)
         except ClientDisconnect:
             return Response(status_code=499)  # for the log; the client has disconnected
         except Exception as error:  # noqa: BLE001  # a request ends here, answered
@@ -235,12 +252,16 @@ def _bare(route: Any, endpoint: Endpoint) -> Route:
     return Route(route.path.replace("{ckpt}", "{name}"), endpoint, methods=[route.method])
 
 
-async def _owner(parts: Parts, request: Request, route: str) -> str:
+async def _caller(parts: Parts, request: Request, route: str) -> Caller:
     address = "" if request.client is None else request.client.host
-    owner = await parts.identity.owner(request.headers.get("x-api-key"), address)
+    caller = await parts.identity.caller(header_value(request.scope, "x-api-key") or None, address)
+    if caller.access is not FULL:
+        parts.identity.check(caller, route, address)
     if route != SESSION_HEARTBEAT.name:
-        parts.limits.request(owner)
-    return owner
+        parts.limits.request(caller.owner)
+    if route in CHANGES:
+        parts.limits.change(caller.owner)
+    return caller
 
 
 def _files(parts: Parts) -> Callable[[Request], Any]:

@@ -14,9 +14,11 @@ import msgspec
 
 from tinkex._version import __version__
 from tinkex.types import TensorData
+from tinkex.types.bounds import PAGE_ITEMS, PAGE_OFFSET
 from tinkex.wire.bodies import ImportedKind
 from tinkex.wire.json_requests import TRAINING_BODIES
 from tinkex.wire.routes import (
+    ATTACH_MODEL,
     HEALTHZ,
     MEDIA_JSON,
     MEDIA_PROTOBUF,
@@ -34,8 +36,8 @@ _KINDS = ["weights", "sampler_weights", "external_weights"]
 
 # What each parameter of a query may be; the others are text.
 _QUERY: dict[str, dict[str, Any]] = {
-    "limit": {"type": "integer", "minimum": 0, "maximum": 10_000},
-    "offset": {"type": "integer", "minimum": 0, "maximum": 10_000},
+    "limit": {"type": "integer", "minimum": 0, "maximum": PAGE_ITEMS},
+    "offset": {"type": "integer", "minimum": 0, "maximum": PAGE_OFFSET},
     "access_scope": {"enum": ["owned", "accessible"]},
     "event_type": {"enum": ["all", "checkpoints", "projects", "teams", "organizations"]},
     "day": {"type": "string", "format": "date"},
@@ -108,6 +110,8 @@ def _operation(route: Route[Any, Any], named: dict[Any, Any]) -> dict[str, Any]:
         operation["deprecated"] = True
     if route.name == HEALTHZ.name:
         operation["security"] = []
+    if route.name == ATTACH_MODEL.name:
+        operation["responses"]["409"] = _failure("Another program trains it; `detail` says more.")
     if route.follow_redirects or route.name == "get_checkpoint_archive":
         operation["responses"]["302"] = {"description": "Look there."}
     body = _body(route)
@@ -160,10 +164,11 @@ def _success(route: Route[Any, Any], named: dict[Any, Any]) -> dict[str, Any]:
 
 
 def _failures() -> dict[str, Any]:
-    return {
-        status: {"description": text, "content": {MEDIA_JSON: {"schema": _ERROR}}}
-        for status, text in _FAILURES.items()
-    }
+    return {status: _failure(text) for status, text in _FAILURES.items()}
+
+
+def _failure(text: str) -> dict[str, Any]:
+    return {"description": text, "content": {MEDIA_JSON: {"schema": _ERROR}}}
 
 
 def _error_schema() -> dict[str, Any]:

@@ -11,6 +11,7 @@ from tinkex.types import ClientConfigResponse, ClientDynamicConfigResponse
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
 _MIB = 1 << 20
 _GIB = 1 << 30
@@ -51,6 +52,8 @@ class ServerSettings:
     secret: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
     token_ttl_s: float = 3600.0
     url_ttl_s: float = 3600.0
+    # The address of links; None is the one that a request was sent to.
+    public_url: str | None = None
 
     # A poll is answered within this time; official clients give up after 45 s.
     long_poll_s: float = 30.0
@@ -79,6 +82,8 @@ class ServerSettings:
     # Another program may attach to a model whose session has been silent for this long.
     attach_after_s: float = 30.0
     upkeep_interval_s: float = 30.0
+    # How long lines of the audit log are kept.
+    audit_days: float = 365.0
     # How long sessions that are over stay listed; runs and checkpoints stay until they are deleted.
     history_s: float = 30 * 24 * 3600.0
 
@@ -92,11 +97,25 @@ class ServerSettings:
     max_training_ops: int = 512
     max_queued_ops: int = 4096
     max_queued_bytes: int = 2 * _GIB
+    # Everything that is kept for it: checkpoints, samplers, losses, requests, results, metadata.
     max_stored_bytes: int = 100 * _GIB
+    # Records of each kind: of a tenant, and of one session.
+    max_kept_sessions: int = 1_000_000
+    max_runs: int = 1_000_000
+    max_checkpoints: int = 100_000
+    max_samplers: int = 50_000
+    max_losses: int = 1000
     # Requests per second of a tenant, on average and apart from heartbeats; None is no limit.
     max_requests_per_s: float | None = None
+    # Checkpoints and sessions published, deleted, moved, copied, imported, linked to: each leaves a
+    # line in the audit log. On average; more at once are fine for a while.
+    max_changes_per_s: float = 5.0
     # Tries with a bad key per second and address, on average; more are put off.
     max_bad_keys_per_s: float = 10.0
+
+    # With less room than this on the disk of `watched_folder`, `/readyz` says not ready.
+    min_free_bytes: int = 256 * _MIB
+    watched_folder: Path | None = None
 
     # A crash replays at most this much of a model: a snapshot is written after so many operations,
     # bytes of requests, or seconds with progress.

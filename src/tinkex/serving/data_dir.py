@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import os
 import secrets
 import socket
+import stat
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import IO, TYPE_CHECKING, Final
 
 from tinkex.errors import StorageError
@@ -18,9 +20,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 DATABASE: Final = "tinkex.db"
+AUDIT: Final = "audit.log"
+_SAVED: Final = "adapters"
 _BACKLOG = 2048
 _SECRET_BYTES = 32
 _LOOK_EVERY_S = 0.1
+_log = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -32,8 +37,9 @@ def claimed_folder(folder: Path, wait_s: float = 0.0) -> Generator[Path]:
     path = folder / "lock"
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        # Opened for appending: a second server must be able to read which process has locked it.
-        file = path.open("a+")
+        keep_private(folder)
+        # Not truncated: a second server must be able to read which process has locked it.
+        file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+")
     except OSError as error:
         raise StorageError(
             f"the data folder {folder} cannot be used: {error.strerror}; choose another with "
@@ -52,10 +58,24 @@ def claimed_folder(folder: Path, wait_s: float = 0.0) -> Generator[Path]:
                 "share one need a `tinkex serve` that all of them name in TINKER_BASE_URL",
                 str(folder),
             ) from error
+        file.seek(0)
         file.truncate(0)
         file.write(f"{os.getpid()}\n")
         file.flush()
         yield folder
+
+
+def keep_private(folder: Path) -> None:
+    """Let only this user read what a server keeps in a folder, which may have been there before."""
+    for name in (_SAVED, "secret", "lock", AUDIT, DATABASE, f"{DATABASE}-wal", f"{DATABASE}-shm"):
+        path = folder / name
+        with suppress(OSError):  # it is not there, or belongs to another user
+            found = stat.S_IMODE(path.stat().st_mode)
+            if found & 0o077:
+                path.chmod(found & 0o700)
+                _log.warning("%s could be read by other users of this machine; no more", path)
+    with suppress(OSError):
+        (folder / _SAVED).mkdir(mode=0o700, exist_ok=True)
 
 
 def _lock(file: IO[str], wait_s: float) -> None:
@@ -101,10 +121,10 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def url_of(listener: socket.socket) -> str:
+def url_of(listener: socket.socket, scheme: str = "http") -> str:
     """The URL of a listener."""
     host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def _why(error: OSError, host: str, port: int) -> str:

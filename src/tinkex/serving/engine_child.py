@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 
 from tinkex.engine.process import child
 from tinkex.engine.protocol import TrainOp
+from tinkex.wire.json_requests import decode_training_request
 from tinkex.wire.proto_training import decode_forward_backward
+from tinkex.wire.routes import MEDIA_JSON
 
 if TYPE_CHECKING:
     from tinkex.engine.protocol import EncodedTrainOp
@@ -22,8 +24,12 @@ def main(fd: int) -> None:
 
 
 def decode_train_op(op: EncodedTrainOp) -> TrainOp:
-    """The operation in a protobuf body; raises InputError for anything malformed."""
-    checked = decode_forward_backward(op.body).checked()
+    """The operation in a body; raises InputError for anything malformed."""
+    if op.media == MEDIA_JSON:
+        decoded = decode_training_request(op.body, forward_only=not op.backward)
+    else:
+        decoded = decode_forward_backward(op.body)
+    checked = decoded.checked()
     return TrainOp(
         op_id=op.op_id,
         model_id=op.model_id,
@@ -31,4 +37,5 @@ def decode_train_op(op: EncodedTrainOp) -> TrainOp:
         loss_fn=checked.loss_fn,
         loss_fn_config=dict(checked.loss_fn_config or {}),
         backward=op.backward,
+        custom_loss=op.custom_loss,
     )

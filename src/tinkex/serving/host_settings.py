@@ -11,9 +11,10 @@ import difflib
 import math
 import tomllib
 from dataclasses import dataclass, field, fields, replace
-from ipaddress import ip_address
+from ipaddress import ip_address, ip_network
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -21,6 +22,8 @@ from tinkex.config import DATA_DIR, DEFAULT_MODEL
 from tinkex.engine.process.spec import DtypeName
 from tinkex.errors import InputError
 from tinkex.server.server_settings import ServerSettings
+from tinkex.serving.connections import ConnectionLimits, connection_limits
+from tinkex.serving.tls import Tls
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -54,6 +57,9 @@ class HostSettings:
     dtype: DtypeName | None = None
     """None is bfloat16 on `cuda` and float32 on `cpu`."""
     threads: int | None = None
+    cache_bytes: int | None = None
+    """The key/value cache of each base model; None is 1 GiB on a CPU, and a part of what is free
+    on a CUDA device."""
     adapter_bytes: int | None = None
     """What adapters and snapshots may take on the device; None is a part of what is free there."""
     parked_bytes: int | None = None
@@ -62,6 +68,29 @@ class HostSettings:
     None is a part of all there is, and nothing where the device is the CPU."""
     log_level: LogLevel = "info"
     log_format: LogFormat = "text"
+    audit_file: str | None = None
+    """Where the audit log is copied to, line by line as JSON; None is nowhere."""
+    tls_cert: Path | None = None
+    """The certificate as PEM, with its chain; with `tls_key`, the server speaks only TLS."""
+    tls_key: Path | None = None
+    public_url: str | None = None
+    """The address that clients use, for links; None is the one that a request was sent to."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names that the server answers to; none is any, but only loopback names without keys."""
+    trusted_proxies: tuple[str, ...] = ()
+    """Addresses and networks whose `X-Forwarded-For` and `X-Forwarded-Proto` are believed."""
+    max_connections: int | None = None
+    """None is what the limit of open files allows, up to 8192."""
+    max_connections_per_address: int | None = None
+    """None is half of all; trusted proxies have no limit of their own."""
+    head_timeout_s: float = 20.0
+    """How long the head of a request may take from its first byte on."""
+    body_stall_s: float = 30.0
+    """How long a body may make no progress; `upload_timeout_s` limits all of it."""
+    send_stall_s: float = 60.0
+    """How long a client may not read its answer."""
+    engine_stopped_timeout_s: float = 90.0
+    """How long a stopped engine process (SIGSTOP, a debugger) is waited for."""
     shutdown_s: float = 10.0
     """How long what runs may take to finish once the server shuts down."""
     server: ServerSettings = field(default_factory=ServerSettings)
@@ -76,6 +105,31 @@ class HostSettings:
         except ValueError:
             return False
 
+    @property
+    def scheme(self) -> str:
+        """How it is reached."""
+        return "http" if self.tls_cert is None else "https"
+
+    def tls(self) -> Tls | None:
+        """The certificate and its key; raises an InputError when they cannot be used."""
+        if self.tls_cert is None or self.tls_key is None:
+            return None
+        return Tls(self.tls_cert, self.tls_key)
+
+    def connection_limits(self) -> ConnectionLimits:
+        """What each connection may take, and all of them."""
+        most, per_address = connection_limits(
+            self.max_connections, self.max_connections_per_address
+        )
+        return ConnectionLimits(
+            connections=most,
+            per_address=per_address,
+            proxies=tuple(ip_network(proxy) for proxy in self.trusted_proxies),
+            head_s=self.head_timeout_s,
+            body_stall_s=self.body_stall_s,
+            send_stall_s=self.send_stall_s,
+        )
+
 
 _OWN: Final[dict[str, Any]] = {
     "host": str,
@@ -89,12 +143,27 @@ _OWN: Final[dict[str, Any]] = {
     "device": str,
     "dtype": DtypeName,
     "threads": int,
+    "cache_bytes": int,
     "adapter_bytes": int,
     "parked_bytes": int,
     "log_level": LogLevel,
     "log_format": LogFormat,
+    "audit_file": str,
+    "tls_cert": str,
+    "tls_key": str,
+    "public_url": str,
+    "allowed_hosts": list[str],
+    "trusted_proxies": list[str],
+    "max_connections": int,
+    "max_connections_per_address": int,
+    "head_timeout_s": float,
+    "body_stall_s": float,
+    "send_stall_s": float,
+    "engine_stopped_timeout_s": float,
     "shutdown_s": float,
 }
+_PATHS: Final = ("data_dir", "tls_cert", "tls_key")
+_LISTS: Final = ("base_models", "allowed_hosts", "trusted_proxies")
 # Of the server's settings only plain numbers: keys, secrets and client flags are made, not set.
 _KINDS: Final[dict[str, Any]] = {
     "int": int,
@@ -130,10 +199,8 @@ def load_settings(
     if config is not None or path.is_file():
         given = {**_parsed(_read(path), f"{path}: {{}}"), **given}
     own = {name: value for name, value in given.items() if name in _OWN}
-    if "data_dir" in own:
-        own["data_dir"] = Path(own["data_dir"])
-    if "base_models" in own:
-        own["base_models"] = tuple(own["base_models"])
+    own |= {name: Path(own[name]) for name in _PATHS if name in own}
+    own |= {name: tuple(own[name]) for name in _LISTS if name in own}
     rest = {name: value for name, value in given.items() if name not in _OWN}
     settings = HostSettings(**own)
     settings = replace(settings, server=ServerSettings(**rest, grace_s=settings.shutdown_s))
@@ -164,7 +231,7 @@ def _convert(value: object, kind: Any, spelled: str, *, typed: bool) -> Any:
     except msgspec.ValidationError as error:
         raise InputError(f"{value!r} does not fit: {error}", spelled) from error
     number = isinstance(made, int | float) and not isinstance(made, bool)
-    if number and not (math.isfinite(made) and made >= 0):
+    if number and not 0 <= made < math.inf:  # not isfinite: it takes no integer above 10**308
         raise InputError(f"must be a number from 0 on, got {value!r}", spelled)
     return made
 
@@ -194,16 +261,44 @@ def _check(settings: HostSettings) -> None:
         raise InputError(f"must be from 0 to 65535, got {settings.port}", "port")
     if settings.threads == 0:
         raise InputError("must be 1 or more, got 0", "threads")
+    if settings.engine_stopped_timeout_s == 0:
+        raise InputError("must be above 0, got 0", "engine_stopped_timeout_s")
     if not settings.base_models:
         raise InputError("name at least one", "base_models")
     names = [name for name, _ in base_models(settings)]
     if len(set(names)) < len(names):
         raise InputError(f"names must differ, got {', '.join(names)}", "base_models")
+    _check_connections(settings)
     if settings.auth == "none" and not settings.on_loopback:
         raise InputError(
             f"lets in everybody who reaches {settings.host}; without keys a server listens on "
             "127.0.0.1 only: make a key with `tinkex key create`, and leave this out",
             "no_auth",
+        )
+
+
+def _check_connections(settings: HostSettings) -> None:
+    for name in ("max_connections", "max_connections_per_address"):
+        if getattr(settings, name) == 0:
+            raise InputError("must be 1 or more, got 0", name)
+    for name in ("head_timeout_s", "body_stall_s", "send_stall_s"):
+        if getattr(settings, name) == 0:
+            raise InputError("must be above 0, got 0", name)
+    for proxy in settings.trusted_proxies:
+        try:
+            ip_network(proxy)
+        except ValueError as error:
+            raise InputError(
+                f"must be addresses or networks such as 10.0.0.0/8: {error}", "trusted_proxies"
+            ) from error
+    if (settings.tls_cert is None) != (settings.tls_key is None):
+        missing = "tls_key" if settings.tls_key is None else "tls_cert"
+        raise InputError("TLS needs both a certificate and its key", missing)
+    url = urlsplit(settings.public_url or "http://host")
+    if url.scheme not in ("http", "https") or not url.netloc or url.query or url.fragment:
+        raise InputError(
+            f"must be a URL such as https://tinker.example.com, got {settings.public_url!r}",
+            "public_url",
         )
 
 

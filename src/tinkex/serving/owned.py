@@ -107,7 +107,11 @@ def _settings(spec: OwnedServerSpec) -> HostSettings:
     }
     env = {k: v for k, v in server_environment().items() if k not in ("host", "port", *flags)}
     # Its log is read only after trouble.
-    return load_settings(flags, {"log_level": "warning", **env})
+    settings = load_settings(flags, {"log_level": "warning", **env})
+    # Its only clients are on this machine and connect to the socket that it inherits.
+    return replace(
+        settings, tls_cert=None, tls_key=None, public_url=None, allowed_hosts=(), trusted_proxies=()
+    )
 
 
 def _watch_owner(host: Host, spec: OwnedServerSpec) -> None:

@@ -19,10 +19,18 @@ from typing import TYPE_CHECKING, Any, cast
 import anyio
 
 from tinkex.clock import SystemClock
-from tinkex.engine.process import EngineSpec, LocalSettings, ModelSource, ProcessEngine
+from tinkex.engine.heap import return_large_blocks
+from tinkex.engine.process import (
+    EngineSpec,
+    LocalSettings,
+    ModelSource,
+    ProcessEngine,
+    ProcessSettings,
+)
 from tinkex.engine.process.supervisor import RestartingEngine
 from tinkex.errors import ClosedError
 from tinkex.server.observability.meters import Meters, Readiness
+from tinkex.server.supervision import no_stray_cancellation
 from tinkex.serving.data_dir import claimed_folder
 from tinkex.serving.host_settings import base_models
 
@@ -56,6 +64,7 @@ def run_host(host: Host, data_dir: Path, *, wait_s: float = 0.0) -> None:
     Waits up to `wait_s` for a server that has locked the folder.
     """
     raise_file_limit()
+    return_large_blocks()
     with claimed_folder(data_dir, wait_s), asyncio.Runner(loop_factory=_loop_factory()) as runner:
         runner.run(host.run())
 
@@ -79,13 +88,15 @@ class Host:
         self._on_phase = on_phase
         self._clock = SystemClock()
         self._readiness = Readiness()
+        self._readiness.on_failure = self._fail
         self._meters = Meters()
-        # Mutable state: its loop once it runs, whether it answers, whether it shuts down, and
-        # the error that `run` raises.
+        # Mutable state: its loop once it runs, whether it answers, whether it shuts down, the
+        # error that `run` raises, and which engine was ready last.
         self._loop: asyncio.AbstractEventLoop | None = None
         self._answering = asyncio.Event()
         self._stopping = asyncio.Event()
         self._failure: Exception | None = None
+        self._generation = 0
         self._engine = RestartingEngine(  # pyright: ignore[reportAbstractUsage] - derived methods
             self._start_engine, self._clock, self._on_change, takes_bodies=True
         )
@@ -95,7 +106,7 @@ class Host:
         self._loop = asyncio.get_running_loop()
         self._on_signals(self._loop)
         async with anyio.create_task_group() as group:
-            group.start_soon(self._engine.run)
+            group.start_soon(self._supervise)
             group.start_soon(self._announce)
             try:
                 await self._serve(group)
@@ -132,6 +143,21 @@ class Host:
         with suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(self.stop)
 
+    def _fail(self, reason: str) -> None:
+        """Shut down with an error: a part has ended, and a new process begins from the store."""
+        _log.critical("the server ends, because %s; accepted work is kept", reason)
+        self._failure = self._failure or ClosedError(f"the server ended, because {reason}")
+        self.stop()
+
+    async def _supervise(self) -> None:
+        """Run the supervisor of the engine; without it nothing would start another engine."""
+        try:
+            with no_stray_cancellation():
+                await self._engine.run()
+        except Exception as error:  # noqa: BLE001 - raised by `run`
+            _log.critical("the supervisor of the engine has failed", exc_info=error)
+            self._readiness.fails("engine", f"its supervisor failed ({type(error).__name__})")
+
     async def _announce(self) -> None:
         try:
             await self._engine.wait_ready()
@@ -159,10 +185,11 @@ class Host:
     def _on_change(self) -> None:
         """Report a new state or phase of the engine."""
         engine = self._engine
-        if engine.state == "ready":
+        if engine.state == "ready" and engine.phase == "ready":
             self._readiness.ready("engine")
-            if engine.generation > 1:
+            if 1 < engine.generation != self._generation:
                 self._meters.engine_restarted()
+            self._generation = engine.generation
         else:
             self._readiness.waits("engine", engine.phase)
             self._on_phase(engine.phase)
@@ -181,6 +208,7 @@ class Host:
     async def _start_engine(self, on_phase: Callable[[str], None]) -> ProcessEngine:
         return await ProcessEngine.start(
             _engine_spec(self._settings),
+            _process_settings(self._settings),
             clock=self._clock,
             on_phase=on_phase,
             module="tinkex.serving.engine_child",
@@ -199,9 +227,15 @@ def _engine_spec(settings: HostSettings) -> EngineSpec:
         dtype=settings.dtype,
         threads=settings.threads,
         settings=LocalSettings(
-            adapter_bytes=settings.adapter_bytes, host_bytes=settings.parked_bytes
+            cache_bytes=settings.cache_bytes,
+            adapter_bytes=settings.adapter_bytes,
+            host_bytes=settings.parked_bytes,
         ),
     )
+
+
+def _process_settings(settings: HostSettings) -> ProcessSettings:
+    return ProcessSettings(stopped_timeout_s=settings.engine_stopped_timeout_s)
 
 
 def _load_web() -> Callable[..., AbstractAsyncContextManager[Web]]:

@@ -5,23 +5,24 @@ from __future__ import annotations
 import logging
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import msgspec
-import uvicorn
 
 from tinkex.clock import time_limit
 from tinkex.engine.process.supervisor import first_line
-from tinkex.errors import ClosedError, InputError, TinkerError
-from tinkex.server.api.identity import any_key
+from tinkex.errors import InputError, TinkerError
 from tinkex.server.app import create_app
 from tinkex.server.store.sql import SqlStore
 from tinkex.serving.data_dir import DATABASE, kept_secret
+from tinkex.serving.hosts import HostCheck
+from tinkex.serving.http_server import HttpServer
+from tinkex.serving.start_record import started
 
 if TYPE_CHECKING:
     import socket
     from collections.abc import AsyncGenerator, Callable
-    from contextlib import AbstractContextManager
 
     from starlette.applications import Starlette
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -32,12 +33,6 @@ if TYPE_CHECKING:
     from tinkex.server.server_settings import ServerSettings
     from tinkex.server.store.protocol import Store
     from tinkex.serving.host_settings import HostSettings
-
-# How long requests under way may take once the server shuts down.
-_ANSWERS_S = 1
-# A request sent on a connection that the server is closing is lost. So clients and load balancers
-# close connections, which keep idle ones for up to a minute, and the server does not.
-_IDLE_S = 75
 
 _OPEN: Final = ("/healthz", "/readyz", "/metrics")
 _PATIENCE_S: Final = 20.0
@@ -57,30 +52,38 @@ async def open_web(
     """Open the store and make the app; raises what keeps either from that."""
     async with _opened_store(settings, clock) as store:
         if server.key_mode == "stored":
-            await _check_keys(store, settings)
-        signed = replace(server, secret=kept_secret(settings.data_dir))
+            await _check_keys(store, settings, clock)
+        signed = replace(
+            server,
+            secret=kept_secret(settings.data_dir),
+            public_url=settings.public_url,
+            watched_folder=settings.data_dir,
+        )
         app = create_app(store, engine, signed, clock, meters=meters, readiness=readiness)
-        yield Web(app, engine, clock)
+        yield Web(app, engine, clock, settings)
 
 
 class Web:
     """An app that is served once."""
 
-    def __init__(self, app: Starlette, engine: RestartingEngine, clock: Clock) -> None:
+    def __init__(
+        self, app: Starlette, engine: RestartingEngine, clock: Clock, settings: HostSettings
+    ) -> None:
         self._waiters = app.state.parts.waiters
         self._gate = Gate(cast("Any", app), engine, clock)
-        self._server = _Server(
-            uvicorn.Config(
-                cast("Any", self._gate),
-                http="httptools",
-                ws="none",
-                lifespan="on",
-                log_config=None,
-                access_log=False,
-                timeout_keep_alive=_IDLE_S,
-                timeout_graceful_shutdown=_ANSWERS_S,
-            )
+        self._tls = settings.tls()
+        names = settings.allowed_hosts
+        # Without keys of its own, whoever can name the server can use it.
+        loopback = app.state.parts.settings.key_mode != "stored"
+        checked = HostCheck(self._gate, names, loopback=loopback) if names or loopback else None
+        self._server = HttpServer(
+            checked or self._gate,
+            settings.connection_limits(),
+            trusted_proxies=settings.trusted_proxies,
+            tls=self._tls,
         )
+        connections = self._server.connections
+        app.state.parts.meters.watch_connections(lambda: (len(connections), connections.refusals))
 
     async def serve(self, listener: socket.socket, on_started: Callable[[], None]) -> None:
         """Answer requests until `close`; returns when the app has ended, too.
@@ -88,23 +91,14 @@ class Web:
         `on_started` is called when the app has started. Its listener accepts connections before.
         """
         self._gate.on_started = on_started
-        try:
-            await self._server.serve([listener])
-        except SystemExit as leaving:  # how uvicorn reports it; the reason is in the log
-            raise ClosedError("the app could not start; its log says why") from leaving
+        with nullcontext() if self._tls is None else self._tls.watching():
+            await self._server.serve(listener)
 
     def close(self) -> None:
         """Begin to shut down: new requests are refused, and long polls are answered now."""
         self._gate.close()
         self._waiters.close()
-        self._server.should_exit = True
-
-
-class _Server(uvicorn.Server):
-    """Leaves the signals to the host."""
-
-    def capture_signals(self) -> AbstractContextManager[None]:  # pyright: ignore[reportIncompatibleMethodOverride] - a context manager all the same
-        return nullcontext()
+        self._server.close()
 
 
 class Gate:
@@ -178,14 +172,16 @@ async def _refuse(send: Send, reason: str) -> None:
 async def _opened_store(settings: HostSettings, clock: Clock) -> AsyncGenerator[Store]:
     """The store, locked: no other server uses it while it is open."""
     place = settings.database or settings.data_dir / DATABASE
-    async with SqlStore.open(place, clock=clock) as store:
+    audit_file = None if settings.audit_file is None else Path(settings.audit_file)
+    async with SqlStore.open(place, clock=clock, audit_file=audit_file) as store:
         await store.lock()
+        await store.audit(started(settings, clock.wall()))
         yield store
 
 
-async def _check_keys(store: Store, settings: HostSettings) -> None:
+async def _check_keys(store: Store, settings: HostSettings, clock: Clock) -> None:
     """Refuse to listen to other machines before there is a key."""
-    if await any_key(store):
+    if await store.any_key(clock.wall()):
         return
     make = f"`tinkex key create --data-dir {settings.data_dir}`"
     if not settings.on_loopback:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import anyio
 import anyio.lowlevel
+import anyio.to_thread
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sized
@@ -26,8 +27,9 @@ _QUIET_ROUNDS = 4
 class FakeClock:
     """A `Clock` for tests; use it inside `async with clock.running():`.
 
-    Tasks that wait for a thread or a socket count as waiting too, so give a test on this
-    clock in-process transports only. Without `running()`, move time with `advance()`.
+    Tasks that wait for a socket, or for a thread that is not one of anyio's, count as waiting too,
+    so give a test on this clock in-process transports only. Without `running()`, move time with
+    `advance()`.
     """
 
     def __init__(self, start: float = 0.0, wall: float = 1_750_000_000.0) -> None:
@@ -47,6 +49,10 @@ class FakeClock:
     def wall(self) -> float:
         """Virtual seconds since the epoch."""
         return self._now + self._wall_offset
+
+    def set_date(self, by: float) -> None:
+        """Set the date forward by some seconds, or back; nothing else notices."""
+        self._wall_offset += by
 
     async def sleep(self, seconds: float) -> None:
         """Wait until virtual time has moved by `seconds`; zero or less yields once."""
@@ -133,7 +139,9 @@ async def all_tasks_blocked() -> None:
     # On asyncio's own loops a task that is not blocked has a step scheduled, and so has
     # everything else that could wake one.
     scheduled: Sized | None = getattr(loop, "_ready", None)
-    while scheduled:
+    # Large bodies are unpacked in threads, which virtual time waits for.
+    threads = anyio.to_thread.current_default_thread_limiter()
+    while scheduled or (scheduled is not None and threads.borrowed_tokens):
         await anyio.lowlevel.checkpoint()
     if scheduled is None:
         await _no_task_runs(loop)

@@ -4,7 +4,7 @@ from datetime import datetime
 from typing import Any, Final, Literal, Self
 from urllib.parse import quote
 
-from tinkex.errors import InputError, InputTypeError
+from tinkex.errors import InputError, InputTypeError, quoted
 from tinkex.types.optimizers import OptimizerConfigField, set_optimizer_config
 from tinkex.types.value import Int, Request, Response, Result, Usage
 
@@ -71,7 +71,7 @@ class ParsedCheckpointTinkerPath(Response):
         ):
             kinds = ", ".join(_TYPES)
             raise InputError(
-                f"{tinker_path!r} is not tinker://<run>/<kind>/<name> with a kind of {kinds}",
+                f"{quoted(tinker_path)} is not tinker://<run>/<kind>/<name> with a kind of {kinds}",
                 "tinker_path",
             )
         run, kind, name = parts

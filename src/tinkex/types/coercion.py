@@ -26,7 +26,7 @@ from typing import (
 from msgspec import ValidationError, convert
 from msgspec.structs import fields as struct_fields
 
-from tinkex.errors import InputError, InputTypeError
+from tinkex.errors import InputError, InputTypeError, quoted
 from tinkex.types.arrays import plain_number
 from tinkex.types.tensors import TensorData
 from tinkex.types.value import CONVERSION_ERRORS, Value, is_mapping
@@ -61,7 +61,7 @@ def validate(cls: type[V], obj: Any) -> V:
     fields = dict(obj)
     for name in fields:
         if not isinstance(name, str):
-            raise InputTypeError(f"field names are strings, got {name!r}", cls.__name__)
+            raise InputTypeError(f"field names are strings, got {quoted(name)}", cls.__name__)
     if not cls.__strict__:
         known = cls.__accepts__ | {cls.__struct_config__.tag_field}
         fields = {name: value for name, value in fields.items() if name in known}
@@ -80,7 +80,8 @@ def _take_tag(cls: type[Value], fields: dict[str, Any]) -> None:
         given = fields.pop(config.tag_field)
         if not isinstance(given, str) or given != config.tag:
             raise InputError(
-                f"must be {config.tag!r}, got {given!r}", f"{cls.__name__}.{config.tag_field}"
+                f"must be {quoted(config.tag)}, got {quoted(given)}",
+                f"{cls.__name__}.{config.tag_field}",
             )
 
 
@@ -99,7 +100,11 @@ def _nearest(name: str, known: frozenset[str]) -> str:
     import difflib
 
     close = difflib.get_close_matches(name, sorted(known), n=1)
-    return f"; did you mean {close[0]!r}?" if close else f"; fields are {', '.join(sorted(known))}"
+    return (
+        f"; did you mean {quoted(close[0])}?"
+        if close
+        else f"; fields are {', '.join(sorted(known))}"
+    )
 
 
 @cache
@@ -127,7 +132,7 @@ def _prepare(cls: type[Value], name: str, value: Any) -> Any:
         # An array, say: msgspec would take it for a struct that has none of its fields.
         raise InputTypeError(f"expected {describe(hint)}, got {_kind(value)}", path)
     if is_mapping(value) and _arguments(hint, dict, Mapping):
-        return {key: _struct(kinds, item, f"{path}[{key!r}]") for key, item in value.items()}
+        return {key: _struct(kinds, item, f"{path}[{quoted(key)}]") for key, item in value.items()}
     return _struct(kinds, value, path)
 
 
@@ -188,7 +193,7 @@ def _choose(kinds: tuple[type[Value], ...], fields: Mapping[Any, Any], path: str
         if isinstance(tag, str) and tag in by_tag:
             return by_tag[tag]
         known = ", ".join(repr(name) for name in by_tag)
-        raise InputError(f"{tag!r} is not one of {known}", f"{path}.{tag_field}")
+        raise InputError(f"{quoted(tag)} is not one of {known}", f"{path}.{tag_field}")
     fitting = [
         kind
         for kind in kinds
@@ -197,7 +202,7 @@ def _choose(kinds: tuple[type[Value], ...], fields: Mapping[Any, Any], path: str
     ]
     if len(fitting) == 1:
         return fitting[0]
-    raise InputError(f"needs a {tag_field!r} that says which kind it is", path)
+    raise InputError(f"needs a {quoted(tag_field)} that says which kind it is", path)
 
 
 def plain(value: Any) -> Any:

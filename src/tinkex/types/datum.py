@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from tinkex.errors import InputError, InputTypeError
+from tinkex.errors import InputError, InputTypeError, quoted
 from tinkex.types.arrays import is_torch, plain_number, to_array
 from tinkex.types.inputs import ModelInput, copy_input
 from tinkex.types.tensors import TensorData
@@ -136,7 +136,7 @@ def _loss_fn_inputs(inputs: Any) -> LossFnInputs:
     tensors: LossFnInputs = {}
     for key, value in inputs.items():
         if not isinstance(key, str):
-            raise InputTypeError(f"names are strings, got {key!r}", "Datum.loss_fn_inputs")
+            raise InputTypeError(f"names are strings, got {quoted(key)}", "Datum.loss_fn_inputs")
         tensors[key] = _tensor(key, value)
     return tensors
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, cast
 from msgspec import ValidationError, convert
 from msgspec.structs import replace
 
-from tinkex.errors import InputError, InputTypeError
+from tinkex.errors import InputError, InputTypeError, quoted
 from tinkex.types.arrays import is_numpy, is_torch, plain_number, to_array
 from tinkex.types.value import Count, Request, Token
 
@@ -258,5 +258,7 @@ def _token(token: Any, path: str) -> int:
     if isinstance(token, float) and token.is_integer():
         token = int(token)
     if isinstance(token, bool) or not isinstance(token, int):
-        raise InputTypeError(f"expected a token id, got {type(token).__name__} {token!r}", path)
+        raise InputTypeError(
+            f"expected a token id, got {type(token).__name__} {quoted(token)}", path
+        )
     return int(token)

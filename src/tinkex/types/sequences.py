@@ -6,7 +6,7 @@ from dataclasses import InitVar, dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self, cast, get_args
 
-from tinkex.errors import InputError, InputTypeError
+from tinkex.errors import InputError, InputTypeError, quoted
 from tinkex.types.arrays import same_array, to_array
 from tinkex.types.sampling import StopReason
 from tinkex.types.tensors import PromptAltTokens, TensorData, TopkLogprobs, int32_array
@@ -49,7 +49,7 @@ class SampledSequence:
         kind = "SampledSequence"
         if not isinstance(stop_reason, str) or stop_reason not in get_args(StopReason):  # pyright: ignore[reportUnnecessaryIsInstance] -- callers may not type-check
             raise InputError(
-                f"must be 'length' or 'stop', got {stop_reason!r}", f"{kind}.stop_reason"
+                f"must be 'length' or 'stop', got {quoted(stop_reason)}", f"{kind}.stop_reason"
             )
         if not isinstance(sequence_id, str):  # pyright: ignore[reportUnnecessaryIsInstance] -- callers may not type-check
             raise InputTypeError("expected str", f"{kind}.sequence_id")

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self, cast
 
-from tinkex.errors import InputError, InputTypeError
+from tinkex.errors import InputError, InputTypeError, quoted
 from tinkex.types.arrays import (
     TensorDtype,
     cast_array,
@@ -75,7 +75,9 @@ class TensorData:
         if dtype is None:
             raise InputTypeError('is required: "int64" or "float32"', "TensorData.dtype")
         if not isinstance(dtype, str) or dtype not in ("int64", "float32"):  # pyright: ignore[reportUnnecessaryIsInstance] -- callers may not type-check
-            raise InputError(f'must be "int64" or "float32", got {dtype!r}', "TensorData.dtype")
+            raise InputError(
+                f'must be "int64" or "float32", got {quoted(dtype)}', "TensorData.dtype"
+            )
         if is_number(data):
             array = to_array([data], dtype, "TensorData.data").reshape(())
         else:
@@ -331,7 +333,7 @@ def _dims(shape: Any) -> list[int]:
             return dims
     except (TypeError, AttributeError):
         pass
-    raise InputTypeError(f"expected a list of int, got {shape!r}", path)
+    raise InputTypeError(f"expected a list of int, got {quoted(cast('Any', shape))}", path)
 
 
 def _reshape(array: Array, dims: list[int]) -> Array:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal, cast, get_args
 
-from tinkex.errors import InputError, InputTypeError, whole_text
+from tinkex.errors import InputError, InputTypeError, quoted, whole_text
 from tinkex.types.arrays import plain_number
 from tinkex.types.datum import KEY_DTYPES, Datum, copy_datum
 from tinkex.types.inputs import DmelChunk, EncodedTextChunk
@@ -96,7 +96,7 @@ def loss_name(name: Any, path: str) -> LossFnType:
         raise InputTypeError(f"expected the name of a loss, got {type(name).__name__}", path)
     if name not in get_args(LossFnType):
         known = ", ".join(get_args(LossFnType))
-        raise InputError(f"{name!r} is not a loss; there are {known}", path)
+        raise InputError(f"{quoted(name)} is not a loss; there are {known}", path)
     return cast("LossFnType", name)
 
 
@@ -109,7 +109,7 @@ def loss_config(config: Any, path: str) -> dict[str, float | str] | None:
     checked: dict[str, float | str] = {}
     for name, value in config.items():
         if not isinstance(name, str):
-            raise InputTypeError(f"names are strings, got {name!r}", path)
+            raise InputTypeError(f"names are strings, got {quoted(name)}", path)
         where = f'{path}["{name}"]'
         whole_text(name, where)
         checked[name] = _setting(value, where)
@@ -218,7 +218,7 @@ def _check_input_ids(datum: Datum, vocab_size: int, path: str) -> None:
 
 def _check_tensor(tensor: Any, key: str, path: str, vocab_size: int | None) -> None:
     if not isinstance(key, str):  # pyright: ignore[reportUnnecessaryIsInstance] -- anything can be put into a dict
-        raise InputTypeError(f"names are strings, got {key!r}", f"{path}.loss_fn_inputs")
+        raise InputTypeError(f"names are strings, got {quoted(key)}", f"{path}.loss_fn_inputs")
     if not isinstance(tensor, TensorData):
         raise InputTypeError(f"expected TensorData, got {type(tensor).__name__}", _at(path, key))
     dtype = KEY_DTYPES.get(key)

@@ -26,6 +26,14 @@ def compress(data: bytes) -> bytes:
     return zstd.compress(data)
 
 
+def content_bytes(data: bytes) -> int | None:
+    """How much the header of a frame says it holds; None where it does not say it."""
+    try:
+        return zstd.get_frame_info(data).decompressed_size
+    except zstd.ZstdError:
+        return None
+
+
 def decompress(data: bytes, max_bytes: int) -> bytes:
     """The content of one frame; raises InputError when it is not one or holds over `max_bytes`."""
     options: dict[int, int] = {zstd.DecompressionParameter.window_log_max: _MAX_WINDOW_LOG}

@@ -21,10 +21,11 @@ import msgspec
 from msgspec.structs import asdict
 from msgspec.structs import fields as struct_fields
 
-from tinkex.errors import InputError, InputTypeError
+from tinkex.errors import InputError, InputTypeError, quoted
 from tinkex.types import TensorData
+from tinkex.types.bounds import TENSOR_BYTES, TENSOR_DIMENSIONS
 from tinkex.wire.bodies import EXPLICIT_NULLS
-from tinkex.wire.values import MAX_DENSE_BYTES, placed
+from tinkex.wire.values import placed, too_many_dimensions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -228,9 +229,12 @@ def _check_size(shape: Any) -> None:
     """A sparse tensor is short to write and as large as its shape once it is filled."""
     if not isinstance(shape, list):
         return
-    sizes = [size for size in cast("Iterable[Any]", shape) if isinstance(size, int)]
-    if any(size < 0 for size in sizes) or math.prod(sizes) * 8 > MAX_DENSE_BYTES:
-        raise InputError(f"{shape} is not a possible shape", "TensorData.shape")
+    dims = cast("list[Any]", shape)
+    if len(dims) > TENSOR_DIMENSIONS:
+        raise InputError(too_many_dimensions(len(dims)), "TensorData.shape")
+    sizes = [size for size in dims if isinstance(size, int)]
+    if any(size < 0 for size in sizes) or math.prod(sizes) * 8 > TENSOR_BYTES:
+        raise InputError(f"{quoted(dims)} is not a possible shape", "TensorData.shape")
 
 
 @cache

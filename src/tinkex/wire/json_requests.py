@@ -25,6 +25,7 @@ from tinkex.types import (
 )
 from tinkex.wire import json_codec
 from tinkex.wire.bodies import EXPLICIT_NULLS
+from tinkex.wire.bounded import check_bounds
 from tinkex.wire.proto_training import DecodedForwardBackward
 from tinkex.wire.values import construct
 
@@ -64,6 +65,29 @@ class _Forward(msgspec.Struct):
     seq_id: int | None = None
 
 
+# The same without what takes long to decode, which msgspec skips fast.
+
+
+class RequestIds(msgspec.Struct):
+    """The members by which a training request has its place in the order of its model."""
+
+    model_id: str
+    seq_id: int | None = None
+
+
+class _BatchHead(msgspec.Struct):
+    loss_fn: str
+    loss_fn_config: dict[str, float | str] | None = None
+
+
+class _ForwardBackwardHead(RequestIds, kw_only=True):
+    forward_backward_input: _BatchHead
+
+
+class _ForwardHead(RequestIds, kw_only=True):
+    forward_input: _BatchHead
+
+
 TRAINING_BODIES: dict[str, type[msgspec.Struct]] = {
     "forward_backward": _ForwardBackward,
     "forward": _Forward,
@@ -72,12 +96,50 @@ TRAINING_BODIES: dict[str, type[msgspec.Struct]] = {
 
 
 def decode_request(kind: type[T], data: bytes | str) -> T:
-    """A request of `kind`; raises InputError with the path of what is wrong."""
+    """A request of `kind` within its bounds; raises InputError with the path of what is wrong."""
     try:
-        return json_codec.decode(kind, data)
+        request = json_codec.decode(kind, data)
     except InputError:
-        body = json_codec.decode_object(data)
-    return json_codec.convert(kind, _tidy(body, _structs(kind)))
+        if issubclass(kind, RequestIds):
+            raise
+        request = json_codec.convert(kind, _tidied(kind, json_codec.decode_object(data)))
+    check_bounds(request)
+    return request
+
+
+def decode_ids(data: bytes | str) -> RequestIds:
+    """The ids of a training request, whatever else is in it."""
+    return decode_request(RequestIds, data)
+
+
+def decode_training_head(
+    data: bytes | str, *, forward_only: bool = False
+) -> DecodedForwardBackward:
+    """A training batch without its data; of a batch that cannot be decoded, its ids alone."""
+    try:
+        if forward_only:
+            forward = decode_request(_ForwardHead, data)
+            ids, batch = forward, forward.forward_input
+        else:
+            both = decode_request(_ForwardBackwardHead, data)
+            ids, batch = both, both.forward_backward_input
+    except InputError:
+        ids, batch = decode_ids(data), _BatchHead("")
+    return DecodedForwardBackward(
+        model_id=ids.model_id,
+        seq_id=ids.seq_id,
+        data=[],
+        loss_fn=batch.loss_fn,
+        loss_fn_config=batch.loss_fn_config or {},
+        forward_only=forward_only,
+    )
+
+
+def _tidied(kind: type[T], body: dict[str, Any]) -> Any:
+    try:
+        return _tidy(body, _structs(kind))
+    except RecursionError as error:
+        raise json_codec.input_error(error) from error
 
 
 def decode_training_request(

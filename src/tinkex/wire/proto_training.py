@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, cast
 
-from tinkex.errors import InputError, InputTypeError
+from tinkex.errors import InputError, InputTypeError, quoted
 from tinkex.types import (
     Datum,
     DmelChunk,
@@ -20,6 +20,7 @@ from tinkex.types import (
     SampledProvenanceSpan,
     TensorData,
 )
+from tinkex.wire.proto_scan import check_shapes, without_data
 from tinkex.wire.proto_writer import write_datum
 from tinkex.wire.values import (
     PACKED,
@@ -120,13 +121,14 @@ def _before_data(model_id: str, seq_id: int | None) -> bytes:
 
 
 def _not_unicode(error: UnicodeEncodeError) -> InputError:
-    return InputError(f"the text {error.object!r} is not valid Unicode")
+    return InputError(f"the text {quoted(error.object)} is not valid Unicode")
 
 
 def decode_forward_backward(data: bytes) -> DecodedForwardBackward:
     """Read a batch; raises InputError for anything malformed."""
     from tinkex.wire import tinkex_pb2 as pb
 
+    check_shapes(data)
     message = parse(pb.ForwardBackwardRequest, data)
     return DecodedForwardBackward(
         model_id=message.model_id,
@@ -136,6 +138,11 @@ def decode_forward_backward(data: bytes) -> DecodedForwardBackward:
         loss_fn_config=_read_config(message),
         forward_only=message.forward_only,
     )
+
+
+def decode_head(data: bytes) -> DecodedForwardBackward:
+    """A batch without its data; raises InputError where that much cannot be read."""
+    return decode_forward_backward(without_data(data))
 
 
 def encode_forward_backward_output(

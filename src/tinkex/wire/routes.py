@@ -13,7 +13,7 @@ from typing import Any, Generic, Literal, TypedDict, TypeVar, Unpack, cast
 from urllib.parse import quote
 
 from tinkex import types as t
-from tinkex.errors import InputError, InputTypeError
+from tinkex.errors import InputError, InputTypeError, quoted
 from tinkex.wire import bodies as b
 
 PREFIX = "/api/v1"
@@ -110,7 +110,7 @@ def _fill(name: str, value: str) -> str:
     expected = 2 if name == "ckpt" else 1
     if len(parts) != expected or any(part in ("", ".", "..") for part in parts):
         shape = "`<kind>/<name>`, such as `weights/final`" if expected == 2 else "without slashes"
-        raise InputError(f"must be a non-empty id {shape}, not {value!r}", name)
+        raise InputError(f"must be a non-empty id {shape}, not {quoted(value)}", name)
     return "/".join(quote(part, safe=":") for part in parts)
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tinkex.errors import InputError
 from tinkex.types import TensorData
+from tinkex.types.bounds import TENSOR_BYTES, TENSOR_DIMENSIONS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -32,9 +33,6 @@ FLOAT32 = 1
 INT64 = 2
 INT32 = 3
 BFLOAT16 = 4
-
-# A sparse tensor is small on the wire and as large as its shape says once it is filled.
-MAX_DENSE_BYTES = 1 << 31
 
 NATIVE = sys.byteorder == "little"
 ITEM_BYTES = {FLOAT32: 4, INT64: 8, INT32: 4, BFLOAT16: 2}
@@ -135,6 +133,8 @@ def read_tensor(message: pb.Tensor, path: str) -> TensorData:
     encoding = message.WhichOneof("encoding")
     if encoding is None:
         raise InputError("the tensor carries no values; expected dense or sparse_csr", path)
+    if len(message.shape) > TENSOR_DIMENSIONS:
+        raise InputError(too_many_dimensions(len(message.shape)), path)
     shape = list(message.shape)
     if encoding == "sparse_csr":
         return _read_csr(message, shape, path)
@@ -143,12 +143,17 @@ def read_tensor(message: pb.Tensor, path: str) -> TensorData:
     return TensorData._make(reshape(values, shape, path), shape)  # pyright: ignore[reportPrivateUsage] - checked above
 
 
+def too_many_dimensions(count: int) -> str:
+    """What is wrong with the shape of a tensor that has so many."""
+    return f"a tensor may have {TENSOR_DIMENSIONS} dimensions, not {count}"
+
+
 def _read_csr(message: pb.Tensor, shape: list[int], path: str) -> TensorData:
     if len(shape) != 2 or min(shape) < 0:
         raise InputError(f"a sparse tensor has two dimensions, not the shape {shape}", path)
     rows, cols = shape
-    if rows * cols * item_bytes(message.dtype, path) > MAX_DENSE_BYTES:
-        raise InputError(f"a tensor of shape {shape} is larger than {MAX_DENSE_BYTES} bytes", path)
+    if rows * cols * item_bytes(message.dtype, path) > TENSOR_BYTES:
+        raise InputError(f"a tensor of shape {shape} is larger than {TENSOR_BYTES} bytes", path)
     csr = message.sparse_csr
     values, dtype = widen(csr.values, message.dtype, path)
     return construct(

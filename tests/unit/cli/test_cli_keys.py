@@ -103,3 +103,37 @@ async def test_a_running_server_learns_of_new_and_of_revoked_keys(
         await clock.advance(2.0)
         with pytest.raises(AuthenticationError):
             await who.owner(made["key"])
+
+
+def test_a_limited_key_is_listed_with_its_limits(run: Callable[..., Ran], tmp_path: Path):
+    words = ("--data-dir", tmp_path)
+    limits = ("--read-only", "--project", "p", "--routes", "checkpoints,usage", "--expires", "30d")
+    made = run("key", "create", *words, "--owner", "a", *limits, "-f", "json").json
+    assert (made["read_only"], made["project_id"]) == (True, "p")
+    assert made["routes"] == ["checkpoints", "usage"]
+    assert made["expires_at"] > made["created_at"]
+    run("key", "create", *words, "--owner", "b")
+    listed = run("key", "list", *words)
+    assert "read checkpoints+usage in p" in listed.out
+    assert "in 4 weeks" in listed.out
+    assert max(map(len, listed.out.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("limits", "named"),
+    [
+        (("--expires", "soon"), "30d"),
+        (("--expires", "0d"), "30d"),
+        (("--expires", "999999d"), "ten years"),
+        (("--routes", "everything"), "checkpoints"),
+        (("--routes", ","), "checkpoints"),
+        (("--project", ""), "printable"),
+    ],
+)
+def test_limits_that_mean_nothing_make_no_key(
+    run: Callable[..., Ran], tmp_path: Path, limits: tuple[str, ...], named: str
+):
+    failed = run("key", "create", "--data-dir", tmp_path / "new", *limits)
+    assert failed.status in (1, 2)
+    assert named in failed.err
+    assert not (tmp_path / "new").exists()

@@ -54,6 +54,8 @@ class Fate:
 
     async def meet(self, act: Callable[[], Awaitable[Any]], on_death: Callable[[], None]) -> Any:
         """One call: perhaps the last of somebody."""
+        if self.buried.is_set():
+            raise asyncio.CancelledError
         self.calls += 1
         number = self.calls
         await anyio.lowlevel.checkpoint()
@@ -198,6 +200,7 @@ class World:
                 await self.fate.crashed.wait()
                 self.fate.buried.set()
                 group.cancel_scope.cancel()
+        self.fate.buried = anyio.Event()
 
 
 async def save_state(api: Api, model: str, seq: int, name: str = "final") -> str:

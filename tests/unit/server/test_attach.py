@@ -67,6 +67,9 @@ async def test_a_model_moves_to_the_new_session_and_its_pending_operations_run(
             "type": "cancelled",
             "detail": f"session {new} attached to model {model}",
         }
+        (line,) = await api.server.store.audit_log(api.owner)
+        assert line.event == "session_finished"
+        assert line.details == {"session_id": old, "attached_by": new}
 
 
 async def test_a_model_whose_program_was_heard_from_is_refused_until_it_is_silent(

@@ -12,8 +12,8 @@ import pytest
 from backports import zstd
 
 from tests.patience import PATIENCE_S
-from tinkex.server.api.call import MAX_JSON_PARTS, MAX_PROTOBUF_PARTS
-from tinkex.wire.proto_scan import has_more_parts
+from tinkex.types.bounds import PROTOBUF_PARTS, TRAINING_JSON_PARTS
+from tinkex.wire.proto_scan import count_parts
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -234,12 +234,12 @@ def test_a_bomb_of_four_gigabytes_costs_no_more_memory_than_the_limit() -> None:
 
 async def test_a_body_of_very_many_tiny_parts_is_refused_before_it_is_decoded(api: Api) -> None:
     model = await api.model()
-    empty_datums = b"\x1a\x00" * (MAX_PROTOBUF_PARTS + 1)
+    empty_datums = b"\x1a\x00" * (PROTOBUF_PARTS + 1)
     reply = await api.call("POST", "/forward_backward", empty_datums, headers=PROTOBUF)
     assert reply.status == 413
     assert "fewer datums" in detail(reply)
     lists = b'{"model_id":"' + model.encode() + b'","seq_id":1,"x":['
-    lists += b"[]," * MAX_JSON_PARTS + b"[]]}"
+    lists += b"[]," * TRAINING_JSON_PARTS + b"[]]}"
     reply = await api.call("POST", "/forward_backward", lists)
     assert reply.status == 413
     assert "lists and objects" in detail(reply)
@@ -247,11 +247,11 @@ async def test_a_body_of_very_many_tiny_parts_is_refused_before_it_is_decoded(ap
 
 def test_parts_are_counted_one_level_deep_and_nonsense_is_left_to_the_parser() -> None:
     nested = b"\x1a\x06" + b"\x0a\x00" * 3
-    assert has_more_parts(nested, 3)
-    assert not has_more_parts(nested, 4)
-    assert not has_more_parts(b"\x08\x01\x11" + bytes(8) + b"\x1d" + bytes(4), 3)
+    assert count_parts(nested, 3) == 4
+    assert count_parts(nested, 9) == 4
+    assert count_parts(b"\x08\x01\x11" + bytes(8) + b"\x1d" + bytes(4), 3) == 3
     for odd in (b"", b"\xff", b"\xff" * 40, b"\x1a\xff\xff\xff\xff\x0f", b"\x0b\x0c", b"\x07"):
-        assert not has_more_parts(odd, 10)
+        assert count_parts(odd, 10) <= 1
 
 
 async def test_only_training_sampling_and_telemetry_may_be_large(start: Start) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import tarfile
+from dataclasses import replace
 from typing import Any
 
 import anyio
@@ -16,6 +17,7 @@ from tinkex.server.store.changes import Changes
 from tinkex.server.store.memory import MemoryStore
 from tinkex.server.store.records import StoredCheckpoint
 from tinkex.types import AdamOptimizerConfig, LoraConfig
+from tinkex.types.bounds import LISTED_RECORDS
 
 from .conftest import Api
 
@@ -442,6 +444,29 @@ async def test_runs_with_something_published_are_listed_on_request(api: Api) -> 
     assert [c["checkpoint_id"] for c in shown["checkpoints"]] == ["weights/shown"]
     reply = await other.call("GET", "/training_runs", query="access_scope=everything")
     assert reply.status == 400
+
+
+async def test_every_published_run_is_found_in_pages(api: Api) -> None:
+    """Also those behind more checkpoints than a listing reads at once."""
+    _, model = await trained(api)
+    await save(api, model, 3, "shown")
+    await api.call("POST", f"/training_runs/{model}/checkpoints/weights/shown/publish")
+    store, other = api.server.store, api.other()
+    (known,) = await store.checkpoints(public=True)
+    own = await other.model()
+    newer = replace(known, model_id="many", created_at=known.created_at + 1)
+    for number in range(LISTED_RECORDS + 1):
+        await store.put_checkpoint(replace(newer, path=f"{known.path}-{number}"))
+    run = await store.get_model(model)
+    assert run is not None
+    await store.add_model(replace(run, model_id="many"))
+    found = []
+    for offset in range(4):
+        query = f"access_scope=accessible&limit=1&offset={offset}"
+        reply = await other.get("/training_runs", query=query)
+        assert reply["cursor"]["total_count"] == 3
+        found += [each["training_run_id"] for each in reply["training_runs"]]
+    assert found == ["many", own, model]
 
 
 async def runs(api: Api, query: str) -> Any:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+from typing import Any
+
 import anyio
 import msgspec
 import pytest
 
+from tinkex.server.api.futures import LOOP_BYTES
 from tinkex.testing.fake_engine import Delays
+from tinkex.wire import results
 
 from .conftest import PROTOBUF, Api, Start, datum
 
@@ -67,6 +72,28 @@ async def test_large_results_are_announced_first_to_those_who_ask_for_it(start: 
         payload = await api.poll(future, binary=True, metadata=False)
         assert payload.headers["content-type"] == PROTOBUF
         assert len(payload.body) == answer["response_payload_size"] > 50
+
+
+@pytest.mark.parametrize(("datums", "on_loop"), [(1, True), (200, False)])
+async def test_large_results_become_json_in_a_thread(
+    api: Api, monkeypatch: pytest.MonkeyPatch, datums: int, on_loop: bool
+) -> None:
+    model = await api.model()
+    future = await api.train(model, 1, *[datum(list(range(1, 501)))] * datums)
+    as_protobuf = await api.poll(future, binary=True)
+    assert (len(as_protobuf.body) > LOOP_BYTES) is not on_loop
+    threads: list[int] = []
+    inner = results.decode_result
+
+    def noted(*args: Any) -> Any:
+        threads.append(threading.get_ident())
+        return inner(*args)
+
+    monkeypatch.setattr(results, "decode_result", noted)
+    as_json = await api.poll(future)
+    assert as_json.headers["content-type"] == "application/json"
+    assert len(msgspec.json.decode(as_json.body)["loss_fn_outputs"]) == datums
+    assert [thread == threading.get_ident() for thread in threads] == [on_loop]
 
 
 @pytest.mark.req("B17")

@@ -148,7 +148,7 @@ async def test_it_belongs_to_whoever_sent_it_and_is_listed_audited_and_deleted(a
     (listed,) = (await api.get("/checkpoints"))["checkpoints"]
     assert listed["tinker_path"] == path
     assert listed["size_bytes"] > 0
-    assert [e["event"] for e in (await api.get("/audit"))["entries"]] == ["checkpoint_created"]
+    assert [e["event"] for e in (await api.get("/audit"))["entries"]] == ["checkpoint_imported"]
     stranger = await api.other().call("POST", "/weights_info", {"tinker_path": path})
     assert stranger.status == 404
     gone = await api.call("DELETE", f"/training_runs/{run}/checkpoints/weights/imported")

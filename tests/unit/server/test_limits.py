@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
 
+from tests.cross_tenant import LOSS
 from tinkex.testing.fake_engine import Delays
 from tinkex.wire.proto_training import encode_forward_backward
 
@@ -193,17 +195,21 @@ async def save(api: Api, model: str, seq: int, name: str, **members: Any) -> Any
 
 
 async def test_a_save_that_does_not_fit_fails_and_says_what_to_delete(start: Start) -> None:
-    async with start(max_stored_bytes=50_000) as api:
+    async with start(max_stored_bytes=60_000) as api:
         model = await api.model()
         first = (await save(api, model, 1, "a"))["path"]
         (listed,) = (await api.get("/checkpoints"))["checkpoints"]
-        assert 25_000 > listed["size_bytes"] > 50_000 / 3
+        assert 25_000 > listed["size_bytes"] > 60_000 / 3
         await save(api, model, 2, "b")
         failed = await save(api, model, 3, "c")
         assert failed["category"] == "user"
         assert "max_stored_bytes" in failed["error"]
         assert first in failed["error"]
-        assert str(50_000 - 2 * listed["size_bytes"]) in failed["error"]
+        used, fits = re.findall(r"takes up (\d+) of the 60000 .* so (\d+) more", failed["error"])[0]
+        assert int(used) + int(fits) == 60_000
+        # The checkpoints, and a little for their records, requests and results.
+        assert 2 * listed["size_bytes"] < int(used) < 2 * listed["size_bytes"] + 10_000
+        assert re.search(r"In bytes: checkpoints \d+, .*runs \d+", failed["error"])
         # Replacing one takes no more than there was.
         assert "path" in await save(api, model, 4, "b", overwrite=True)
         copied = await api.call("POST", "/copy_weights", {"source_path": first})
@@ -214,6 +220,52 @@ async def test_a_save_that_does_not_fit_fails_and_says_what_to_delete(start: Sta
         url = f"/training_runs/{model}/checkpoints/weights/a"
         assert (await api.call("DELETE", url)).status == 200
         assert "path" in await save(api, model, 5, "c")
+
+
+async def test_losses_over_the_quota_are_put_off_like_other_work(start: Start) -> None:
+    async with start(max_stored_bytes=2_000) as api:
+        session = await api.session()
+        replies = [await upload_loss(api, session, number) for number in range(8)]
+        full = next(number for number, reply in enumerate(replies) if reply.status != 200)
+        assert full > 0
+        for reply in replies[full:]:
+            assert reply.status == 429, reply
+            assert 0 < float(reply.headers["retry-after"]) <= 60
+            assert "max_stored_bytes" in text(reply)
+            assert text(reply).startswith("What is kept")
+        # One that was accepted before is known, however full it is.
+        assert (await upload_loss(api, session, 0)).body == replies[0].body
+        other = api.other()
+        assert (await upload_loss(other, await other.session(), 0)).status == 200
+
+
+async def upload_loss(api: Api, session: str, number: int) -> Reply:
+    body = {"session_id": session, **LOSS, "custom_loss_seq_id": number}
+    return await api.call("POST", "/create_custom_loss", body)
+
+
+async def test_changes_above_their_rate_are_put_off_and_others_do_not_notice(start: Start) -> None:
+    # On average 0.01 per second, and two at once.
+    async with start(max_changes_per_s=0.01, session_timeout_s=1e6) as api:
+        session = await api.session()
+
+        async def move(by: Api, of: str) -> Reply:
+            return await by.call("PUT", f"/sessions/{of}/project", {"project_id": "p"})
+
+        replies = [await move(api, session) for _ in range(3)]
+        assert [reply.status for reply in replies] == [200, 200, 429]
+        assert "max_changes_per_s" in text(replies[-1])
+        # Nobody is told to wait for longer than a minute.
+        assert replies[-1].headers["retry-after"] == "60"
+        # Requests that change nothing of this kind are not affected, nor are other tenants.
+        assert (await api.call("GET", "/sessions")).status == 200
+        other = api.other()
+        assert (await move(other, await other.session())).status == 200
+        await api.clock.sleep(60)
+        soon = await move(api, session)
+        assert soon.status == 429
+        await api.clock.sleep(float(soon.headers["retry-after"]))
+        assert (await move(api, session)).status == 200
 
 
 async def test_the_rate_of_requests_can_be_limited_and_heartbeats_are_free(start: Start) -> None:

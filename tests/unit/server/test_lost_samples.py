@@ -96,3 +96,10 @@ async def test_a_block_whose_first_sample_fails_is_begun_by_the_next() -> None:
     assert len(failed) == 1
     assert store.asked == 2
     assert set(await announced(store)) >= {f"s:{seq}" for seq in range(3) if seq not in failed}
+
+
+async def test_asking_leaves_nothing_behind() -> None:
+    lost = LostSamples(MemoryStore(), FakeClock())
+    for clone in range(3):
+        assert await lost.since(0, SAMPLER, clone) == []
+    assert len(lost) == 0

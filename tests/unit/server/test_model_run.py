@@ -210,7 +210,9 @@ async def test_an_old_sampler_goes_before_the_quota_is_full_and_says_so() -> Non
         await api.clock.sleep(1)
         size = await sampler_bytes(api)
         assert size > 0
-    world.settings = type(world.settings)(session_timeout_s=1e9, max_stored_bytes=3 * size, **KEEP)
+    world.settings = type(world.settings)(
+        session_timeout_s=1e9, max_stored_bytes=3 * size + 6_000, **KEEP
+    )
     async with world.server() as api:
         used = await publish(api, model, 2, 1)
         for number in range(2, 20):

@@ -18,6 +18,8 @@ from tinkex.testing.fake_engine import Delays
 from tinkex.transport.base import HttpRequest, Pool, Reply
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from .conftest import Api, Start
 
 pytestmark = pytest.mark.anyio
@@ -164,24 +166,38 @@ async def test_a_server_is_ready_until_a_part_says_what_it_waits_for(api: Api) -
     assert (await page(api, "/readyz")).status == 200
 
 
+async def test_a_disk_that_is_nearly_full_makes_the_server_unready(
+    start: Start, tmp_path: Path
+) -> None:
+    async with start(watched_folder=tmp_path, min_free_bytes=1 << 60) as api:
+        reply = await page(api, "/readyz")
+        assert reply.status == 503
+        assert "min_free_bytes" in msgspec.json.decode(reply.body)["reasons"]["disk"]
+    async with start(watched_folder=tmp_path, min_free_bytes=1) as api:
+        assert (await page(api, "/readyz")).status == 200
+
+
 async def test_a_store_that_fails_makes_the_server_unready_until_it_takes_a_write(
-    api: Api, monkeypatch: pytest.MonkeyPatch
+    api: Api, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = api.server.store
 
-    async def full(*args: object) -> None:
+    async def full(*args: object, **more: object) -> None:
         raise StorageError("the disk of /data is full; free some space", "/data")
 
     with monkeypatch.context() as patch:
-        patch.setattr(store, "put_session", full)
-        patch.setattr(store, "remember", full)
+        patch.setattr(store, "add_session", full)
+        patch.setattr(store, "probe", full)
         body = {"tags": [], "user_metadata": {}, "sdk_version": "x"}
         refused = await api.call("POST", "/create_session", body)
         assert refused.status == 507
-        assert "disk of /data is full" in msgspec.json.decode(refused.body)["detail"]
+        assert "its disk is full, read-only" in msgspec.json.decode(refused.body)["detail"]
         reply = await page(api, "/readyz")
         assert reply.status == 503
-        assert "the disk of /data is full" in msgspec.json.decode(reply.body)["reasons"]["store"]
+        assert "the disk is full" in msgspec.json.decode(reply.body)["reasons"]["store"]
+        # The operator's log has the place; neither page shows it.
+        assert b"/data" not in refused.body + reply.body
+        assert "the disk of /data is full" in caplog.text
     assert (await page(api, "/readyz")).status == 200
 
 
@@ -214,6 +230,15 @@ def test_every_metric_is_documented_and_nothing_else() -> None:
     assert {name.removesuffix("_total") for name in listed} == {
         name.removeprefix("tinkex_").removesuffix("_total") for name in made
     }
+
+
+def test_connections_are_read_from_the_http_server() -> None:
+    meters, refused = Meters(), {"limit": 2}
+    assert b"tinkex_connections_open 0.0" in meters.text()
+    meters.watch_connections(lambda: (3, refused))
+    assert b"tinkex_connections_open 3.0" in meters.text()
+    refused["limit"] = 5
+    assert b'tinkex_connections_refused_total{reason="limit"} 5.0' in meters.text()
 
 
 def test_two_servers_in_one_process_count_apart() -> None:

@@ -365,3 +365,51 @@ async def test_a_model_that_kills_the_engine_when_it_is_restored_is_given_up() -
         assert "brought back" in (await api.outcome(await api.step(bad, 3)))["error"]
         assert len(deaths) == 3
         await api.result(await api.train(good, 1))
+
+
+async def test_a_sampler_whose_session_has_ended_is_not_published_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its outcome was not stored, so it runs again; nothing would drop it after that."""
+    world = World()
+    async with world.server() as api:
+        session = await api.session()
+        model = await api.model(session)
+        with monkeypatch.context() as patch:
+            patch.setattr(world.store, "finish", lambda *_: anyio.sleep_forever())
+            body = {"model_id": model, "seq_id": 1, "sampling_session_seq_id": 0}
+            future = await api.post("/save_weights_for_sampler", body)
+            await api.clock.sleep(1)
+            await api.post(f"/sessions/{session}/finish", {"reason": {"type": "success"}})
+            await api.clock.sleep(1)
+            world.fate.buried.set()
+    (sampler,) = await world.store.samplers(session)
+    assert sampler.dropped is not None
+    world.fate.buried = anyio.Event()
+    async with world.server() as api:
+        assert (await api.result(future))["sampling_session_id"] == sampler.sampler_id
+        await api.clock.sleep(60)
+        held = api.server._parts.worker.held()
+        assert held == dict.fromkeys(held, 0)
+        assert not world.engine._snapshots
+        assert not world.disk
+
+
+@pytest.mark.parametrize("ends_first", [False, True])
+async def test_a_sampler_that_ends_while_it_is_written_is_no_suspect(ends_first: bool) -> None:
+    """The engine died while it was written; after its session nothing is left of that."""
+    world = World()
+    async with world.server(delays=Delays(save_s=5)) as api:
+        session = await api.session()
+        await publish(api, await api.model(session), 1, 0)
+        await api.clock.sleep(1)
+        for number in (0, 1):
+            if number == ends_first:
+                world.engine.die()
+            else:
+                await api.post(f"/sessions/{session}/finish", {"reason": {"type": "success"}})
+            await api.clock.sleep(1)
+        await api.clock.sleep(60)
+        held = api.server._parts.worker.held()
+        assert held == dict.fromkeys(held, 0)
+        assert not world.disk

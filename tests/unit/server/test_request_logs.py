@@ -105,7 +105,11 @@ async def test_a_slow_request_is_a_warning_and_a_poll_may_take_its_time(
 @pytest.mark.parametrize(
     ("error", "status", "text"),
     [
-        (StorageError("the folder /data is read-only", "/data"), 507, "/data is read-only"),
+        (
+            StorageError("the folder /data is read-only", "/data"),
+            507,
+            "its disk is full, read-only or failing",
+        ),
         (EngineDiedError("killed by signal 9, pid 77"), 503, "started again"),
         (RequestFailedError("cannot be done", None, "server"), 500, "cannot be done"),
         (RequestFailedError("your own mistake", None, "user"), 400, "your own mistake"),

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.anyio
 
+HOUR_S = 3600.0
 SUCCESS = {"reason": {"type": "success"}, "detail": None}
 
 
@@ -90,6 +91,46 @@ async def test_silence_ends_a_session_and_its_samples(start: Start) -> None:
         assert api.clock.now() < 300
         reply = await api.call("POST", "/session_heartbeat", {"session_id": session})
         assert reply.status == 410
+
+
+async def test_a_session_that_falls_silent_has_one_line_in_the_audit_log(start: Start) -> None:
+    async with start(session_timeout_s=100) as api:
+        session, finished = await api.session(), await api.session()
+        for each in (session, finished):
+            await api.post("/session_heartbeat", {"session_id": each})
+        await api.post(f"/sessions/{finished}/finish", SUCCESS)
+        await api.clock.sleep(1000)
+        _, line = await api.server.store.audit_log(api.owner)
+        assert (line.topic, line.event) == ("sessions", "session_timed_out")
+        assert line.details["session_id"] == session
+        assert "no heartbeat for" in str(line.details["detail"])
+        assert 100 < line.at - (await stored(api, session)).created_at < 200
+        assert await api.other().get("/audit") == {"entries": []}
+
+
+async def stored(api: Api, session: str) -> StoredSession:
+    found = await api.server.store.get_session(session)
+    assert found is not None
+    return found
+
+
+async def test_lines_of_the_audit_log_go_after_their_days(start: Start) -> None:
+    async with start(audit_days=1, upkeep_interval_s=600, session_timeout_s=1e9) as api:
+        first, second = await api.session(), await api.session()
+
+        async def logged() -> list[object]:
+            log = await api.server.store.audit_log(api.owner)
+            return [line.details["session_id"] for line in log]
+
+        await api.post(f"/sessions/{first}/finish", SUCCESS)
+        await api.clock.sleep(12 * HOUR_S)
+        await api.post(f"/sessions/{second}/finish", SUCCESS)
+        await api.clock.sleep(11 * HOUR_S)
+        assert await logged() == [first, second]
+        await api.clock.sleep(2 * HOUR_S)
+        assert await logged() == [second]
+        await api.clock.sleep(12 * HOUR_S)
+        assert await logged() == []
 
 
 async def test_a_session_lists_its_runs_and_samplers(api: Api) -> None:
@@ -201,6 +242,14 @@ async def test_a_session_that_ended_long_ago_is_forgotten_and_its_runs_are_not(
         assert (await api.call("GET", f"/samplers/{sampler}")).status == 404
         (run,) = (await api.get("/training_runs"))["training_runs"]
         assert run["training_run_id"] == model
+
+
+async def test_a_short_history_is_not_kept_for_much_longer_than_it_says(start: Start) -> None:
+    async with start(history_s=60, upkeep_interval_s=5) as api:
+        ended = await api.session()
+        await api.post(f"/sessions/{ended}/finish", SUCCESS)
+        await api.clock.sleep(130)
+        assert ended not in (await api.get("/sessions"))["sessions"]
 
 
 async def test_a_project_needs_a_name_and_a_session_of_one_s_own(api: Api) -> None:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import msgspec
 import pytest
 
 from tinkex.server.api.identity import end_key, make_key
 from tinkex.server.api.usage import stored_hours
-from tinkex.server.store.records import StoredCheckpoint
+from tinkex.server.store.records import Part, StoredCheckpoint
 from tinkex.testing.fake_engine import Delays
-from tinkex.types import AdamOptimizerConfig, BillingUsageResponse, LoraConfig
+from tinkex.types import (
+    AdamOptimizerConfig,
+    BillingUsageResponse,
+    CurrentCheckpointStorageUsageResponse,
+    LoraConfig,
+)
 from tinkex.wire.json_codec import decode
 
 if TYPE_CHECKING:
@@ -67,6 +72,15 @@ async def test_a_bad_window_is_refused(api: Api, query: str) -> None:
     assert (await api.call("GET", "/billing/usage/events", query=query)).status == 400
 
 
+async def test_saved_checkpoints_are_counted_by_the_hour(api: Api) -> None:
+    model, query = await api.model(), window(api, hours=4)
+    for seq in (1, 2):
+        await api.result(await api.post("/save_weights", {"model_id": model, "seq_id": seq}))
+    usage = await api.get("/billing/usage/events", query=query)
+    infos = [event["event_info"] for event in usage["data"]]
+    assert [info["count"] for info in infos if info["type"] == "checkpoint"] == [2]
+
+
 async def test_storage_is_summed_by_project(api: Api) -> None:
     model = await api.model(await api.session(project_id="p"))
     for seq in (1, 2):
@@ -77,6 +91,24 @@ async def test_storage_is_summed_by_project(api: Api) -> None:
     assert item["size_bytes"] > 0
     other = await api.get("/billing/usage/checkpoints/current", query="project_id=q")
     assert other["data"] == []
+
+
+async def test_a_tenant_sees_what_its_quota_is_used_for(start: Start) -> None:
+    async with start(max_stored_bytes=1_000_000) as api:
+        model = await api.model()
+        await api.result(await api.post("/save_weights", {"model_id": model, "seq_id": 1}))
+        reply = await api.call("GET", "/billing/usage/checkpoints/current")
+        answer = msgspec.json.decode(reply.body)
+        kept = answer["kept_bytes"]
+        assert set(kept) == set(get_args(Part))
+        assert kept["checkpoints"] > answer["data"][0]["size_bytes"]
+        assert kept["runs"] > 0
+        assert kept["losses"] == 0
+        assert answer["max_stored_bytes"] == 1_000_000
+        # Clients skip what they do not know.
+        assert len(decode(CurrentCheckpointStorageUsageResponse, reply.body).data) == 1
+        other = await api.other().get("/billing/usage/checkpoints/current")
+        assert sum(other["kept_bytes"].values()) == 0
 
 
 async def test_the_audit_log_is_filtered_by_topic_and_day(api: Api) -> None:

@@ -9,10 +9,11 @@ import pytest
 
 from tinkex.config import server_environment
 from tinkex.engine.local_settings import LocalSettings
+from tinkex.engine.process import ProcessSettings
 from tinkex.errors import InputError
 from tinkex.server import Settings
 from tinkex.serving.host_settings import HostSettings, base_models, known, load_settings
-from tinkex.serving.process import _engine_spec
+from tinkex.serving.process import _engine_spec, _process_settings
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -42,10 +43,17 @@ def test_every_plain_setting_of_the_server_can_be_set():
     assert not {"keys", "secret", "key_mode", "grace_s"} & known().keys()
 
 
-def test_the_memory_of_adapters_reaches_the_engine():
-    chosen = _engine_spec(load_settings({"adapter_bytes": "5"}, {"parked_bytes": "7"}))
-    assert (chosen.settings.adapter_bytes, chosen.settings.host_bytes) == (5, 7)
+def test_the_memory_of_adapters_and_caches_reaches_the_engine():
+    given = {"adapter_bytes": "5", "cache_bytes": "6"}
+    chosen = _engine_spec(load_settings(given, {"parked_bytes": "7"})).settings
+    assert (chosen.adapter_bytes, chosen.cache_bytes, chosen.host_bytes) == (5, 6, 7)
     assert _engine_spec(HostSettings()).settings == LocalSettings()
+
+
+def test_a_stopped_engine_is_waited_for_as_set():
+    chosen = load_settings({"engine_stopped_timeout_s": "5"}, {})
+    assert _process_settings(chosen).stopped_timeout_s == 5.0
+    assert _process_settings(HostSettings()) == ProcessSettings()
 
 
 @pytest.mark.parametrize(
@@ -57,6 +65,7 @@ def test_the_memory_of_adapters_reaches_the_engine():
         ({"port": "http"}, "--port: 'http' does not fit"),
         ({"port": "70000"}, "port: must be from 0 to 65535"),
         ({"threads": "0"}, "threads: must be 1 or more"),
+        ({"engine_stopped_timeout_s": "0"}, "engine_stopped_timeout_s: must be above 0"),
         ({"shutdown_s": "nan"}, "--shutdown-s: must be a number from 0 on"),
         ({"long_poll_s": "-1"}, "--long_poll_s: must be a number from 0 on"),
         ({"log_level": "loud"}, "--log-level: 'loud' does not fit"),

@@ -4,29 +4,14 @@ from __future__ import annotations
 
 import gc
 import resource
-from typing import Any, cast
 
-import pytest
-from starlette.applications import Starlette
-
-from tinkex.clock import SystemClock
+from tinkex.serving.host_settings import HostSettings
 from tinkex.serving.process import raise_file_limit, settle
-from tinkex.serving.web import Web
 from tinkex.transport import pool
 
-pytestmark = pytest.mark.anyio
 
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-async def test_the_server_keeps_idle_connections_longer_than_clients_and_load_balancers() -> None:
-    app = Starlette()
-    app.state.parts = cast("Any", type("Parts", (), {"waiters": None}))
-    web = Web(app, cast("Any", None), SystemClock())
-    kept_s = web._server.config.timeout_keep_alive
+def test_the_server_keeps_idle_connections_longer_than_clients_and_load_balancers() -> None:
+    kept_s = HostSettings().connection_limits().idle_s
     assert kept_s > pool._IDLE_S
     assert kept_s > 60
 

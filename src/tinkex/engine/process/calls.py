@@ -51,12 +51,15 @@ class ForwardingEngine(_Protocol):
 def _forwarding(name: str) -> Callable[..., Any]:
     method = getattr(Engine, name)
     signature = inspect.signature(method)
+    names = [each for each in signature.parameters if each != "self"]
 
     @wraps(method)
     async def call(self: Any, *args: Any, **options: Any) -> Any:
-        # All by name, so that `on_token` is found wherever the caller wrote it.
-        arguments = signature.bind(self, *args, **options).arguments
-        return await arguments.pop("self")._call(name, **arguments)
+        # All by name, so that `on_token` is found wherever the caller wrote it. Binding them to the
+        # signature costs more than the call, and the method itself refuses wrong ones.
+        if len(args) > len(names):
+            signature.bind(self, *args, **options)  # raises the usual error
+        return await self._call(name, **dict(zip(names, args, strict=False)), **options)
 
     return call
 
@@ -177,6 +180,12 @@ class CallRunner:
         except Exception as error:  # noqa: BLE001 - sent to the caller
             result = CallReply(call.number, error=sendable(error))
             self._after(error)
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            # Something in the engine was cancelled; the caller still waits.
+            result = CallReply(call.number, error=sendable(error))
         finally:
             del self._running[call.number]
         # Tokens first: a caller stops listening for them when it has its result.

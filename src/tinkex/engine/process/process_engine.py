@@ -33,6 +33,7 @@ from tinkex.engine.process.program import (
     Silence,
     computes,
     how_it_ended,
+    is_stopped,
     start_program,
     verdict,
 )
@@ -50,6 +51,8 @@ if TYPE_CHECKING:
     from tinkex.errors import TinkerError
 
 ProcessState = Literal["starting", "ready", "dead", "closed"]
+
+_STOPPED = "stopped by a signal; its work waits until it is continued"
 
 _log = logging.getLogger(__name__)
 
@@ -220,6 +223,9 @@ class ProcessEngine(ForwardingEngine):
                 # It exited by itself: its last messages, such as `Broken`, are still to be read.
                 async with time_limit(self._clock, self._settings.reap_timeout_s):
                     await self._lost.wait()
+        except Exception as error:  # noqa: BLE001 - the calls that wait must not wait for ever
+            _log.exception("the engine process cannot be watched any more")
+            self._reason = self._reason or f"could not be watched and was killed: {error}"
         finally:
             # Also when the loop is closed while this runs: no child stays behind.
             self._channel.abort()
@@ -229,10 +235,24 @@ class ProcessEngine(ForwardingEngine):
 
     async def _watch(self) -> None:
         look_s = self._settings.heartbeat_timeout_s / LOOKS
-        silence = Silence()
+        silence, stop = Silence(), Silence()
+        stopped_s = 0.0
         while self._reason is None:
             await self._clock.sleep(look_s)
-            self._reason = self._judge(silence.look(look_s, heard=self._channel.heard()))
+            heard = self._channel.heard()
+            silent_s = silence.look(look_s, heard=heard)
+            suspicious = stopped_s > 0 or silent_s >= look_s * LOOKS / 2
+            stopped = suspicious and not heard and self.state == "ready" and is_stopped(self.pid)
+            if stopped != bool(stopped_s):
+                self._enter(_STOPPED if stopped else "ready")
+            stopped_s = stop.look(look_s, heard=not stopped)
+            if stopped:
+                # Once it is continued, it has the usual time to give a sign of life.
+                silence.look(look_s, heard=True)
+                if stopped_s >= self._settings.stopped_timeout_s:
+                    self._reason = f"was stopped by a signal for {stopped_s:g} s and was killed"
+            else:
+                self._reason = self._judge(silent_s)
         self._over.set()
 
     def _judge(self, silent_s: float) -> str | None:

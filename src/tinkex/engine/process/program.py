@@ -30,6 +30,7 @@ CHILD: Final = "tinkex.engine.process.child"
 LOOKS: Final = 8
 """Checks within one timeout; the end of a silence is seen at most one check late."""
 _COMPUTES: Final = frozenset("RD")  # running or ready to run; waiting for a disk
+_STOPPED: Final = frozenset("Tt")  # by a signal; by a debugger
 _KEPT_LINES: Final = 20
 _LINE_BYTES: Final = 4096
 # The child imports what its parent would: the parent's path may have been changed by hand.
@@ -131,10 +132,10 @@ def verdict(
     silent_s: float, limit_s: float, busy_limit_s: float, computing: Callable[[], bool]
 ) -> str | None:
     """Why a process is given up after this much silence; None while it is not."""
-    if silent_s >= max(limit_s, busy_limit_s):
-        return f"was busy and gave no sign of life for {silent_s:g} s, and was killed"
     if silent_s >= limit_s and not computing():
         return f"gave no sign of life for {silent_s:g} s and was killed"
+    if silent_s >= max(limit_s, busy_limit_s):
+        return f"was busy and gave no sign of life for {silent_s:g} s, and was killed"
     return None
 
 
@@ -144,12 +145,22 @@ def computes(pid: int, proc: Path = Path("/proc")) -> bool:
     Heartbeats need the interpreter's lock, which a library may hold for seconds while it is
     loaded. A stopped or deadlocked process has no such thread.
     """
+    return not _COMPUTES.isdisjoint(_thread_states(pid, proc))
+
+
+def is_stopped(pid: int, proc: Path = Path("/proc")) -> bool:
+    """Whether a signal or a debugger has stopped a process; False without `/proc`."""
+    states = _thread_states(pid, proc)
+    return bool(states) and states <= _STOPPED
+
+
+def _thread_states(pid: int, proc: Path) -> set[str]:
     try:
         stats = [path.read_text() for path in (proc / str(pid) / "task").glob("*/stat")]
     except OSError:  # no such system, or a thread that has just ended
-        return False
+        return set()
     # "pid (name) state ...", where the name may hold anything.
-    return any(stat.rpartition(")")[2].split()[0] in _COMPUTES for stat in stats)
+    return {stat.rpartition(")")[2].split()[0] for stat in stats}
 
 
 def how_it_ended(code: int | None, reason: str | None, lines: Iterable[str]) -> str:

@@ -63,6 +63,8 @@ class ProcessSettings:
     """The same while it starts: loading a large library can hold up every thread for seconds."""
     busy_timeout_s: float = 60.0
     """A process that computes, but is silent for this long, is stuck."""
+    stopped_timeout_s: float = 90.0
+    """A process that was stopped (SIGSTOP, a debugger) is waited for this long."""
     close_grace_s: float = 5.0
     """How long `close` waits for what runs now before it ends the process by force."""
     reap_timeout_s: float = 0.25

@@ -97,7 +97,8 @@ class RestartingEngine(ForwardingEngine):
         while not self._closed:
             try:
                 child = await self._start(self._enter)
-            except TinkerError as error:
+            except Exception as raised:  # noqa: BLE001 - such as a system without memory
+                error = raised if isinstance(raised, TinkerError) else _not_started(raised)
                 failed_starts += 1
                 if not _worth_another(error, self.generation, failed_starts):
                     self._give_up(error)
@@ -185,6 +186,12 @@ class RestartingEngine(ForwardingEngine):
     async def stats(self) -> Mapping[str, float]:
         """The child's gauges; none, and no wait, while there is no child."""
         return {} if self._child is None else await self._call("stats")
+
+
+def _not_started(error: Exception) -> EngineDiedError:
+    failed = EngineDiedError(f"the engine process could not be started: {error}")
+    failed.__cause__ = error
+    return failed
 
 
 def first_line(error: BaseException) -> str:

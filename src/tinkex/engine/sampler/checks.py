@@ -9,6 +9,7 @@ import numpy as np
 
 from tinkex.errors import InputError
 from tinkex.types import EncodedTextChunk
+from tinkex.types.bounds import MAX_TOPK, too_much_sampling
 
 if TYPE_CHECKING:
     from tinkex.engine.decoder import DecoderConfig
@@ -31,7 +32,9 @@ def check(op: SampleOp, config: DecoderConfig, cache_tokens: int) -> Accepted:
     _check_params(op)
     _check_last_n(op, len(prompt))
     _check_targets(op, len(prompt), config.vocab_size)
-    return Accepted(prompt, _max_length(op, len(prompt), config, cache_tokens))
+    length = _max_length(op, len(prompt), config, cache_tokens)
+    _check_work(op, len(prompt), length - len(prompt))
+    return Accepted(prompt, length)
 
 
 def _prompt(op: SampleOp, config: DecoderConfig) -> list[int]:
@@ -70,6 +73,23 @@ def _check_params(op: SampleOp) -> None:
     for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k"):
         if getattr(op, name) < 0:
             raise InputError("must not be negative; 0 asks for nothing", name)
+        if getattr(op, name) > MAX_TOPK:
+            raise InputError(f"must be at most {MAX_TOPK}", name)
+
+
+def _check_work(op: SampleOp, prompt_tokens: int, new_tokens: int) -> None:
+    targets = op.target_prompt_logprobs
+    problem = too_much_sampling(
+        samples=len(op.sequence_ids),
+        prompt_tokens=prompt_tokens,
+        new_tokens=new_tokens,
+        topk_sample=op.topk_sample_logprobs,
+        topk_prompt=op.topk_prompt_logprobs,
+        alternatives=op.prompt_alt_tokens_k,
+        targets=0 if targets is None else targets.size_bytes // 8,
+    )
+    if problem is not None:
+        raise InputError(*problem)
 
 
 def _check_last_n(op: SampleOp, prompt_length: int) -> None:

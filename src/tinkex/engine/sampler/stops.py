@@ -11,6 +11,9 @@ from typing import cast
 
 from tinkex.errors import InputError
 
+_LONG = 32
+_NEAR = 12
+
 Decode = Callable[[Sequence[int]], str]
 """Token ids to text; ids that end inside a character may give replacement characters there."""
 
@@ -68,8 +71,12 @@ def _stop_at_tokens(ids: Sequence[int]) -> Stops:
 
 def _stop_at_strings(strings: list[str], decode: Decode) -> Stops:
     longest = max(len(string) for string in strings)
+    ends = {string[-1] for string in strings}
 
     def stops(tokens: Sequence[int], start: int) -> bool:
+        # Few tokens complete the last character of a string, and looking further back takes long.
+        if longest > _LONG and ends.isdisjoint(decode(tokens[max(start, len(tokens) - _NEAR) :])):
+            return False
         text = _tail(tokens, start, longest, decode)
         return any(string in text for string in strings)
 

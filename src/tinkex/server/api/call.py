@@ -11,13 +11,31 @@ import anyio
 import anyio.to_thread
 from starlette.responses import Response
 
+from tinkex.errors import quoted
+from tinkex.server.api.access import FULL
 from tinkex.server.api.errors import refuse
-from tinkex.server.observability.requests import request_record
+from tinkex.server.api.limits import BodyRoom
+from tinkex.server.observability.requests import header_value, request_record
 from tinkex.server.store.records import CheckpointKind
-from tinkex.wire.compression import decompress
+from tinkex.types.bounds import (
+    ID_CHARACTERS,
+    JSON_PARTS,
+    JSON_VALUES,
+    PAGE_ITEMS,
+    PROTOBUF_PARTS,
+    SAMPLE_BYTES,
+    SAMPLE_JSON_VALUES,
+    TEXT_CHARACTERS,
+    TRAINING_JSON_BYTES,
+    TRAINING_JSON_PARTS,
+    TRAINING_JSON_VALUES,
+)
+from tinkex.wire.bounded import whole_number
+from tinkex.wire.compression import content_bytes, decompress
 from tinkex.wire.json_codec import encode
 from tinkex.wire.json_requests import decode_request
-from tinkex.wire.proto_scan import has_more_parts
+from tinkex.wire.json_scan import Counts, count_values
+from tinkex.wire.proto_scan import check_shapes, count_parts
 from tinkex.wire.routes import ASAMPLE, FORWARD, FORWARD_BACKWARD, MEDIA_PROTOBUF, TELEMETRY
 
 if TYPE_CHECKING:
@@ -28,6 +46,7 @@ if TYPE_CHECKING:
     from tinkex.clock import Clock
     from tinkex.engine.protocol import Engine, ModelSpec
     from tinkex.errors import APIStatusError
+    from tinkex.server.api.access import Access
     from tinkex.server.api.downloads import Exports
     from tinkex.server.api.identity import Identity
     from tinkex.server.api.imports import Imports
@@ -48,14 +67,19 @@ T = TypeVar("T")
 # How similar a name must be to be suggested: an equal owner's part alone is not enough.
 _NEAR = 0.75
 
-_LARGE_ROUTES = frozenset(route.name for route in (FORWARD_BACKWARD, FORWARD, ASAMPLE, TELEMETRY))
-# Above this size, decompressing on the loop would delay other requests noticeably.
+_TRAINING = frozenset(route.name for route in (FORWARD_BACKWARD, FORWARD))
+_LARGE_ROUTES = frozenset(route.name for route in (ASAMPLE, TELEMETRY))
+# Above this size, decompressing and counting on the loop would delay other requests noticeably.
 _LARGE_BYTES = 1 << 20
-# Decoded, `[[],[],…]` takes twenty times its bytes and empty protobuf messages thirty times. A
-# datum has about four parts in protobuf and fifteen in JSON, so these are 16,000 datums: many
-# times what clients send at once, and about a second of decoding.
-MAX_PROTOBUF_PARTS = 1 << 16
-MAX_JSON_PARTS = 1 << 18
+# Bodies up to this size are not counted: their connections bound them.
+_SMALL_BYTES = 1 << 16
+# What large bodies of one tenant may take in memory while they arrive, and while they are unpacked.
+_TENANT_BYTES = 128 << 20
+_JSON = Counts(JSON_PARTS, JSON_VALUES)
+_SAMPLE_JSON = Counts(JSON_PARTS, SAMPLE_JSON_VALUES)
+_TRAINING_JSON = Counts(TRAINING_JSON_PARTS, TRAINING_JSON_VALUES)
+# What older clients send may be put in order object by object, which then takes a thread.
+_MANY_PARTS = 2048
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +111,7 @@ class Call:
     request: Request
     parts: Parts
     owner: str
+    access: Access = FULL
 
     @property
     def store(self) -> Store:
@@ -114,56 +139,80 @@ class Call:
 
     def header(self, name: str) -> str:
         """A request header, or an empty string."""
-        return self.request.headers.get(name, "")
+        return header_value(self.request.scope, name)
 
     def param(self, name: str) -> str:
         """A parameter of the path; a checkpoint id has two parts."""
         values = self.request.path_params
-        return _checkpoint_id(values) if name == "ckpt" else str(values[name])
+        value = _checkpoint_id(values) if name == "ckpt" else str(values[name])
+        if len(value) > TEXT_CHARACTERS:
+            raise refuse(404, f"There is no {quoted(value)}.")
+        return value
 
-    def number(self, name: str, default: int, *, most: int = 10_000) -> int:
+    def number(self, name: str, default: int, *, most: int = PAGE_ITEMS) -> int:
         """A number of the query string."""
         text = self.request.query_params.get(name)
         if text is None:
             return default
-        if not (text.isascii() and text.isdigit()) or int(text) > most:
-            raise refuse(400, f"{name} must be a whole number from 0 to {most}, not {text!r}.")
-        return int(text)
+        number = whole_number(text)
+        if number is None or number > most:
+            raise refuse(
+                400, f"{name} must be a whole number from 0 to {most}, not {quoted(text)}."
+            )
+        return number
+
+    def idempotency_key(self) -> str:
+        """By which a request without a number is recognised when it is sent again, or nothing."""
+        key = self.header("x-idempotency-key")
+        if len(key) > ID_CHARACTERS:
+            raise refuse(
+                400, f"X-Idempotency-Key may have {ID_CHARACTERS} characters, not {len(key)}."
+            )
+        return key
 
     def link(self, path: str) -> str:
         """An absolute URL of this server, below whatever prefix it is mounted at."""
+        if self.settings.public_url is not None:
+            return f"{self.settings.public_url.rstrip('/')}{path}"
         url = self.request.url
         prefix = str(self.request.scope.get("root_path", "")).rstrip("/")
         return f"{url.scheme}://{url.netloc}{prefix}{path}"
 
     async def json(self, kind: type[T]) -> T:
         """The body as one of the protocol's requests; an empty body is an empty object."""
-        return decode_request(kind, await self.body() or b"{}")
+        body = await self.body() or b"{}"
+        if request_record(self.request.scope).parts > _MANY_PARTS:
+            return await anyio.to_thread.run_sync(decode_request, kind, body)
+        return decode_request(kind, body)
 
     async def body(self) -> bytes:
         """The body, decompressed, within the server's limits."""
         return await read_body(self.request, self.settings, self.parts.uploads)
 
+    def hides(self, project_id: str | None) -> bool:
+        """Whether something of the caller's is in a project that its key does not see."""
+        return not self.access.sees(project_id)
+
     async def session(self, session_id: str) -> StoredSession:
         """One of the caller's sessions."""
         session = await self.store.get_session(session_id)
-        if session is None or session.owner != self.owner:
-            raise refuse(404, f"There is no session {session_id!r}.")
+        if session is None or session.owner != self.owner or self.hides(session.project_id):
+            raise refuse(404, f"There is no session {quoted(session_id)}.")
         return session
 
     async def live_session(self, session_id: str) -> StoredSession:
         """One of the caller's sessions that still takes work."""
         session = await self.session(session_id)
         if not session.active:
-            raise refuse(400, f"Session {session_id!r} is over; start a new one.")
+            raise refuse(400, f"Session {quoted(session_id)} is over; start a new one.")
         return session
 
     async def model(self, model_id: str) -> Model:
         """One of the caller's models."""
-        request_record(self.request.scope).model_id = model_id
+        request_record(self.request.scope).model_id = model_id[:ID_CHARACTERS]
         model = await self.store.get_model(model_id)
-        if model is None or model.owner != self.owner:
-            raise refuse(404, f"There is no model {model_id!r}.")
+        if model is None or model.owner != self.owner or self.hides(model.project_id):
+            raise refuse(404, f"There is no model {quoted(model_id)}.")
         return model
 
     def base_model(self, name: str) -> ModelSpec:
@@ -177,11 +226,11 @@ class Call:
 def _unknown_model(name: str, served: Sequence[str]) -> APIStatusError:
     keys = {key.lower(): one for one in served for key in (one, one.rpartition("/")[2])}
     near = [keys[key] for key in get_close_matches(name.lower(), keys, 1, _NEAR)]
-    guess = f" Did you mean {near[0]!r}?" if near else ""
+    guess = f" Did you mean {quoted(near[0])}?" if near else ""
     return refuse(
         400,
-        f"Base model {name!r} is not served here; there is: {', '.join(served)}.{guess} To serve "
-        "others, name them when the server starts: tinkex serve --base-model NAME, or "
+        f"Base model {quoted(name)} is not served here; there is: {', '.join(served)}.{guess} "
+        "To serve others, name them when the server starts: tinkex serve --base-model NAME, or "
         "TINKEX_EMBEDDED_MODELS for the embedded server.",
     )
 
@@ -192,7 +241,7 @@ def _checkpoint_id(values: Mapping[str, Any]) -> str:
         given = name if kind is None else f"{kind}/{name}"
         raise refuse(
             400,
-            f"{given!r} is not a checkpoint id. A checkpoint id is weights/NAME or "
+            f"{quoted(given)} is not a checkpoint id. A checkpoint id is weights/NAME or "
             "sampler_weights/NAME (external_weights/NAME for an export).",
         )
     return f"{kind}/{name}"
@@ -210,29 +259,80 @@ def check_scope(request: Request) -> None:
         return
     scope = request.query_params.get("access_scope", "owned")
     if scope not in ("owned", "accessible"):
-        raise refuse(400, f"access_scope must be owned or accessible, not {scope!r}.")
+        raise refuse(400, f"access_scope must be owned or accessible, not {quoted(scope)}.")
 
 
 async def read_body(request: Request, settings: ServerSettings, uploads: Uploads) -> bytes:
     """The body, decompressed; raises 408, 413, 415, or an InputError for a bad frame."""
     most, most_decoded = _limits(request, settings)
-    encoding = request.headers.get("content-encoding", "").strip().lower()
+    encoding = header_value(request.scope, "content-encoding").strip().lower()
     if encoding not in ("", "identity", "zstd"):
-        raise refuse(415, f"Content-Encoding {encoding!r} is not understood; use zstd or none.")
-    declared = request.headers.get("content-length", "")
-    if declared.isascii() and declared.isdigit() and int(declared) > most:
+        raise refuse(
+            415, f"Content-Encoding {quoted(encoding)} is not understood; use zstd or none."
+        )
+    if declares_more(request, most):
         raise _too_large(most)
-    body = await uploads.within_limit(_receive(request, most))
-    if encoding == "zstd":
-        body = await _unpacked(body, most_decoded)
-    _check_parts(body, request.headers.get("content-type", ""))
+    record = request_record(request.scope)
+    declared = whole_number(header_value(request.scope, "content-length"))
+    sent = await uploads.within_limit(
+        _receive(request, most)
+        if declared is not None and declared <= _SMALL_BYTES
+        else _receive_in_turn(uploads, record.owner or "", most, declared, request)
+    )
+    protobuf = header_value(request.scope, "content-type").startswith(MEDIA_PROTOBUF)
+    counts = _most_values(record.route)
+
+    def unpack() -> tuple[bytes, Counts]:
+        body = decompress(sent, most_decoded) if encoding == "zstd" else sent
+        return body, _count_protobuf(body) if protobuf else _count_json(body, counts)
+
+    size = content_bytes(sent) if encoding == "zstd" else len(sent)
+    if size is not None and size <= _LARGE_BYTES:
+        body, counted = unpack()
+    else:
+        room = most_decoded if size is None else size
+        async with uploads.unpacking.of(record.owner or "", room):
+            body, counted = await anyio.to_thread.run_sync(unpack)
+    record.bytes_in, record.bytes_decoded = len(sent), len(body)
+    record.parts, record.values = counted
     return body
 
 
+async def _receive_in_turn(
+    uploads: Uploads, owner: str, most: int, declared: int | None, request: Request
+) -> bytes:
+    async with uploads.receiving.of(owner, most if declared is None else declared):
+        return await _receive(request, most)
+
+
+def _most_values(route: str) -> Counts:
+    if route in _TRAINING:
+        return _TRAINING_JSON
+    # Prompts are lists of tokens.
+    return _SAMPLE_JSON if route == ASAMPLE.name or route.startswith("openai") else _JSON
+
+
+def declares_more(request: Request, most: int) -> bool:
+    """Whether a body is announced as larger than `most` bytes."""
+    declared = header_value(request.scope, "content-length")
+    size = whole_number(declared)
+    return size > most if size is not None else declared.isdigit()
+
+
 def _limits(request: Request, settings: ServerSettings) -> tuple[int, int]:
-    if request_record(request.scope).route in _LARGE_ROUTES:
-        return settings.max_body_bytes, settings.max_decoded_bytes
-    small = min(settings.max_small_body_bytes, settings.max_body_bytes)
+    """The most bytes of a body, as it comes and unpacked."""
+    route, most, decoded = (
+        request_record(request.scope).route,
+        settings.max_body_bytes,
+        settings.max_decoded_bytes,
+    )
+    if route in _TRAINING:
+        if header_value(request.scope, "content-type").startswith(MEDIA_PROTOBUF):
+            return most, decoded
+        return min(most, TRAINING_JSON_BYTES), min(decoded, TRAINING_JSON_BYTES)
+    if route in _LARGE_ROUTES:
+        return min(most, SAMPLE_BYTES), min(decoded, SAMPLE_BYTES)
+    small = min(settings.max_small_body_bytes, most)
     return small, small
 
 
@@ -247,18 +347,24 @@ async def _receive(request: Request, most: int) -> bytes:
     return b"".join(parts)
 
 
-async def _unpacked(body: bytes, most: int) -> bytes:
-    if len(body) < _LARGE_BYTES:
-        return decompress(body, most)
-    return await anyio.to_thread.run_sync(decompress, body, most)
+def _count_protobuf(body: bytes) -> Counts:
+    count = count_parts(body, PROTOBUF_PARTS)
+    if count > PROTOBUF_PARTS:
+        raise refuse(413, f"A body may have {PROTOBUF_PARTS} parts; send fewer datums.")
+    if len(body) > _LARGE_BYTES:
+        check_shapes(body)  # a large body that will be refused is neither stored nor sent on
+    return Counts(count, count)
 
 
-def _check_parts(body: bytes, content_type: str) -> None:
-    if content_type.startswith(MEDIA_PROTOBUF):
-        if has_more_parts(body, MAX_PROTOBUF_PARTS):
-            raise refuse(413, f"A body may have {MAX_PROTOBUF_PARTS} parts; send fewer datums.")
-    elif body.count(b"[") + body.count(b"{") > MAX_JSON_PARTS:
-        raise refuse(413, f"A body may have {MAX_JSON_PARTS} lists and objects; send less at once.")
+def _count_json(body: bytes, most: Counts) -> Counts:
+    if len(body) <= _MANY_PARTS:
+        return Counts(0, 0)  # too short to have many
+    counts = count_values(body, most)
+    if counts.parts > most.parts:
+        raise refuse(413, f"A body may have {most.parts} lists and objects; send less at once.")
+    if counts.values > most.values:
+        raise refuse(413, f"A body may have {most.values} values; send less at once.")
+    return counts
 
 
 def _too_large(most: int) -> Exception:
@@ -274,6 +380,8 @@ class Uploads:
     def __init__(self, clock: Clock, limit_s: float) -> None:
         self._clock = clock
         self._limit_s = limit_s
+        self.receiving = BodyRoom(_TENANT_BYTES)
+        self.unpacking = BodyRoom(_TENANT_BYTES)
         # Mutable state: the bodies being read, oldest first, and the event that wakes the watcher.
         self._open: dict[asyncio.Timeout, float] = {}
         self._bell = anyio.Event()

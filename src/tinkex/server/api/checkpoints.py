@@ -7,13 +7,13 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
-from tinkex.errors import AuthenticationError, TinkerError
+from tinkex.errors import AuthenticationError, TinkerError, quoted
+from tinkex.server.api.audit import note
 from tinkex.server.api.call import reply
 from tinkex.server.api.errors import refuse
 from tinkex.server.api.sessions import when
 from tinkex.server.api.submit import new_run
 from tinkex.server.scheduler.checkpoints import check_ttl, is_live, is_readable
-from tinkex.server.store.records import AuditEntry
 from tinkex.types import (
     Checkpoint,
     CheckpointsListResponse,
@@ -22,6 +22,7 @@ from tinkex.types import (
     Cursor,
     WeightsInfoResponse,
 )
+from tinkex.types.bounds import LISTED_RECORDS, PAGE_OFFSET
 from tinkex.wire.bodies import SetTtlRequest, WeightsInfoRequest
 
 if TYPE_CHECKING:
@@ -64,13 +65,20 @@ async def live_checkpoints(
 ) -> Sequence[StoredCheckpoint]:
     """The caller's checkpoints that have not expired, newest first."""
     return await call.store.checkpoints(
-        owner=call.owner, model_id=model_id, kinds=kinds, live_at=call.now()
+        owner=call.owner,
+        model_id=model_id,
+        kinds=kinds,
+        live_at=call.now(),
+        project_id=call.access.project_id,
+        limit=LISTED_RECORDS,
     )
 
 
-async def published(call: Call, model_id: str | None = None) -> Sequence[StoredCheckpoint]:
-    """The checkpoints that are public, newest first."""
-    return await call.store.checkpoints(model_id=model_id, public=True, live_at=call.now())
+async def published(call: Call, model_id: str) -> Sequence[StoredCheckpoint]:
+    """The checkpoints of a run that are public, newest first."""
+    return await call.store.checkpoints(
+        model_id=model_id, public=True, live_at=call.now(), limit=LISTED_RECORDS
+    )
 
 
 async def readers(call: Call, token: str | None) -> tuple[str, ...]:
@@ -83,7 +91,10 @@ async def readers(call: Call, token: str | None) -> tuple[str, ...]:
     if not token:
         return (call.owner,)
     try:
-        return (call.owner, await call.parts.identity.owner(token, call.address))
+        caller = await call.parts.identity.caller(token, call.address)
+        if caller.access.project_id is not None or caller.access.routes is not None:
+            raise caller.access.refusal("This key gives no access to others.")
+        return (call.owner, caller.owner)
     except AuthenticationError as error:
         raise refuse(
             403,
@@ -97,12 +108,14 @@ async def readable(call: Call, path: str, owners: tuple[str, ...]) -> StoredChec
     checkpoint = await call.store.get_checkpoint(path)
     if checkpoint is None or not is_readable(checkpoint, owners, call.now()):
         raise _gone(path)
+    if checkpoint.owner == call.owner and call.hides(checkpoint.project_id):
+        raise _gone(path)
     return checkpoint
 
 
 def _gone(path: str) -> APIStatusError:
     """The same reply for a checkpoint that does not exist and for one of another owner."""
-    return refuse(404, f"There is no checkpoint {path!r}.")
+    return refuse(404, f"There is no checkpoint {quoted(path)}.")
 
 
 async def named(call: Call) -> StoredCheckpoint:
@@ -122,21 +135,25 @@ async def _own(call: Call) -> StoredCheckpoint:
 async def audit(call: Call, event: str, checkpoint: StoredCheckpoint) -> None:
     """Write an event of a checkpoint to the audit log."""
     details = {"model_id": checkpoint.model_id, "tinker_path": checkpoint.path}
-    await call.store.audit(
-        AuditEntry(
-            at=call.now(), owner=call.owner, topic="checkpoints", event=event, details=details
-        )
-    )
+    await note(call, "checkpoints", event, **details)
 
 
 async def list_checkpoints(call: Call) -> Response:
     """All of the caller's checkpoints, page by page."""
-    offset, limit = call.number("offset", 0), call.number("limit", 100)
+    offset = call.number("offset", 0, most=PAGE_OFFSET)
+    limit = min(call.number("limit", 100), LISTED_RECORDS)
     kinds, now = _known_kinds(call), call.now()
     found = await call.store.checkpoints(
-        owner=call.owner, kinds=kinds, live_at=now, offset=offset, limit=limit
+        owner=call.owner,
+        kinds=kinds,
+        live_at=now,
+        offset=offset,
+        limit=limit,
+        project_id=call.access.project_id,
     )
-    total = await call.store.count_checkpoints(call.owner, kinds=kinds, live_at=now)
+    total = await call.store.count_checkpoints(
+        call.owner, kinds=kinds, live_at=now, project_id=call.access.project_id
+    )
     cursor = Cursor(offset=offset, limit=limit, total_count=total)
     page = [describe(c) for c in found]
     return reply(CheckpointsListResponse(checkpoints=page, cursor=cursor))
@@ -159,7 +176,7 @@ list_model_checkpoints = list_run_checkpoints
 
 def _known_kinds(call: Call) -> list[CheckpointKind]:
     """Without exports for clients older than those: they refuse a listing that has one."""
-    version = re.match(r"0\.(\d+)\.", call.header("x-stainless-package-version"))
+    version = re.match(r"0\.(\d{1,9})\.", call.header("x-stainless-package-version"))
     older = version is not None and int(version[1]) <= _LAST_WITHOUT_EXPORTS
     return [kind for kind in _TYPES if not (older and kind == "external_weights")]
 
@@ -234,14 +251,27 @@ async def weights_info(call: Call) -> Response:
 async def copy_weights(call: Call) -> Response:
     """Copy a checkpoint into a run of the caller's own; copies do not expire with it."""
     request = await call.json(CopyWeightsRequest)
-    key = call.header("x-idempotency-key")
+    key = call.idempotency_key()
     if key and (known := await call.store.recall(call.owner, f"copy:{key}")) is not None:
         return reply(CopyWeightsResponse(tinker_path=known))
     check_ttl(request.ttl_seconds)
     owners = await readers(call, request.weights_access_token)
     source = await readable(call, request.source_path, owners)
+    room = call.worker.room.reserved(call.owner, source.size_bytes, checkpoints=1)
+    async with room as reservation:
+        copy = await _copy(call, request, source)
+        async with reservation.spent(copy.size_bytes):
+            await call.store.put_checkpoint(copy)
+    await audit(call, "checkpoint_copied", copy)
+    if key:
+        await call.store.remember(call.owner, f"copy:{key}", copy.path)
+    return reply(CopyWeightsResponse(tinker_path=copy.path))
+
+
+async def _copy(
+    call: Call, request: CopyWeightsRequest, source: StoredCheckpoint
+) -> StoredCheckpoint:
     now = call.now()
-    await call.worker.checkpoints.make_room(call.owner, source.size_bytes)
     run = await _copy_target(call, request, source)
     path = f"tinker://{run.model_id}/{source.kind}/{source.name}"
     there = await call.store.get_checkpoint(path)
@@ -259,11 +289,7 @@ async def copy_weights(call: Call) -> Response:
         project_id=run.project_id,
     )
     await call.parts.engine.copy_saved(source.location, copy.location)
-    await call.store.put_checkpoint(copy)
-    await audit(call, "checkpoint_copied", copy)
-    if key:
-        await call.store.remember(call.owner, f"copy:{key}", path)
-    return reply(CopyWeightsResponse(tinker_path=path))
+    return copy
 
 
 async def _copy_target(call: Call, request: CopyWeightsRequest, source: StoredCheckpoint) -> Model:
@@ -272,11 +298,11 @@ async def _copy_target(call: Call, request: CopyWeightsRequest, source: StoredCh
     session_id = request.session_id or f"copy-{call.parts.new_id()}"
     run = new_run(call, session_id, request.model_seq_id, source.base_model, source.lora)
     # Closed from the start (`snapshot_seq`): it is listed, and nothing ever runs in it.
-    return await call.store.add_model(
+    return await call.parts.limits.add_model(
         replace(
             run,
             optimizer=source.optimizer,
-            project_id=request.destination_project_id,
+            project_id=call.access.project(request.destination_project_id),
             snapshot_seq=0,
         )
     )

@@ -24,7 +24,7 @@ from starlette.responses import RedirectResponse, Response, StreamingResponse
 from tinkex.errors import StorageError
 from tinkex.server import age
 from tinkex.server.api.call import reply
-from tinkex.server.api.checkpoints import named
+from tinkex.server.api.checkpoints import audit, named
 from tinkex.server.api.errors import refuse
 from tinkex.server.api.sessions import when
 from tinkex.server.api.trace import trace
@@ -70,6 +70,7 @@ async def get_external_weights_urls(call: Call) -> Response:
             400, f"{checkpoint.path} is no export; make one with save_weights_external first."
         )
     token, expires = _token(call, checkpoint, "file")
+    await audit(call, "checkpoint_link_made", checkpoint)
     names = FILES if checkpoint.age_recipients is None else [f"{n}{age.SUFFIX}" for n in FILES]
     urls = {name: call.link(f"{routes.PREFIX}/files/{token}/{name}") for name in names}
     return reply(ExternalWeightsUrlsResponse(urls=urls, expires=when(expires)))
@@ -77,7 +78,9 @@ async def get_external_weights_urls(call: Call) -> Response:
 
 async def get_checkpoint_archive(call: Call) -> Response:
     """One tar of a checkpoint: a redirect for old clients, a link in JSON for newer ones."""
-    token, expires = _token(call, await named(call), "archive")
+    checkpoint = await named(call)
+    token, expires = _token(call, checkpoint, "archive")
+    await audit(call, "checkpoint_link_made", checkpoint)
     url = call.link(f"{routes.PREFIX}/files/{token}/{ARCHIVE}")
     # The clients that want a redirect add a second Accept header, for gzip.
     if not any("gzip" in accepted for accepted in call.request.headers.getlist("accept")):
@@ -88,7 +91,8 @@ async def get_checkpoint_archive(call: Call) -> Response:
 
 def _token(call: Call, checkpoint: StoredCheckpoint, kind: ExportKind) -> tuple[str, float]:
     return call.parts.identity.make_link(
-        {"kind": kind, "path": checkpoint.path, "location": checkpoint.location}
+        {"kind": kind, "path": checkpoint.path, "location": checkpoint.location},
+        call.access.key_id,
     )
 
 
@@ -133,7 +137,11 @@ def send(
     sent only to a client that says which one it has (If-Range).
     """
     size = source.size_bytes
-    reply_headers = {"accept-ranges": "bytes", "etag": f'"{etag}"'}
+    reply_headers = {
+        "accept-ranges": "bytes",
+        "etag": f'"{etag}"',
+        "content-disposition": "attachment",
+    }
     wanted = headers.get("range")
     known = headers.get("if-range", f'"{etag}"' if stable else None)
     if wanted is None or known != f'"{etag}"':
@@ -176,7 +184,7 @@ async def _pieces(source: ByteSource, part: range) -> AsyncGenerator[bytes]:
 
 async def download(parts: Parts, request: Request, token: str, name: str) -> Response:
     """The export or trace of a signed link."""
-    claims = parts.identity.open_link(token)
+    claims = await parts.identity.open_link(token)
     if claims["kind"] == "trace":
         return await _trace(parts, claims["session"])
     return await send_export(parts, request, claims, name)

@@ -8,6 +8,7 @@ call.
 from __future__ import annotations
 
 import logging
+import traceback
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -15,6 +16,7 @@ from starlette.responses import Response
 
 from tinkex.errors import (
     APIStatusError,
+    ClosedError,
     EngineDiedError,
     InputError,
     RequestFailedError,
@@ -30,6 +32,14 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _SOON = {"retry-after": "1"}
+_NO_SPACE = (
+    "The server cannot store this now: its disk is full, read-only or failing. Nothing was kept of "
+    "this request. Its operator sees why; send it again later."
+)
+_AWAY = (
+    "The server cannot reach its storage now. Whether this request was kept is not known; sending "
+    "it again is safe."
+)
 
 
 def refuse(status: int, detail: str, *, headers: dict[str, str] | None = None) -> APIStatusError:
@@ -39,6 +49,7 @@ def refuse(status: int, detail: str, *, headers: dict[str, str] | None = None) -
 
 def error_reply(request: Request, error: Exception) -> Response:
     """The reply for whatever a handler raised."""
+    _forget_locals(error)
     if isinstance(error, APIStatusError):
         return _reply(error.status_code, error.body, error.response.headers)
     if isinstance(error, InputError):
@@ -50,20 +61,49 @@ def error_reply(request: Request, error: Exception) -> Response:
     if isinstance(error, EngineDiedError):
         detail = "The engine is being started again; send the request again in a moment."
         return _reply(503, {"detail": detail}, _SOON)
+    if isinstance(error, ClosedError):
+        detail = "The server is being started again; send the request again in a moment."
+        return _reply(503, {"detail": detail}, _SOON)
     return _surprise(request, error)
 
 
+def _forget_locals(error: BaseException | None) -> None:
+    """Let go of what a refused request sent.
+
+    A future and the traceback of its exception refer to each other, and the frames hold the body,
+    so that it would stay until the garbage collector runs. Only for errors made for one request:
+    those of others may be in frames that still run.
+    """
+    while isinstance(error, APIStatusError | InputError):
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
 def _storage_reply(request: Request, error: StorageError) -> Response:
-    """A full or read-only disk stays so for a while; a database out of reach may be back soon."""
-    request_record(request.scope).storage_error = str(error)
-    _log.error("the storage failed: %s", error)
-    status = 503 if _is_out_of_reach(error) else 507
-    return _reply(status, {"detail": str(error)}, _SOON)
+    """A full or read-only disk stays so for a while; a database out of reach may be back soon.
+
+    The operator's log and `/readyz` say what is wrong; the caller need not know where the server
+    keeps its files.
+    """
+    record = request_record(request.scope)
+    record.storage_error = storage_trouble(error)
+    _log.error("the storage failed request_id=%s: %s", record.request_id, error)
+    status, detail = (503, _AWAY) if _is_out_of_reach(error) else (507, _NO_SPACE)
+    return _reply(status, {"detail": detail, "request_id": record.request_id}, _SOON)
+
+
+def storage_trouble(error: StorageError) -> str:
+    """What `/readyz` says about it, which anybody may read."""
+    if _is_out_of_reach(error):
+        return "it cannot be reached; the server's log says why"
+    return "it cannot be written: the disk is full, read-only or failing; the server's log says why"
 
 
 def _is_out_of_reach(error: BaseException | None) -> bool:
     while error is not None:
         if isinstance(error, ConnectionError | TimeoutError):
+            return True
+        if isinstance(error, StorageError) and error.out_of_reach:
             return True
         error = error.__cause__
     return False

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
+import anyio.to_thread
 from starlette.responses import Response
 
+from tinkex.errors import quoted
 from tinkex.server.api.call import reply
 from tinkex.server.api.errors import refuse
 from tinkex.server.api.sampling import own_sampler
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
 USAGE_HEADER = "x-tinkex-usage"
 # A client gives numbers up one call at a time, and a call has fewer chunks.
 _MOST_RELEASED = 10_000
+LOOP_BYTES = 256 << 10
+"""Larger results are decoded and written as JSON in a thread, which takes many milliseconds."""
 
 REQUEST_TYPES: dict[OpKind, RequestType] = {
     "create_model": "CreateModel",
@@ -75,11 +79,11 @@ async def retrieve_future(call: Call) -> Response:
         failed = results.FailedResult(outcome.error, outcome.category)
         return _answer(done, failed, headers)
     if outcome.body is None:
-        raise refuse(410, f"The result of {done.op_id!r} is no longer kept.")
+        raise refuse(410, f"The result of {quoted(done.op_id)} is no longer kept.")
     large = outcome.size_bytes > call.settings.inline_result_bytes
     if large and request.allow_metadata_only:
         return _answer(done, results.MetadataOnly(outcome.size_bytes), headers)
-    media, body = _payload(done, outcome.body, call.header("accept"))
+    media, body = await _payload(done, outcome.body, call.header("accept"))
     return Response(body, media_type=media, headers=headers)
 
 
@@ -87,14 +91,16 @@ async def _own_operation(call: Call, op_id: str) -> Operation:
     operation = await call.store.get_operation(op_id)
     if operation is not None:
         if operation.owner != call.owner:
-            raise refuse(404, f"There is no request {op_id!r}.")
+            raise refuse(404, f"There is no request {quoted(op_id)}.")
+        if call.access.project_id is not None:
+            await call.session(operation.session_id)
         return operation
     # A sampler or model that is still known had this request before a restart.
     source = op_id.rpartition(":")[0]
     holder = await call.store.get_sampler(source) or await call.store.get_model(source)
     if holder is not None and holder.owner == call.owner:
-        raise refuse(410, f"Request {op_id!r} was lost; send it again.")
-    raise refuse(404, f"There is no request {op_id!r}.")
+        raise refuse(410, f"Request {quoted(op_id)} was lost; send it again.")
+    raise refuse(404, f"There is no request {quoted(op_id)}.")
 
 
 async def _try_again(call: Call, op_id: str) -> Response:
@@ -124,12 +130,19 @@ def _answer(operation: Operation, outcome: results.Outcome, headers: dict[str, s
     return Response(body, media_type=media, headers=headers)
 
 
-def _payload(operation: Operation, body: bytes, accept: str) -> tuple[str, bytes]:
-    kind = REQUEST_TYPES[operation.kind]
-    if kind not in results.PROTOBUF_RESULTS:
+async def _payload(operation: Operation, body: bytes, accept: str) -> tuple[str, bytes]:
+    if REQUEST_TYPES[operation.kind] not in results.PROTOBUF_RESULTS:
         return routes.MEDIA_JSON, body
     if routes.MEDIA_PROTOBUF in accept.lower():
         return routes.MEDIA_PROTOBUF, body
+    if len(body) <= LOOP_BYTES:
+        return _converted(operation, body, accept)
+    return await anyio.to_thread.run_sync(_converted, operation, body, accept)
+
+
+def _converted(operation: Operation, body: bytes, accept: str) -> tuple[str, bytes]:
+    """A result that is stored as protobuf, for a client that does not read that."""
+    kind = REQUEST_TYPES[operation.kind]
     ready = results.decode_result(kind, routes.MEDIA_PROTOBUF, body, operation.sequence_ids)
     return results.encode_result(kind, ready, request_id=operation.op_id, accept=accept)
 

@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from tinkex.errors import InputError
+from tinkex.server.api.access import FULL, GROUPS, Access
 from tinkex.server.api.errors import refuse
 from tinkex.server.api.limits import Throttle
-from tinkex.server.store.records import ApiKey, AuditEntry
+from tinkex.server.store.records import ApiKey, AuditEntry, Refusal
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -35,7 +36,12 @@ LOCAL: Final = "local"
 
 # A key that another process revokes is still accepted for this long.
 _REMEMBERED_S = 2.0
+# The last use of a key is written at most this often.
+_NOTED_S = 60.0
 _LONGEST_KEY = 8192
+_LONGEST_NUMBER = 18
+# The year 9999, for times that tokens and links name.
+_LAST_TIME = 253402300800.0
 _BAD_BURST_S = 10.0
 
 _ASK = "ask the operator of this server for one (`tinkex key create`)"
@@ -62,12 +68,13 @@ def credential_of(headers: Mapping[str, str]) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Caller:
-    """The tenant of a credential, and the mark that a token made from it carries."""
+class Caller:
+    """The tenant of a credential, what it may do, and the mark that its tokens carry."""
 
     owner: str
     mark: str
     key: ApiKey | None = None
+    access: Access = FULL
 
 
 class Identity:
@@ -79,32 +86,50 @@ class Identity:
         self._store = store
         per_s = settings.max_bad_keys_per_s
         self._bad = Throttle(clock, per_s=per_s, burst=per_s * _BAD_BURST_S)
-        # Mutable state: keys found lately, by hash and by id, and when to look again. Keys that
-        # were not found are not remembered: a new one works at once.
-        self._found: dict[str | int, tuple[ApiKey, float]] = {}
+        # Mutable state: callers found lately, by hash and by id of their key, and when to look
+        # again. Keys that were not found are not remembered: a new one works at once.
+        self._found: dict[str | int, tuple[Caller, float]] = {}
+        # When the last use of a key was noted.
+        self._noted: dict[int, float] = {}
 
     async def owner(self, credential: str | None, address: str = "") -> str:
         """The tenant of a request; raises a 401 that says what to do.
 
         `address` is where it came from: an address that keeps trying bad keys gets a 429.
         """
-        return (await self._caller(credential, address)).owner
+        return (await self.caller(credential, address)).owner
+
+    async def caller(self, credential: str | None, address: str = "") -> Caller:
+        """The tenant of a request and what its key may do; raises like `owner`."""
+        caller = await self._known(credential, address)
+        key = caller.key
+        if key is not None and key.expires_at is not None:
+            self._check_expiry(caller, key.expires_at, address)
+        return caller
+
+    def _check_expiry(self, caller: Caller, expires_at: float, address: str) -> None:
+        if expires_at <= self._clock.wall():
+            self._note("expired_key", address, caller)
+            raise refuse(401, f"This API key has expired: {_ASK}.")
 
     async def key(self, credential: str | None) -> ApiKey | None:
         """The stored key that a credential is or was made from; None in the other modes."""
-        return (await self._caller(credential, "")).key
+        return (await self.caller(credential)).key
 
     async def make_jwt(self, credential: str | None) -> str:
         """A token that is valid in place of a key until it expires, or the key is revoked."""
-        caller = await self._caller(credential, "")
+        caller = await self.caller(credential)
         now = self._clock.wall()
+        expires = now + self._settings.token_ttl_s
+        if caller.key is not None and caller.key.expires_at is not None:
+            expires = min(expires, caller.key.expires_at)
         claims: dict[str, object] = {
             "iss": "passport-tinkex",
             "sub": caller.owner,
             "org_id": "tinkex",
             "email": "",
             "iat": int(now),
-            "exp": int(now + self._settings.token_ttl_s),
+            "exp": int(expires),
             "key": caller.mark,
         }
         return _make_jwt(self._settings.secret, claims)
@@ -115,21 +140,48 @@ class Identity:
         self._found.pop(key.key_hash, None)
         self._found.pop(key.key_id, None)
 
-    def make_link(self, claims: dict[str, str]) -> tuple[str, float]:
-        """A token for a download link, and when it expires."""
-        expires = self._clock.wall() + self._settings.url_ttl_s
-        return _make_link(self._settings.secret, {**claims, "exp": expires}), expires
+    def make_link(self, claims: dict[str, str], key_id: int | None = None) -> tuple[str, float]:
+        """A token for a download link, and when it expires.
 
-    def open_link(self, token: str) -> dict[str, str]:
+        One that was asked for with a stored key ends with the key.
+        """
+        expires = self._clock.wall() + self._settings.url_ttl_s
+        made: dict[str, object] = {**claims, "exp": expires}
+        if key_id is not None:
+            made["key"] = key_id
+        return _make_link(self._settings.secret, made), expires
+
+    async def open_link(self, token: str) -> dict[str, str]:
         """The claims of a download link."""
         claims = _open_link(self._settings.secret, token)
         if claims is None:
             raise refuse(404, "There is nothing to download here.")
-        if claims["exp"] <= self._clock.wall():
+        expires, now, key_id = _time_of(claims), self._clock.wall(), claims.get("key")
+        good = expires is not None and expires > now
+        if good and type(key_id) is int and self._settings.key_mode == "stored":
+            caller = await self._stored_by_id(key_id)
+            key = None if caller is None else caller.key
+            good = key is not None and (key.expires_at is None or key.expires_at > now)
+        if not good:
             raise refuse(403, "This link has expired; ask for a new one.")
         return {k: v for k, v in claims.items() if isinstance(v, str)}
 
-    async def _caller(self, credential: str | None, address: str) -> _Caller:
+    def _note(self, event: str, address: str, caller: Caller | None = None) -> None:
+        """Count a refused attempt in the audit log."""
+        owner = "" if caller is None else caller.owner
+        key_id = None if caller is None or caller.key is None else caller.key.key_id
+        self._store.refused(
+            Refusal(owner=owner, event=event, key_id=key_id, address=address), self._clock.wall()
+        )
+
+    def check(self, caller: Caller, route: str, address: str) -> None:
+        """Refuse a route that the key is not for."""
+        why = caller.access.refused(route)
+        if why is not None:
+            self._note(f"{why}_key:{route}", address, caller)
+            caller.access.check(route)
+
+    async def _known(self, credential: str | None, address: str) -> Caller:
         # A key is required even where any will do: a web page can send requests to this machine,
         # but not with such a header.
         if not credential:
@@ -140,6 +192,7 @@ class Identity:
             caller = await (self._by_token(credential) if is_token else self._by_key(credential))
         if caller is not None:
             return caller
+        self._note("bad_key", address)
         wait_s = self._bad.take(address)
         if wait_s > 0:
             raise refuse(
@@ -149,40 +202,41 @@ class Identity:
             )
         raise refuse(401, _BAD)
 
-    async def _by_key(self, key: str) -> _Caller | None:
+    async def _by_key(self, key: str) -> Caller | None:
         mode = self._settings.key_mode
         if mode == "stored":
-            found = await self._stored(key)
-            return None if found is None else _Caller(found.owner, f"stored {found.key_id}", found)
+            return await self._stored(key)
         if mode == "open":
-            return _Caller(owner_of_key(key), "open")
+            return Caller(owner_of_key(key), "open")
         if mode == "single":
-            return _Caller(LOCAL, "single")
+            return Caller(LOCAL, "single")
         # Every key is compared, so that the time taken does not reveal which one matched.
         known = [_equal(key, each) for each in self._settings.keys]
-        return _Caller(LOCAL, self._fixed_mark(key)) if any(known) else None
+        return Caller(LOCAL, self._fixed_mark(key)) if any(known) else None
 
-    async def _by_token(self, token: str) -> _Caller | None:
+    async def _by_token(self, token: str) -> Caller | None:
         claims = _open_jwt(self._settings.secret, token)
         if claims is None:
             return None
-        if claims.get("exp", 0) <= self._clock.wall():
+        expires = _time_of(claims)
+        if expires is None or expires <= self._clock.wall():
             raise refuse(401, "This token has expired; get a new one with your API key.")
         owner, mark = str(claims.get("sub")), str(claims.get("key"))
         mode = self._settings.key_mode
         if mode == "fixed":
             good = any(mark == self._fixed_mark(key) for key in self._settings.keys)
-            return _Caller(owner, mark) if good else None
+            return Caller(owner, mark) if good else None
         if mode == "stored":
             number = mark.removeprefix("stored ")
-            found = await self._stored_by_id(int(number), owner) if number.isdigit() else None
-            return None if found is None else _Caller(owner, mark, found)
-        return _Caller(owner, mark) if mark == mode else None
+            short = number.isascii() and number.isdigit() and len(number) < _LONGEST_NUMBER
+            found = await self._stored_by_id(int(number)) if short else None
+            return found if found is not None and found.owner == owner else None
+        return Caller(owner, mark) if mark == mode else None
 
     def _fixed_mark(self, key: str) -> str:
         return f"fixed {fingerprint(f'{self._settings.secret.hex()} {key}')[:16]}"
 
-    async def _stored(self, key: str) -> ApiKey | None:
+    async def _stored(self, key: str) -> Caller | None:
         key_hash = fingerprint(key)
         known = self._remembered(key_hash)
         if known is not None:
@@ -191,23 +245,28 @@ class Identity:
         good = found is not None and _equal(found.key_hash, key_hash)
         return self._remember(key_hash, found if good else None)
 
-    async def _stored_by_id(self, key_id: int, owner: str) -> ApiKey | None:
+    async def _stored_by_id(self, key_id: int) -> Caller | None:
         known = self._remembered(key_id)
         if known is not None:
             return known
-        keys = await self._store.keys(owner)
-        return self._remember(key_id, next((key for key in keys if key.key_id == key_id), None))
+        return self._remember(key_id, await self._store.get_key(key_id))
 
-    def _remembered(self, name: str | int) -> ApiKey | None:
-        key, until = self._found.get(name, (None, 0.0))
-        return key if self._clock.now() < until else None
+    def _remembered(self, name: str | int) -> Caller | None:
+        caller, until = self._found.get(name, (None, 0.0))
+        return caller if self._clock.now() < until else None
 
-    def _remember(self, name: str | int, key: ApiKey | None) -> ApiKey | None:
+    def _remember(self, name: str | int, key: ApiKey | None) -> Caller | None:
         if key is None or key.revoked_at is not None:
             self._found.pop(name, None)
             return None
-        self._found[name] = (key, self._clock.now() + _REMEMBERED_S)
-        return key
+        caller = Caller(key.owner, f"stored {key.key_id}", key, Access.of(key))
+        now = self._clock.now()
+        self._found[name] = (caller, now + _REMEMBERED_S)
+        # Here and not for every request: this runs every two seconds of a key's use.
+        if now >= self._noted.get(key.key_id, -math.inf) + _NOTED_S:
+            self._noted[key.key_id] = now
+            self._store.use_key(key.key_id, self._clock.wall())
+        return caller
 
 
 def fingerprint(key: str) -> str:
@@ -215,10 +274,46 @@ def fingerprint(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyLimits:
+    """What a new key may do; nothing of it is no limit."""
+
+    read_only: bool = False
+    project_id: str | None = None
+    routes: tuple[str, ...] | None = None
+    expires_at: float | None = None
+
+    def check(self) -> None:
+        """Refuse limits that no key can have."""
+        unknown = [name for name in self.routes or () if name not in GROUPS]
+        if unknown:
+            raise InputError(
+                f"{unknown[0][:64]!r} is no group of routes; there is: {', '.join(GROUPS)}",
+                "routes",
+            )
+        if self.routes == ():
+            raise InputError(f"name some of: {', '.join(GROUPS)}", "routes")
+        project = self.project_id
+        if project is not None and not (
+            0 < len(project) <= _LONGEST_TEXT and project.isprintable()
+        ):
+            raise InputError(f"must be 1 to {_LONGEST_TEXT} printable letters", "project")
+
+
+_UNLIMITED: Final = KeyLimits()
+
+
 async def make_key(
-    store: Store, at: float, *, owner: str | None = None, name: str = "", note: str = ""
+    store: Store,
+    at: float,
+    *,
+    owner: str | None = None,
+    name: str = "",
+    note: str = "",
+    limits: KeyLimits = _UNLIMITED,
 ) -> tuple[str, ApiKey]:
     """A new key, which is nowhere else, and its record; without an owner, of a new tenant."""
+    limits.check()
     owner = f"user-{secrets.token_hex(8)}" if owner is None else owner
     if not _OWNER.fullmatch(owner):
         raise InputError(
@@ -238,6 +333,10 @@ async def make_key(
             name=name,
             created_at=at,
             note=note,
+            read_only=limits.read_only,
+            project_id=limits.project_id,
+            routes=limits.routes,
+            expires_at=limits.expires_at,
         )
     )
     await audit_key(store, at, "api_key_created", kept)
@@ -248,23 +347,32 @@ async def end_key(store: Store, key_id: int, at: float) -> bool:
     """Revoke a key; False when there is none such in use."""
     if not await store.revoke_key(key_id, at):
         return False
-    for key in await store.keys():
-        if key.key_id == key_id:
-            await audit_key(store, at, "api_key_revoked", key)
+    key = await store.get_key(key_id)
+    if key is not None:
+        await audit_key(store, at, "api_key_revoked", key)
     return True
 
 
-async def audit_key(store: Store, at: float, event: str, key: ApiKey) -> None:
+async def audit_key(store: Store, at: float, event: str, key: ApiKey, **who: Any) -> None:
     """A line in the owner's audit log."""
-    details = {"key_id": key.key_id, "name": key.name}
+    details: dict[str, object] = {"key_id": key.key_id, "name": key.name}
+    if Access.of(key).limited:
+        details["limits"] = Access.of(key).described()
+    if key.expires_at is not None:
+        details["expires_at"] = key.expires_at
     await store.audit(
-        AuditEntry(at=at, owner=key.owner, topic="organizations", event=event, details=details)
+        AuditEntry(
+            at=at, owner=key.owner, topic="organizations", event=event, details=details, **who
+        )
     )
 
 
-async def any_key(store: Store) -> bool:
-    """Whether there is a key that is not revoked."""
-    return any(key.revoked_at is None for key in await store.keys())
+def _time_of(claims: dict[str, Any]) -> float | None:
+    """When claims expire; None for a time that is none."""
+    expires = claims.get("exp")
+    if isinstance(expires, bool) or not isinstance(expires, int | float):
+        return None
+    return expires if 0 < expires < _LAST_TIME else None  # which NaN is not, either
 
 
 def _make_jwt(secret: bytes, claims: dict[str, object]) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import tarfile
 import tempfile
 from collections import Counter
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,8 +23,8 @@ from tinkex.adapters.archive import FILES
 from tinkex.adapters.folder import MAX_CONFIG_BYTES, check_adapter
 from tinkex.adapters.peft_layout import CONFIG_FILE, WEIGHTS_FILE, read_config
 from tinkex.adapters.tensor_header import LENGTH, head_length, parse_head
-from tinkex.errors import RequestFailedError
-from tinkex.server.api.call import reply
+from tinkex.errors import APIStatusError, RequestFailedError, quoted
+from tinkex.server.api.call import declares_more, reply
 from tinkex.server.api.checkpoints import audit
 from tinkex.server.api.errors import refuse
 from tinkex.server.api.submit import new_run
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from tinkex.adapters.peft_layout import AdapterConfig
     from tinkex.engine.protocol import ImportedAdapter
     from tinkex.server.api.call import Call, Uploads
+    from tinkex.server.scheduler.room import Reservation
 
     AdapterCheck = Callable[[AdapterInfo], Awaitable[None]]
 
@@ -82,7 +83,7 @@ class Imports:
 
 async def import_weights(call: Call) -> Response:
     """Store an uploaded adapter; a repeated request gets the first one's reply."""
-    key = call.header("x-idempotency-key")
+    key = call.idempotency_key()
     if key and (known := await call.store.recall(call.owner, f"import:{key}")) is not None:
         return reply(ImportWeightsResponse(tinker_path=known))
     base_model = call.base_model(call.request.query_params.get("base_model", "")).name
@@ -91,9 +92,9 @@ async def import_weights(call: Call) -> Response:
     kind = _kind(call)
     _check_request(call)
     with call.parts.imports.one_of(call.owner):
-        async with _folder() as folder:
-            await _receive(call, folder)
-            checkpoint = await _keep(call, folder, base_model, kind, name)
+        async with _folder() as folder, AsyncExitStack() as held:
+            room = await _receive(call, folder, held)
+            checkpoint = await _keep(call, folder, room, base_model, kind, name)
     if key:
         await call.store.remember(call.owner, f"import:{key}", checkpoint.path)
     return reply(ImportWeightsResponse(tinker_path=checkpoint.path))
@@ -102,7 +103,9 @@ async def import_weights(call: Call) -> Response:
 def _kind(call: Call) -> ImportedKind:
     kind = call.request.query_params.get("kind", "weights")
     if kind not in get_args(ImportedKind):
-        raise refuse(400, f"kind must be {' or '.join(get_args(ImportedKind))}, not {kind!r}.")
+        raise refuse(
+            400, f"kind must be {' or '.join(get_args(ImportedKind))}, not {quoted(kind)}."
+        )
     return cast("ImportedKind", kind)
 
 
@@ -113,8 +116,8 @@ def _check_request(call: Call) -> None:
         raise refuse(415, f"Content-Type must be {MEDIA_TAR}, not {media or 'missing'}.")
     if call.header("content-encoding").strip().lower() not in ("", "identity"):
         raise refuse(415, "An adapter must not be compressed: its numbers are noise.")
-    declared, most = call.header("content-length"), call.settings.max_import_bytes
-    if declared.isascii() and declared.isdigit() and int(declared) > most + EXTRA_BYTES:
+    most = call.settings.max_import_bytes
+    if declares_more(call.request, most + EXTRA_BYTES):
         raise refuse(413, f"An adapter may have {most} bytes here (max_import_bytes).")
 
 
@@ -130,29 +133,34 @@ async def _folder() -> AsyncGenerator[Path]:
             await anyio.to_thread.run_sync(made.cleanup)
 
 
-async def _receive(call: Call, folder: Path) -> None:
+async def _receive(call: Call, folder: Path, held: AsyncExitStack) -> Reservation:
+    """Read the body; the room for it is reserved before its weights arrive."""
+    room: list[Reservation] = []
+
     async def check(adapter: AdapterInfo) -> None:
-        await call.worker.checkpoints.make_room(call.owner, adapter.parameters * _KEPT_ITEM_BYTES)
+        size_bytes = adapter.parameters * _KEPT_ITEM_BYTES
+        reserved = call.worker.room.reserved(call.owner, size_bytes, checkpoints=1)
+        room.append(await held.enter_async_context(reserved))
 
     body = Incoming(call.request.stream(), call.parts.uploads)
     await receive_adapter(body, folder, call.settings.max_import_bytes, check)
+    return room[0]
 
 
 async def _keep(
-    call: Call, folder: Path, base_model: str, kind: ImportedKind, name: str
+    call: Call, folder: Path, room: Reservation, base_model: str, kind: ImportedKind, name: str
 ) -> StoredCheckpoint:
     session_id = f"import-{call.parts.new_id()}"
     path = f"tinker://{session_id}:train:0/{kind}/{name}"
     engine = call.parts.engine
     imported = await engine.import_saved(base_model, folder, f"{path}@import")
     try:
-        # Checked again: matrices that the adapter leaves out are stored, too, and other requests
-        # may have saved meanwhile.
-        await call.worker.checkpoints.make_room(call.owner, imported.size_bytes)
-    except RequestFailedError:
+        # Checked again: matrices that the adapter leaves out are stored, too.
+        async with room.spent(imported.size_bytes):
+            return await _record(call, imported, session_id, base_model, kind, name)
+    except (RequestFailedError, APIStatusError):
         await engine.delete_saved(f"{path}@import")
         raise
-    return await _record(call, imported, session_id, base_model, kind, name)
 
 
 async def _record(
@@ -165,7 +173,8 @@ async def _record(
 ) -> StoredCheckpoint:
     run = new_run(call, session_id, 0, base_model, imported.lora)
     # Closed from the start (`snapshot_seq`): it is listed, and nothing ever runs in it.
-    run = await call.store.add_model(replace(run, snapshot_seq=0))
+    run = replace(run, snapshot_seq=0, project_id=call.access.project_id)
+    run = await call.parts.limits.add_model(run)
     path = f"tinker://{run.model_id}/{kind}/{name}"
     checkpoint = StoredCheckpoint(
         path=path,
@@ -180,9 +189,10 @@ async def _record(
         has_optimizer=False,
         created_at=run.created_at,
         size_bytes=imported.size_bytes,
+        project_id=run.project_id,
     )
     await call.store.put_checkpoint(checkpoint)
-    await audit(call, "checkpoint_created", checkpoint)
+    await audit(call, "checkpoint_imported", checkpoint)
     return checkpoint
 
 
@@ -261,7 +271,7 @@ async def _begin(body: Incoming, name: str, most: int) -> int:
         raise refuse(
             400,
             f"The archive must hold the files {' and '.join(FILES)}, in this order and nothing "
-            f"else; {name} was expected and {info.name!r} is there.",
+            f"else; {name} was expected and {quoted(info.name)} is there.",
         )
     if info.size > most:
         raise refuse(413, f"{name} has {info.size} bytes; it may have {most} here.")

@@ -10,8 +10,13 @@ import anyio
 
 from tinkex.engine.protocol import MAX_RANK
 from tinkex.errors import InputError
+from tinkex.server.api.audit import note
 from tinkex.server.api.call import reply
-from tinkex.server.api.checkpoints import describe, live_checkpoints, published
+from tinkex.server.api.checkpoints import (
+    describe,
+    live_checkpoints,
+    published,
+)
 from tinkex.server.api.errors import refuse
 from tinkex.server.api.sessions import as_strings, open_session, when
 from tinkex.server.api.submit import new_run, submit_run, submit_training
@@ -28,6 +33,7 @@ from tinkex.types import (
     TrainingRunsResponse,
     UnloadModelRequest,
 )
+from tinkex.types.bounds import LISTED_RECORDS, PAGE_OFFSET
 from tinkex.wire.bodies import AttachModelRequest, AttachModelResponse
 from tinkex.wire.json_codec import decode_object, encode
 from tinkex.wire.json_requests import decode_request
@@ -47,7 +53,7 @@ async def create_model(call: Call) -> Response:
     """Start a training run. Clients before sessions get one made for them."""
     body = decode_object(await call.body())
     if body.get("session_id") is None:
-        key = call.header("x-idempotency-key") or call.parts.new_id()
+        key = call.idempotency_key() or call.parts.new_id()
         known = await call.store.recall(call.owner, key)
         if known is None:
             known = (await open_session(call, heartbeats=False)).session_id
@@ -107,29 +113,17 @@ async def unload_model(call: Call) -> Response:
 
 async def list_training_runs(call: Call) -> Response:
     """The caller's runs, newest first; on request also others' runs with published checkpoints."""
-    offset, limit = call.number("offset", 0), call.number("limit", 20)
-    project = call.request.query_params.get("project_id")
-    total = await call.store.count_models(call.owner, project_id=project)
-    if _others_too(call):
-        others = await _published_by_others(call, project)
-        found = [*await _own(call, project, 0, offset + limit), *others]
-        found.sort(key=lambda model: model.created_at, reverse=True)
-        page, total = found[offset : offset + limit], total + len(others)
-    else:
-        page = await _own(call, project, offset, limit)
+    offset = call.number("offset", 0, most=PAGE_OFFSET)
+    limit = min(call.number("limit", 20), LISTED_RECORDS)
+    project = call.access.project(call.request.query_params.get("project_id"))
+    published_at = call.now() if _others_too(call) else None
+    total = await call.store.count_models(call.owner, project_id=project, published_at=published_at)
+    page = await call.store.models(
+        owner=call.owner, project_id=project, published_at=published_at, offset=offset, limit=limit
+    )
     runs = await _runs(call, page)
     cursor = Cursor(offset=offset, limit=limit, total_count=total)
     return reply(TrainingRunsResponse(training_runs=runs, cursor=cursor))
-
-
-async def _own(call: Call, project: str | None, offset: int, limit: int) -> Sequence[Model]:
-    return await call.store.models(owner=call.owner, project_id=project, offset=offset, limit=limit)
-
-
-async def _published_by_others(call: Call, project: str | None) -> list[Model]:
-    runs = dict.fromkeys(c.model_id for c in await published(call) if c.owner != call.owner)
-    found = [await call.store.get_model(run) for run in runs]
-    return [m for m in found if m is not None and project in (None, m.project_id)]
 
 
 async def get_training_run(call: Call) -> Response:
@@ -259,7 +253,9 @@ async def _end(call: Call, old: StoredSession, model_id: str, session_id: str) -
     if any(not model.closed for model in models):
         return
     status = SessionCancelled(detail=f"session {session_id} attached to model {model_id}")
-    await call.worker.end_session(old, status)
+    if await call.worker.end_session(old, status):
+        details = {"session_id": old.session_id, "attached_by": session_id}
+        await note(call, "sessions", "session_finished", **details)
 
 
 async def _closed(call: Call, model: Model) -> APIStatusError:

@@ -6,16 +6,18 @@ Only the metrics need a key, on a server with keys: they cover all of its tenant
 from __future__ import annotations
 
 import logging
+import shutil
 from typing import TYPE_CHECKING, TypeVar
 
+import anyio.to_thread
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 from starlette.routing import Route
 
 from tinkex.clock import time_limit
-from tinkex.errors import TinkerError
-from tinkex.server.api.errors import error_reply
+from tinkex.errors import StorageError, TinkerError
+from tinkex.server.api.errors import error_reply, storage_trouble
 from tinkex.server.api.identity import credential_of
 from tinkex.server.observability.requests import request_record
 from tinkex.server.openapi import describe
@@ -31,6 +33,8 @@ T = TypeVar("T")
 
 _PROBE_S = 2.0
 _PATIENCE_S = 1.0
+# A full disk may still take a few bytes.
+_PROBE_BYTES = 256 << 10
 
 _log = logging.getLogger(__name__)
 
@@ -67,6 +71,7 @@ async def _healthz(parts: Parts) -> Response:
 async def _readyz(parts: Parts) -> Response:
     """Whether what is accepted now will also be done, and what it would wait for."""
     await _try_store(parts)
+    await _look_at_disk(parts)
     reasons = parts.readiness.reasons
     if not reasons:
         return _json({"status": "ready"})
@@ -81,7 +86,11 @@ async def _try_store(parts: Parts) -> None:
         async with time_limit(parts.clock, _PROBE_S) as limit:
             await parts.store.recall("readyz", "probe")
             if failing:
-                await parts.store.remember("readyz", "probe", "written")
+                await parts.store.probe(_PROBE_BYTES)
+    except StorageError as error:
+        _log.warning("the store is not ready: %s", error)
+        parts.readiness.waits("store", storage_trouble(error))
+        return
     except TinkerError as error:
         parts.readiness.waits("store", str(error))
         return
@@ -91,10 +100,29 @@ async def _try_store(parts: Parts) -> None:
         parts.readiness.ready("store")
 
 
+async def _look_at_disk(parts: Parts) -> None:
+    """Say that a disk is nearly full before requests fail."""
+    folder, least = parts.settings.watched_folder, parts.settings.min_free_bytes
+    if folder is None:
+        return
+    try:
+        free = (await anyio.to_thread.run_sync(shutil.disk_usage, folder)).free
+    except OSError as error:
+        parts.readiness.waits("disk", f"it cannot be read: {error.strerror}")
+        return
+    if free < least:
+        parts.readiness.waits(
+            "disk", f"{free} bytes are free, fewer than {least} (min_free_bytes); free some space"
+        )
+    else:
+        parts.readiness.ready("disk")
+
+
 async def _check_key(parts: Parts, request: Request) -> None:
     if parts.settings.key_mode in ("fixed", "stored"):
         address = "" if request.client is None else request.client.host
-        await parts.identity.owner(credential_of(request.headers), address)
+        caller = await parts.identity.caller(credential_of(request.headers), address)
+        parts.identity.check(caller, "metrics", address)
 
 
 async def _metrics(parts: Parts) -> Response:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tinkex.errors import APIStatusError
+from tinkex.errors import APIStatusError, InputError, quoted
 from tinkex.server.api.call import reply
 from tinkex.server.api.checkpoints import readable, readers
 from tinkex.server.api.errors import refuse
@@ -16,11 +16,13 @@ from tinkex.server.store.records import Operation, StoredSampler
 from tinkex.types import (
     CreateSamplingSessionRequest,
     CreateSamplingSessionResponse,
+    EncodedTextChunk,
     GetSamplerResponse,
     JoinSamplingSessionRequest,
     JoinSamplingSessionResponse,
     SampleRequest,
 )
+from tinkex.types.bounds import too_much_sampling
 
 if TYPE_CHECKING:
     from starlette.responses import Response
@@ -54,7 +56,7 @@ async def _sampler(
         base_model, location = checkpoint.base_model, checkpoint.location
     if base_model is None:
         raise refuse(400, "Name what to sample from: base_model, or a model_path.")
-    return await call.store.add_sampler(
+    return await call.parts.limits.add_sampler(
         StoredSampler(
             sampler_id=sampler_id,
             owner=call.owner,
@@ -91,7 +93,9 @@ async def own_sampler(call: Call, sampler_id: str) -> StoredSampler:
     """One of the caller's samplers."""
     sampler = await call.store.get_sampler(sampler_id)
     if sampler is None or sampler.owner != call.owner:
-        raise refuse(404, f"There is no sampling session {sampler_id!r}.")
+        raise refuse(404, f"There is no sampling session {quoted(sampler_id)}.")
+    if call.access.project_id is not None:
+        await call.session(sampler.session_id)
     return sampler
 
 
@@ -109,6 +113,7 @@ async def asample(call: Call) -> Response:
         await call.live_session(sampler.session_id)
         _check_weights(sampler)
         call.parts.limits.sample(call.owner)
+        await call.parts.limits.storage(call.owner)
     except APIStatusError:
         # Looked up only now: almost every sample is new and accepted.
         known = await call.store.get_operation(op_id)
@@ -121,7 +126,7 @@ async def asample(call: Call) -> Response:
         owner=call.owner,
         session_id=sampler.session_id,
         created_at=call.now(),
-        request=request,
+        request=_impossible(call, sampler, request) or request,
         seq_id=seq_id or 0,
         sampler_id=sampler.sampler_id,
         clone=(seq_id or 0) // CLONE_BLOCK,
@@ -130,12 +135,35 @@ async def asample(call: Call) -> Response:
     return accepted(await call.worker.submit(operation))
 
 
+def _impossible(call: Call, sampler: StoredSampler, request: SampleRequest) -> InputError | None:
+    """Why the engine could only refuse a sample, so that its prompt is not kept until then."""
+    specs = call.parts.engine.models
+    context = next((s.max_context_length for s in specs if s.name == sampler.base_model), None)
+    if context is None:
+        return None
+    chunks, params = request.prompt.chunks, request.sampling_params
+    prompt = sum(len(c.tokens) for c in chunks if isinstance(c, EncodedTextChunk))
+    if prompt > context:
+        return InputError(f"has {prompt} tokens, {sampler.base_model} takes {context}", "prompt")
+    left, targets = context - prompt, request.target_prompt_logprobs
+    problem = too_much_sampling(
+        samples=request.num_samples,
+        prompt_tokens=prompt,
+        new_tokens=left if params.max_tokens is None else min(left, params.max_tokens),
+        topk_sample=request.topk_sample_logprobs,
+        topk_prompt=request.topk_prompt_logprobs,
+        alternatives=request.prompt_alt_tokens_k,
+        targets=0 if targets is None else targets.size_bytes // 8,
+    )
+    return None if problem is None else InputError(*problem)
+
+
 def _check_weights(sampler: StoredSampler) -> None:
     if sampler.dropped is not None:
         raise refuse(
             400,
-            f"Sampling session {sampler.sampler_id!r} has no weights any more: {sampler.dropped}. "
-            "Save the weights again, or sample from a saved checkpoint.",
+            f"Sampling session {quoted(sampler.sampler_id)} has no weights any more: "
+            f"{sampler.dropped}. Save the weights again, or sample from a saved checkpoint.",
         )
 
 
@@ -149,4 +177,4 @@ async def _sampler_of(call: Call, request: SampleRequest) -> StoredSampler:
 
 async def _number_of(call: Call) -> str:
     """Names a request whose client does not number them."""
-    return call.header("x-idempotency-key") or call.parts.new_id()
+    return call.idempotency_key() or call.parts.new_id()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from tinkex.server.api.audit import who
 from tinkex.server.api.call import reply
 from tinkex.server.api.errors import refuse
 from tinkex.server.api.identity import audit_key
@@ -81,7 +82,7 @@ async def delete_api_key(call: Call) -> Response:
             "there is nothing to delete; its operator decides who has access.",
         )
     await call.parts.identity.revoke(key)
-    await audit_key(call.store, call.now(), "api_key_revoked", key)
+    await audit_key(call.store, call.now(), "api_key_revoked", key, **who(call))
     return reply()
 
 

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from tinkex.server.api.audit import note
 from tinkex.server.api.call import reply
 from tinkex.server.api.errors import refuse
-from tinkex.server.store.records import AuditEntry, StoredSession
+from tinkex.server.store.records import StoredSession
 from tinkex.types import (
     ClientFinishedSessionStatusQuery,
     ClientSessionFinished,
@@ -25,6 +26,7 @@ from tinkex.types import (
     SessionSummary,
     UserSearchOwner,
 )
+from tinkex.types.bounds import METADATA_BYTES, PAGE_OFFSET
 from tinkex.wire import routes
 from tinkex.wire.bodies import FinishSessionRequest, SetProjectRequest, TraceExportResponse
 
@@ -37,17 +39,28 @@ if TYPE_CHECKING:
     from tinkex.types import SessionStatusQuery
 
 # A search reads at most so many sessions and then returns what it has found and a cursor.
-_MOST_SEARCHED = 10_000
+_MOST_SEARCHED = 2_000
 _PART = 200
 _ROUNDED_S = 1e-5
 
 
 def as_strings(metadata: Mapping[str, object] | None) -> dict[str, str]:
-    """Metadata as listings return it: values that are no strings become JSON."""
-    return {
+    """Metadata as listings return it: values that are no strings become JSON.
+
+    Raises a 400 for more than the server keeps.
+    """
+    plain = {
         key: value if isinstance(value, str) else msgspec.json.encode(value).decode()
         for key, value in (metadata or {}).items()
     }
+    size = len(msgspec.json.encode(plain))
+    if size > METADATA_BYTES:
+        raise refuse(
+            400,
+            f"user_metadata has {size} bytes as JSON; it may have {METADATA_BYTES}. Keep large "
+            "things elsewhere, and their address here.",
+        )
+    return plain
 
 
 def when(at: float) -> datetime:
@@ -58,7 +71,6 @@ def when(at: float) -> datetime:
 async def create_session(call: Call) -> Response:
     """Open a session; the reply has the messages of the settings for new sessions."""
     request = await call.json(CreateSessionRequest)
-    await call.parts.limits.session(call.owner)
     session = await open_session(
         call,
         sdk_version=request.sdk_version,
@@ -98,11 +110,11 @@ async def open_session(
         sdk_version=sdk_version,
         tags=tags,
         user_metadata=user_metadata or {},
-        project_id=project_id,
+        project_id=call.access.project(project_id),
         display_name=display_name,
         heartbeats=heartbeats,
     )
-    await call.store.put_session(session)
+    await call.parts.limits.add_session(session)
     return session
 
 
@@ -123,6 +135,8 @@ async def finish_session(call: Call) -> Response:
     session = await call.session(call.param("session"))
     status = ClientSessionFinished(reason=request.reason, detail=request.detail)
     await call.worker.end_session(session, status)
+    if session.active:
+        await note(call, "sessions", "session_finished", session_id=session.session_id)
     return reply()
 
 
@@ -132,38 +146,31 @@ async def set_session_project(call: Call) -> Response:
     if not request.project_id:
         raise refuse(400, "project_id is empty; name the project.")
     session = await call.session(call.param("session"))
+    call.access.project(request.project_id)
     rows, project_id = call.worker.changes, request.project_id
     await rows.change_session(session.session_id, project_id=project_id)
     for model in await call.store.models(session_id=session.session_id):
         await rows.change_model(model.model_id, project_id=project_id)
-    await call.store.audit(
-        AuditEntry(
-            at=call.now(),
-            owner=call.owner,
-            topic="projects",
-            event="session_moved",
-            details={"session_id": session.session_id, "project_id": request.project_id},
-        )
-    )
+    details = {"session_id": session.session_id, "project_id": project_id}
+    await note(call, "projects", "session_moved", **details)
     return reply()
 
 
 async def list_sessions(call: Call) -> Response:
     """Ids, newest first."""
-    offset, limit = call.number("offset", 0), call.number("limit", 20)
-    ids = await call.store.session_ids(call.owner, offset, limit)
+    offset, limit = call.number("offset", 0, most=PAGE_OFFSET), call.number("limit", 20)
+    ids = await call.store.session_ids(call.owner, offset, limit, project_id=call.access.project_id)
     return reply(ListSessionsResponse(sessions=list(ids)))
 
 
 async def get_session(call: Call) -> Response:
     """The runs and samplers of a session."""
     session = await call.session(call.param("session"))
-    models = await call.store.models(session_id=session.session_id)
-    samplers = await call.store.samplers(session.session_id)
+    runs, samplers = await call.store.ids_of_session(session.session_id)
     return reply(
         GetSessionResponse(
-            training_run_ids=[model.model_id for model in reversed(models)],
-            sampler_ids=[sampler.sampler_id for sampler in samplers],
+            training_run_ids=list(runs),
+            sampler_ids=list(samplers),
             user_metadata=dict(session.user_metadata),
             display_name=session.display_name,
         )
@@ -173,7 +180,9 @@ async def get_session(call: Call) -> Response:
 async def export_trace(call: Call) -> Response:
     """A trace is made when it is downloaded, so it is always ready."""
     session = await call.session(call.param("session"))
-    token, _ = call.parts.identity.make_link({"kind": "trace", "session": session.session_id})
+    token, _ = call.parts.identity.make_link(
+        {"kind": "trace", "session": session.session_id}, call.access.key_id
+    )
     url = call.link(f"{routes.PREFIX}/files/{token}/trace.json")
     return reply(TraceExportResponse(status="ready", url=url))
 
@@ -212,7 +221,12 @@ async def _sessions_after(
     before = None if cursor is None else cursor.last_created_at.timestamp() + _ROUNDED_S
     known: set[str] = set()
     while True:
-        part = await call.store.sessions(call.owner, before=before, limit=len(known) + _PART)
+        part = await call.store.sessions(
+            call.owner,
+            before=before,
+            limit=len(known) + _PART,
+            project_id=call.access.project_id,
+        )
         new = [s for s in part if s.session_id not in known]
         for session in new:
             if last is None or (when(session.created_at), session.session_id) < last:

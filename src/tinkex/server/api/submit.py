@@ -7,19 +7,17 @@ when one chunk of a call is refused.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from tinkex.errors import APIStatusError, InputError
+from tinkex.errors import APIStatusError, InputError, quoted
 from tinkex.server.api.call import reply
 from tinkex.server.api.errors import refuse
-from tinkex.server.store.records import EncodedBatch, LoadOrder, Model, Operation
+from tinkex.server.store.records import EncodedBatch, LoadOrder, Model, Operation, changed
 from tinkex.types import (
     AdamOptimizerConfig,
     CreateModelRequest,
-    ForwardBackwardInput,
     OptimStepRequest,
     SaveWeightsExternalRequest,
     SaveWeightsForSamplerRequest,
@@ -28,18 +26,22 @@ from tinkex.types import (
     UntypedAPIFuture,
 )
 from tinkex.wire import routes
-from tinkex.wire.json_requests import decode_request, decode_training_request
-from tinkex.wire.proto_training import decode_forward_backward
+from tinkex.wire.bounded import check_integer, check_text
+from tinkex.wire.json_requests import (
+    decode_request,
+    decode_training_head,
+    decode_training_request,
+)
+from tinkex.wire.proto_training import decode_forward_backward, decode_head
 from tinkex.wire.routes import MEDIA_JSON
-from tinkex.wire.values import parse
 
 if TYPE_CHECKING:
     from starlette.responses import Response
 
     from tinkex.server.api.call import Call
     from tinkex.server.store.records import OpKind
-    from tinkex.types import LoraConfig
-    from tinkex.wire import tinkex_pb2 as pb
+    from tinkex.types import ForwardBackwardInput, LoraConfig
+    from tinkex.wire.proto_training import DecodedForwardBackward
 
 
 def accepted(operation: Operation) -> Response:
@@ -65,8 +67,8 @@ def check_program(call: Call, model: Model) -> None:
     if call.header(routes.SESSION_HEADER) != model.session_id:
         raise refuse(
             400,
-            f"Another program has attached to model {model.model_id!r} (session "
-            f"{model.session_id!r}), so this program can no longer train it.",
+            f"Another program has attached to model {quoted(model.model_id)} (session "
+            f"{quoted(model.session_id)}), so this program can no longer train it.",
         )
 
 
@@ -116,11 +118,12 @@ async def _check(call: Call, operation: Operation) -> None:
     await call.live_session(operation.session_id)
     model_id, size_bytes = operation.model_id or "", len(operation.body)
     call.parts.limits.training(call.owner, model_id, operation.seq_id, size_bytes)
+    await call.parts.limits.storage(call.owner, size_bytes)
 
 
 async def _submit_unnumbered(call: Call, operation: Operation) -> Operation:
     """Clients that do not number their requests are ordered by arrival and recognised by key."""
-    key = call.header("x-idempotency-key")
+    key = call.idempotency_key()
     known = await call.store.recall(call.owner, key) if key else None
     first = await call.store.get_operation(known) if known is not None else None
     if first is not None and first.kind == operation.kind:
@@ -128,7 +131,7 @@ async def _submit_unnumbered(call: Call, operation: Operation) -> Operation:
     await _check(call, operation)
     model_id = operation.model_id or ""
     seq_id = await call.worker.take_turn(model_id)
-    operation = replace(operation, op_id=f"{model_id}:{seq_id}", seq_id=seq_id)
+    operation = changed(operation, op_id=f"{model_id}:{seq_id}", seq_id=seq_id)
     try:
         if key:
             await call.store.remember(call.owner, key, operation.op_id)
@@ -159,9 +162,7 @@ async def submit_run(
     call: Call, run: Model, kind: OpKind, request: object, body: bytes
 ) -> Response:
     """Add a run that is not known yet, and queue its first operation, which makes the model."""
-    if await call.store.get_model(run.model_id) is None:
-        await call.parts.limits.model(call.owner)
-    run = await call.store.add_model(run)
+    run = await call.parts.limits.add_model(run)
     operation = Operation(
         op_id=f"{run.model_id}:0",
         kind=kind,
@@ -188,9 +189,8 @@ JSON_REQUESTS: dict[OpKind, type[Any]] = {
 def decode_operation(op: Operation) -> object:
     """An operation's request; raises InputError for a body that cannot be decoded."""
     if op.kind in ("forward", "forward_backward"):
-        if op.media == routes.MEDIA_PROTOBUF:
-            return protobuf_input(op.body)[1]
-        return decode_training_request(op.body, forward_only=op.kind == "forward").checked()
+        forward_only = op.kind == "forward"
+        return training_input(op.body, op.media, forward_only=forward_only)[1]
     if op.kind == "load_weights":
         return decode_order(op.body)
     kind = JSON_REQUESTS.get(op.kind)
@@ -199,24 +199,27 @@ def decode_operation(op: Operation) -> object:
     return decode_request(kind, op.body)
 
 
-def protobuf_input(
-    body: bytes,
-) -> tuple[pb.ForwardBackwardRequest, EncodedBatch | ForwardBackwardInput | InputError]:
-    """The ids of a protobuf batch, and its request; raises InputError for other bytes.
+def training_input(
+    body: bytes, media: str, *, forward_only: bool = False
+) -> tuple[DecodedForwardBackward, EncodedBatch]:
+    """A batch without its data, and its request; raises InputError where it has no ids.
 
-    Parsing is fast; making datums of the parsed message is not, so that is left until it runs. An
-    uploaded loss is looked up before that, so its batch is decoded here.
+    Its data is decoded when it runs, and in the engine's process where that is possible.
     """
-    from tinkex.wire import tinkex_pb2
+    if media == routes.MEDIA_PROTOBUF:
+        head = decode_head(body)
+        check_text("model_id", head.model_id)
+        check_integer("seq_id", head.seq_id or 0)
+    else:
+        head = decode_training_head(body, forward_only=forward_only)
 
-    message = parse(tinkex_pb2.ForwardBackwardRequest, body)
-    batch = EncodedBatch(decode=lambda: decode_forward_backward(body).checked())
-    if message.loss_fn != "custom":
-        return message, batch
-    try:
-        return message, batch.decode()
-    except InputError as error:
-        return message, error
+    def decode() -> ForwardBackwardInput:
+        if media == routes.MEDIA_PROTOBUF:
+            return decode_forward_backward(body).checked()
+        return decode_training_request(body, forward_only=forward_only).checked()
+
+    config = head.loss_fn_config if head.loss_fn == "custom" else None
+    return head, EncodedBatch(decode=decode, custom_loss=config)
 
 
 def encode_order(order: LoadOrder) -> bytes:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, cast
 
-from tinkex.errors import InputError
+from tinkex.errors import InputError, quoted
 from tinkex.server.api.checkpoints import readable, readers
 from tinkex.server.api.errors import refuse
 from tinkex.server.api.sessions import as_strings
@@ -14,21 +14,19 @@ from tinkex.server.api.submit import (
     accepted,
     encode_order,
     new_run,
-    protobuf_input,
     submit_run,
     submit_training,
+    training_input,
 )
 from tinkex.server.scheduler.checkpoints import check_loadable
 from tinkex.server.store.records import LoadOrder, Operation, StoredLoss
 from tinkex.types import (
     CreateCustomLossRequest,
     CreateCustomLossResponse,
-    ForwardBackwardInput,
     LoadWeightsRequest,
 )
 from tinkex.wire import routes
-from tinkex.wire.json_codec import decode_object
-from tinkex.wire.json_requests import decode_request, decode_training_request
+from tinkex.wire.json_requests import decode_ids, decode_request
 
 if TYPE_CHECKING:
     from starlette.responses import Response
@@ -36,50 +34,31 @@ if TYPE_CHECKING:
     from tinkex.server.api.call import Call
     from tinkex.server.store.records import OpKind
 
-MAX_LOSS_NODES = 4096
-
 
 async def forward_backward(call: Call) -> Response:
     """Both passes, or the first alone: protobuf from current clients, JSON from older ones."""
     media = call.header("content-type").partition(";")[0].strip().lower()
-    if media == routes.MEDIA_PROTOBUF:
-        return await _train_from_protobuf(call)
-    if media not in ("", routes.MEDIA_JSON):
+    if media not in ("", routes.MEDIA_JSON, routes.MEDIA_PROTOBUF):
         raise refuse(
             415,
-            f"Content-Type {media!r} is not understood; "
+            f"Content-Type {quoted(media)} is not understood; "
             f"send {routes.MEDIA_PROTOBUF} or {routes.MEDIA_JSON}.",
         )
-    return await _train_from_json(call, "forward_backward")
+    return await _train(call, media or routes.MEDIA_JSON)
 
 
-async def _train_from_protobuf(call: Call) -> Response:
-    body, media = await call.body(), routes.MEDIA_PROTOBUF
-    ids, request = protobuf_input(body)
-    kind: OpKind = "forward" if ids.forward_only else "forward_backward"
-    return await submit_training(
-        call, kind, ids.model_id, ids.seq_id, request, body=body, media=media
-    )
-
-
-async def _train_from_json(call: Call, kind: Literal["forward", "forward_backward"]) -> Response:
+async def _train(call: Call, media: str, *, forward_only: bool = False) -> Response:
     body = await call.body()
-    try:
-        batch = decode_training_request(body, forward_only=kind == "forward")
-    except InputError as error:
-        return await _refused_in_turn(call, kind, body, error)
-    request: ForwardBackwardInput | InputError
-    try:
-        request = batch.checked()
-    except InputError as error:
-        request = error
-    kind = "forward" if batch.forward_only else "forward_backward"
-    return await submit_training(call, kind, batch.model_id, batch.seq_id, request, body=body)
+    head, batch = training_input(body, media, forward_only=forward_only)
+    kind: OpKind = "forward" if head.forward_only else "forward_backward"
+    return await submit_training(
+        call, kind, head.model_id, head.seq_id, batch, body=body, media=media
+    )
 
 
 async def forward(call: Call) -> Response:
     """The forward pass of clients that have a route of its own for it."""
-    return await _train_from_json(call, "forward")
+    return await _train(call, routes.MEDIA_JSON, forward_only=True)
 
 
 async def optim_step(call: Call) -> Response:
@@ -112,17 +91,25 @@ async def _submit_json(call: Call, kind: OpKind) -> Response:
 
 
 async def _refused_in_turn(call: Call, kind: OpKind, body: bytes, error: InputError) -> Response:
-    raw = decode_object(body)
-    model_id, seq_id = raw.get("model_id"), raw.get("seq_id")
-    if not isinstance(model_id, str) or type(seq_id) is not int:
+    try:
+        ids = decode_ids(body)
+    except InputError:
+        raise error from None
+    if ids.seq_id is None:
         raise error
-    return await submit_training(call, kind, model_id, seq_id, error, body=body)
+    return await submit_training(call, kind, ids.model_id, ids.seq_id, error, body=body)
 
 
 async def load_weights(call: Call) -> Response:
     """Load into a model, or make a model from a checkpoint."""
-    request = await call.json(LoadWeightsRequest)
+    body = await call.body()
+    try:
+        request = decode_request(LoadWeightsRequest, body)
+    except InputError as error:
+        return await _refused_in_turn(call, "load_weights", body, error)
     owners = await readers(call, request.weights_access_token)
+    if call.access.project_id is not None:
+        await readable(call, request.path, owners)
     if request.model_id is not None:
         order = LoadOrder(path=request.path, optimizer=request.optimizer, readers=owners)
         return await submit_training(
@@ -167,19 +154,20 @@ async def _create_from(
 
 async def create_custom_loss(call: Call) -> Response:
     """Keep an uploaded loss; what its graph may compute is checked when it runs."""
-    request = await call.json(CreateCustomLossRequest)
+    body = await call.body()
+    request = decode_request(CreateCustomLossRequest, body or b"{}")
     session = await call.live_session(request.session_id)
-    nodes = request.graph.nodes
-    if not 0 < len(nodes) <= MAX_LOSS_NODES:
-        raise refuse(400, f"graph.nodes must have 1 to {MAX_LOSS_NODES} nodes, not {len(nodes)}.")
+    if not request.graph.nodes:
+        raise refuse(400, "graph.nodes must have at least one node.")
     loss_id = f"{session.session_id}:loss:{request.custom_loss_seq_id}"
-    await call.store.add_loss(
+    await call.parts.limits.add_loss(
         StoredLoss(
             loss_id=loss_id,
             owner=call.owner,
             session_id=session.session_id,
             inputs=tuple(request.inputs),
             graph=request.graph,
+            size_bytes=len(body),
         )
     )
     operation = Operation(

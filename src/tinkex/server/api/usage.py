@@ -8,10 +8,11 @@ from itertools import accumulate
 from operator import add
 from typing import TYPE_CHECKING, NamedTuple
 
+from tinkex.errors import quoted
 from tinkex.server.api.call import reply
-from tinkex.server.api.checkpoints import live_checkpoints
 from tinkex.server.api.errors import refuse
 from tinkex.server.api.sessions import when
+from tinkex.server.store.records import HOUR_S
 from tinkex.types import (
     AuditLogEntry,
     AuditLogResponse,
@@ -25,6 +26,7 @@ from tinkex.types import (
     StorageBillingEvent,
     TrainingBillingEvent,
 )
+from tinkex.types.bounds import LISTED_RECORDS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -32,10 +34,9 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
     from tinkex.server.api.call import Call
-    from tinkex.server.store.records import StoredCheckpoint, UsageEntry
+    from tinkex.server.store.records import HourOfUsage, StoredCheckpoint
     from tinkex.types import BillingEventInfo
 
-HOUR_S = 3600
 MOST_AUDITED = 10_000
 """Entries of the audit log in one answer."""
 
@@ -49,20 +50,41 @@ class MeasuredUsageEvent(BillingUsageEvent):
     device_seconds: float | None = None
 
 
+class MeasuredStorageUsage(CurrentCheckpointStorageUsageResponse):
+    """Stored checkpoints with all that counts towards the quota; clients skip what is new."""
+
+    kept_bytes: dict[str, int]
+    max_stored_bytes: int
+
+
 async def get_billing_usage(call: Call) -> Response:
     """Tokens, device time and storage per hour and kind; this server knows no prices."""
     start, end = _hour(call, "starting_on"), _hour(call, "ending_before")
     if not timedelta(0) < end - start <= _LONGEST:
         raise refuse(400, "ending_before must follow starting_on by 14 days at most.")
-    entries = await call.store.usage(call.owner, start.timestamp(), end.timestamp())
-    events = [*_events(entries), *_storage_events(call, await live_checkpoints(call), start, end)]
+    hours = await call.store.usage(call.owner, start.timestamp(), end.timestamp())
+    checkpoints = await _all_checkpoints(call)
+    events = [*_events(hours, call.owner), *_storage_events(call, checkpoints, start, end)]
     sessions: dict[str, BillingUsageSession] = {}
-    for session_id in {entry.session_id for entry in entries}:
+    for session_id in {hour.session_id for hour in hours}:
         session = await call.store.get_session(session_id)
         if session is not None:
             metadata = dict(session.user_metadata)
             sessions[session_id] = BillingUsageSession(user_metadata=metadata)
     return reply({"data": events, "sessions": sessions})
+
+
+async def _all_checkpoints(call: Call) -> list[StoredCheckpoint]:
+    """What is stored now, read in parts: other requests come in between."""
+    found: list[StoredCheckpoint] = []
+    now = call.now()
+    while True:
+        part = await call.store.checkpoints(
+            owner=call.owner, live_at=now, offset=len(found), limit=LISTED_RECORDS
+        )
+        found.extend(part)
+        if len(part) < LISTED_RECORDS:
+            return found
 
 
 def _storage_events(
@@ -88,23 +110,20 @@ def _hour(call: Call, name: str) -> datetime:
         raise refuse(400, f"{name} must be a time such as 2026-01-31T12:00:00Z.") from None
     moment = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
     if moment.timestamp() % HOUR_S:
-        raise refuse(400, f"{name} must be a full hour, not {text!r}.")
+        raise refuse(400, f"{name} must be a full hour, not {quoted(text)}.")
     return moment
 
 
-def _events(entries: Iterable[UsageEntry]) -> Iterator[MeasuredUsageEvent]:
+def _events(hours: Iterable[HourOfUsage], owner: str) -> Iterator[MeasuredUsageEvent]:
     sums: dict[tuple[int, str, str | None, str | None, str], int] = defaultdict(int)
     device_s: dict[tuple[int, str, str | None, str | None, str], float] = defaultdict(float)
-    owners: dict[str, str] = {}
-    for entry in entries:
-        owners[entry.session_id] = entry.owner
-        hour = int(entry.at // HOUR_S) * HOUR_S
-        place = hour, entry.session_id, entry.base_model, entry.project_id
-        for kind, amount in _amounts(entry):
+    for each in hours:
+        place = each.hour, each.session_id, each.base_model, each.project_id
+        for kind, amount in _amounts(each):
             sums[*place, kind] += amount
         # An operation has one device time; a sample's goes with what it generated.
-        device_s[*place, "sample" if entry.kind == "sample" else "training"] += (
-            entry.usage.device_s or 0.0
+        device_s[*place, "sample" if each.kind == "sample" else "training"] += (
+            each.usage.device_s or 0.0
         )
     for key, amount in sorted(sums.items(), key=lambda item: (item[0][0], item[0][1], item[0][4])):
         hour, session_id, base_model, project_id, kind = key
@@ -112,7 +131,7 @@ def _events(entries: Iterable[UsageEntry]) -> Iterator[MeasuredUsageEvent]:
             bucket_start=when(hour),
             bucket_end=when(hour + HOUR_S),
             base_model=base_model,
-            user_id=owners[session_id],
+            user_id=owner,
             session_id=session_id,
             project_id=project_id,
             event_info=_info(kind, amount),
@@ -120,16 +139,16 @@ def _events(entries: Iterable[UsageEntry]) -> Iterator[MeasuredUsageEvent]:
         )
 
 
-def _amounts(entry: UsageEntry) -> list[tuple[str, int]]:
-    usage = entry.usage
+def _amounts(hour: HourOfUsage) -> list[tuple[str, int]]:
+    usage = hour.usage
     # The forward pass of a training run counts as training, although it changes no weights.
-    forward = usage.prompt_tokens if entry.kind == "forward" else 0
+    forward = usage.prompt_tokens if hour.kind == "forward" else 0
     amounts = [
         ("training", usage.trained_tokens + forward),
         ("prefill", usage.prompt_tokens - usage.cached_tokens - forward),
         ("prefill_cached", usage.cached_tokens),
         ("sample", usage.generated_tokens),
-        ("checkpoint", int(entry.kind.startswith("save_weights"))),
+        ("checkpoint", hour.count if hour.kind.startswith("save_weights") else 0),
     ]
     return [(kind, amount) for kind, amount in amounts if amount > 0]
 
@@ -148,30 +167,29 @@ def _info(kind: str, amount: int) -> BillingEventInfo:
 
 
 async def get_checkpoint_storage_usage(call: Call) -> Response:
-    """Stored bytes per project."""
+    """Stored bytes per project, and of everything that is kept for the tenant, by part."""
     project = call.request.query_params.get("project_id")
-    sizes: dict[str | None, list[int]] = defaultdict(list)
-    for checkpoint in await live_checkpoints(call):
-        if project in (None, checkpoint.project_id):
-            sizes[checkpoint.project_id].append(checkpoint.size_bytes)
+    found = await call.store.stored_by_project(call.owner, live_at=call.now(), project_id=project)
     items = [
         CurrentCheckpointStorageUsageItem(
             project_id=project_id,
             org_user_urn=call.owner,
-            checkpoint_count=len(found),
-            size_bytes=sum(found),
-            size_gigabytes=sum(found) / 1e9,
+            checkpoint_count=stored.count,
+            size_bytes=stored.size_bytes,
+            size_gigabytes=stored.size_bytes / 1e9,
         )
-        for project_id, found in sizes.items()
+        for project_id, stored in found.items()
     ]
-    return reply(CurrentCheckpointStorageUsageResponse(data=items))
+    kept: dict[str, int] = {**await call.worker.room.used(call.owner)}
+    most = call.settings.max_stored_bytes
+    return reply(MeasuredStorageUsage(data=items, kept_bytes=kept, max_stored_bytes=most))
 
 
 async def get_audit_log(call: Call) -> Response:
     """What happened to the caller's things, by topic and day; of all days only the newest."""
     topic = call.request.query_params.get("event_type", "all")
     if topic not in _TOPICS:
-        raise refuse(400, f"event_type must be one of {', '.join(_TOPICS)}, not {topic!r}.")
+        raise refuse(400, f"event_type must be one of {', '.join(_TOPICS)}, not {quoted(topic)}.")
     start, end = _day(call.request.query_params.get("day"))
     log = await call.store.audit_log(
         call.owner,
@@ -200,7 +218,7 @@ def _day(text: str | None) -> tuple[float | None, float | None]:
     try:
         day = datetime.combine(date.fromisoformat(text), time(), UTC)
     except ValueError:
-        raise refuse(400, f"day must be a date such as 2026-01-31, not {text!r}.") from None
+        raise refuse(400, f"day must be a date such as 2026-01-31, not {quoted(text)}.") from None
     return day.timestamp(), day.timestamp() + timedelta(days=1).total_seconds()
 
 

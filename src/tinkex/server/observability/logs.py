@@ -39,7 +39,7 @@ class LineFormatter(logging.Formatter):
             fields["exception"] = self.formatException(record.exc_info)
         if self._form == "json":
             return msgspec.json.encode(fields, enc_hook=str).decode()
-        return " ".join(f"{name}={_plain(value)}" for name, value in fields.items())
+        return " ".join([f"{name}={_plain(value)}" for name, value in fields.items()])
 
 
 def install(form: LogFormat, stream: IO[str] | None = None, level: int = logging.INFO) -> None:

@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import re
-import uuid
 from collections import deque
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from starlette.datastructures import Headers
 from starlette.requests import Request
 
+from tinkex.server.observability.loop_watch import LoopTime, LoopWatch, Watched
 from tinkex.spans import otel_tracer
 from tinkex.wire.routes import RETRIEVE_FUTURE, RETRIEVE_FUTURES
 
@@ -45,8 +45,11 @@ _POLLS = frozenset(
 _PROBES = frozenset({"healthz", "readyz", "metrics"})
 _NOT_ANSWERED = 499
 _KEY = "tinkex.request"
-_SANE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:\-]{0,127}")
+_HEADERS_KEY = "tinkex.headers"
+_SANE = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._:\-]{0,127}")
 _KEPT_POLLS = 20_000
+# Of any one text in a line of the log.
+_MOST_LOGGED = 256
 
 current_request_id: ContextVar[str | None] = ContextVar("tinkex_request_id", default=None)
 """The id of the request being answered, for log lines."""
@@ -63,6 +66,13 @@ class RequestRecord:
     storage_error: str | None = None
     # The session, and the operation or sampler in it, that a poll waited for.
     polled: tuple[str, str] | None = None
+    # What it took: its body as it came and unpacked, its lists and objects, its values of every
+    # kind (0 for a body too short to have many); and time on the event loop.
+    bytes_in: int = 0
+    bytes_decoded: int = 0
+    parts: int = 0
+    values: int = 0
+    loop_time: LoopTime = field(default_factory=LoopTime)
 
 
 def request_record(scope: MutableMapping[str, Any]) -> RequestRecord:
@@ -70,15 +80,32 @@ def request_record(scope: MutableMapping[str, Any]) -> RequestRecord:
     found = cast("RequestRecord | None", scope.get(_KEY))
     if found is None:
         # An app that is called without its middleware; nothing reads this one.
-        found = scope[_KEY] = RequestRecord(uuid.uuid4().hex)
+        found = scope[_KEY] = RequestRecord(_new_id())
     return found
 
 
-def request_id_from(header: str | None) -> str:
+def header_values(scope: MutableMapping[str, Any]) -> dict[bytes, bytes]:
+    """The first value of each header, in a dict that is made once per request."""
+    found = cast("dict[bytes, bytes] | None", scope.get(_HEADERS_KEY))
+    if found is None:
+        found = scope[_HEADERS_KEY] = dict(reversed(scope["headers"]))
+    return found
+
+
+def header_value(scope: MutableMapping[str, Any], name: str) -> str:
+    """A header of a request, or an empty string."""
+    return header_values(scope).get(name.encode(), b"").decode("latin-1")
+
+
+def request_id_from(header: bytes | None) -> str:
     """The caller's own id where it is short and plain, else a new one."""
     if header is not None and _SANE.fullmatch(header):
-        return header
-    return uuid.uuid4().hex
+        return header.decode("ascii")
+    return _new_id()
+
+
+def _new_id() -> str:
+    return os.urandom(16).hex()
 
 
 class Poll(NamedTuple):
@@ -131,21 +158,26 @@ class RequestObserver:
         self._readiness = readiness
         self._polls = polls
         self._error_reply = error_reply
+        self._watch = LoopWatch(meters)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            with self._watch.running():
+                await self._app(scope, receive, send)
             return
-        headers = Headers(scope=scope)
-        record = scope[_KEY] = RequestRecord(request_id_from(headers.get("x-request-id")))
+        headers = header_values(scope)
+        record = scope[_KEY] = RequestRecord(request_id_from(headers.get(b"x-request-id")))
         token = current_request_id.set(record.request_id)
         answer = _Answer(send, record.request_id, self._clock)
+        running = Watched(self._run(scope, receive, answer), record.loop_time, self._watch.reading)
+        tracer = otel_tracer()
         try:
-            with _request_span(
-                str(scope["method"]), headers.get("traceparent"), record.request_id
-            ) as span:
-                await self._run(scope, receive, answer)
-                if span is not None:
+            if tracer is None:
+                await running
+            else:
+                traceparent = headers.get(b"traceparent")
+                with _span(tracer, str(scope["method"]), traceparent, record.request_id) as span:
+                    await running
                     _describe(span, record, answer.status)
         finally:
             self._report(scope, record, answer)
@@ -168,6 +200,9 @@ class RequestObserver:
             at = self._clock.wall()
             self._polls.add(Poll(*record.polled, at - seconds, at, answer.status))
         self._meters.request(record.route, answer.status, seconds)
+        self._watch.add(record.route, record.loop_time)
+        if record.bytes_in:
+            self._meters.received(record.route, record.bytes_in)
         level = logging.DEBUG if record.route in _PROBES else logging.INFO
         title = "request"
         if self._is_slow(record, answer):
@@ -183,7 +218,11 @@ class RequestObserver:
             "owner": None if record.owner is None else owner_hash(record.owner),
             "model_id": record.model_id,
         }
-        fields = {name: value for name, value in fields.items() if value is not None}
+        fields = {
+            name: value[:_MOST_LOGGED] if isinstance(value, str) else value
+            for name, value in fields.items()
+            if value is not None
+        }
         _log.log(level, "%s %s", title, _Shown(fields), extra={"title": title, "fields": fields})
 
     def _is_slow(self, record: RequestRecord, answer: _Answer) -> bool:
@@ -231,18 +270,14 @@ def owner_hash(owner: str) -> str:
 
 
 @contextmanager
-def _request_span(method: str, traceparent: str | None, request_id: str) -> Generator[Any]:
-    """A span that is current while the request is answered; None while nothing records spans."""
-    tracer = otel_tracer()
-    if tracer is None:
-        yield None
-        return
+def _span(tracer: Any, method: str, traceparent: bytes | None, request_id: str) -> Generator[Any]:
+    """A span that is current while the request is answered."""
     from opentelemetry.context import Context
     from opentelemetry.trace import SpanKind
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
     # The client's place in its trace; an unreadable header starts a new trace.
-    carrier = {} if traceparent is None else {"traceparent": traceparent}
+    carrier = {} if traceparent is None else {"traceparent": traceparent.decode("latin-1")}
     with tracer.start_as_current_span(
         "server.request",
         context=TraceContextTextMapPropagator().extract(carrier, Context()),

@@ -52,6 +52,8 @@ async def completions(call: Call, texts: TextCodecs, events: EventSender) -> Res
 async def _prompts(prompt: object, text: TextCodec, most: int) -> list[list[int]]:
     """The tokens of each prompt: a string, tokens, or a list of either."""
     several = cast("list[Any]", prompt) if isinstance(prompt, list) else [prompt]
+    if len(several) > max(most, text.max_context):
+        raise text.too_long("prompt")
     if _are_tokens(several):
         several = [several]
     if not 1 <= len(several) <= most:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tinkex.engine.protocol import Weights
-from tinkex.errors import NotFoundError
+from tinkex.errors import NotFoundError, shortened
 from tinkex.server.api.call import reply
 from tinkex.server.api.checkpoints import live_checkpoints, readable, readers
 from tinkex.server.openai.errors import problem
@@ -88,7 +88,8 @@ def _spec(call: Call, base_model: str, name: str) -> ModelSpec:
 def _unknown(name: str) -> Exception:
     return problem(
         404,
-        f"The model '{name}' does not exist or is not yours. GET /v1/models lists what there is.",
+        f"The model '{shortened(name)}' does not exist or is not yours. GET /v1/models lists what "
+        "there is.",
         param="model",
         code="model_not_found",
     )

@@ -13,6 +13,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
+from tinkex.errors import shortened
 from tinkex.server.openai.errors import problem
 
 MOST_LOGPROBS = 20
@@ -121,7 +122,9 @@ def read(kind: type[R], body: bytes) -> R:
     try:
         raw = msgspec.json.decode(body, type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise problem(400, f"The body is not a JSON object: {error}") from error
+        raise problem(400, f"The body is not a JSON object: {shortened(str(error))}") from error
+    except RecursionError as error:
+        raise problem(400, "The body is nested too deeply.") from error
     known = set(kind.__struct_fields__)
     given = {name: value for name, value in raw.items() if value is not None}
     for name in given.keys() - known:
@@ -140,8 +143,8 @@ def _check_other(name: str, given: dict[str, Any]) -> None:
     if name not in _NEUTRAL:
         raise problem(
             400,
-            f"Unknown parameter: '{name}'. Leave it out.",
-            param=name,
+            f"Unknown parameter: '{shortened(name)}'. Leave it out.",
+            param=shortened(name),
             code="unknown_parameter",
         )
     if value not in _NEUTRAL[name]:
@@ -157,7 +160,8 @@ def _invalid(text: str) -> Exception:
     path = _PATH.search(text)
     missing = re.search(r"missing required field `(\w+)`", text)
     param = path[1] if path and path[1] else missing[1] if missing else None
-    what = _PATH.sub("", text)
+    what = shortened(_PATH.sub("", text))
+    param = None if param is None else shortened(param)
     return problem(
         400, f"{param}: {what}." if path else f"{what}.", param=param, code="invalid_value"
     )

@@ -16,6 +16,7 @@ from tinkex.server.openai.errors import error_event, error_reply, problem
 from tinkex.server.openai.models import get_model, list_models
 from tinkex.server.openai.responses import EventSender
 from tinkex.server.openai.tokenization import TextCodecs
+from tinkex.server.supervision import no_stray_cancellation
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -59,7 +60,8 @@ class _Endpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request, events = Request(scope, receive), EventSender(send)
         try:
-            reply = await self._reply(request, events)
+            with no_stray_cancellation():
+                reply = await self._reply(request, events)
         except ClientDisconnect:
             return
         except Exception as error:  # noqa: BLE001 - a request ends here, answered
@@ -74,10 +76,11 @@ class _Endpoint:
         record = request_record(request.scope)
         record.route = self.name
         address = "" if request.client is None else request.client.host
-        owner = await self.parts.identity.owner(credential_of(request.headers), address)
-        record.owner = owner
-        self.parts.limits.request(owner)
-        call = Call(request=request, parts=self.parts, owner=owner)
+        caller = await self.parts.identity.caller(credential_of(request.headers), address)
+        record.owner = caller.owner
+        self.parts.identity.check(caller, self.name, address)
+        self.parts.limits.request(caller.owner)
+        call = Call(request=request, parts=self.parts, owner=caller.owner, access=caller.access)
         return await self.handler(call, self.texts, events)
 
 

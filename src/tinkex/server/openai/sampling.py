@@ -6,7 +6,7 @@ caller is connected; for limits, turns and usage they count like every other sam
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import anyio
@@ -16,7 +16,7 @@ from tinkex.errors import InputError, RequestFailedError
 from tinkex.server.openai.errors import problem
 from tinkex.server.scheduler.jobs import sampled
 from tinkex.server.scheduler.outcomes import CANCELLED
-from tinkex.server.store.records import Operation, OperationOutcome, UsageEntry
+from tinkex.server.store.records import Operation, OperationOutcome, UsageEntry, changed
 from tinkex.types import ModelInput, SamplingParams, Usage
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ async def _one(
     call.parts.meters.accepted(operation)
     try:
         async with call.worker.place(operation):
-            operation = replace(operation, started_at=call.now())
+            operation = changed(operation, started_at=call.now())
             result = await call.parts.engine.sample(_op(order, number, operation), heard)
         outcome = OperationOutcome(usage=sampled(result).usage)
     except Exception as error:
@@ -115,7 +115,7 @@ async def _one(
         if outcome.error is not None and drawn:
             # A caller that reads the beginning of a stream has used the tokens drawn for it.
             used = Usage(prompt_tokens=len(order.prompts[number]), generated_tokens=drawn)
-            outcome = replace(outcome, usage=used)
+            outcome = changed(outcome, usage=used)
         with anyio.CancelScope(shield=True):
             await _account(call, order, operation, outcome)
     return result

@@ -46,7 +46,7 @@ class TextCodec:
         fast.no_truncation()
         fast.no_padding()
         self._fast = fast
-        self._max_context = max_context
+        self.max_context = max_context
         longest = max(map(len, fast.get_vocab(with_added_tokens=True)), default=1)
         self._most_characters = max_context * longest
         self.pieces = Pieces(fast, source.tokenizer_json)
@@ -78,14 +78,14 @@ class TextCodec:
         """Refuse a prompt of no tokens, or of too many."""
         if not tokens:
             raise problem(400, "The prompt is empty: it must have a token.", param=param)
-        if len(tokens) > self._max_context:
+        if len(tokens) > self.max_context:
             raise self.too_long(param)
 
     def too_long(self, param: str) -> Exception:
         """The refusal of a prompt that does not fit."""
         return problem(
             400,
-            f"The prompt is longer than this model's context of {self._max_context} tokens.",
+            f"The prompt is longer than this model's context of {self.max_context} tokens.",
             param=param,
             code="context_length_exceeded",
         )

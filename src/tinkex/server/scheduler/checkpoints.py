@@ -8,22 +8,27 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from tinkex.errors import RequestFailedError, StorageError
 from tinkex.server.age import check_recipients
-from tinkex.server.store.records import AuditEntry, StoredCheckpoint, StoredSampler
+from tinkex.server.store.records import AuditEntry, LimitReached, StoredCheckpoint, StoredSampler
 from tinkex.types import (
     SaveWeightsExternalResponseInternal,
     SaveWeightsForSamplerResponseInternal,
     SaveWeightsResponse,
 )
+from tinkex.types.bounds import METADATA_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from tinkex.clock import Clock
     from tinkex.server.scheduler.engine_access import EngineAccess, Epoch
+    from tinkex.server.scheduler.room import Room
     from tinkex.server.scheduler.samplers import PublishedSamplers
     from tinkex.server.store.changes import Changes
     from tinkex.server.store.protocol import Store
@@ -38,8 +43,6 @@ MIN_TTL_S = 3600
 MAX_TTL_S = 10 * 365 * 24 * 3600
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._\-]{0,127}")
-# How many checkpoints a refusal for lack of room names.
-_NAMED = 3
 # How many recent checkpoints are searched for the expected size of the next.
 _RECENT = 20
 
@@ -67,6 +70,13 @@ def check_ttl(ttl_seconds: int | None) -> None:
         )
 
 
+def check_metadata(metadata: Mapping[str, str] | None) -> None:
+    """Refuse more than is kept with a checkpoint."""
+    size = len(msgspec.json.encode(dict(metadata or {})))
+    if size > METADATA_BYTES:
+        raise failure(f"user_metadata has {size} bytes as JSON; it may have {METADATA_BYTES}")
+
+
 def is_readable(checkpoint: StoredCheckpoint, owners: Sequence[str], now: float) -> bool:
     """Whether a checkpoint is there for these owners: published or theirs, and not expired."""
     return (checkpoint.public or checkpoint.owner in owners) and is_live(checkpoint, now)
@@ -92,18 +102,6 @@ def check_loadable(checkpoint: StoredCheckpoint, *, optimizer: bool) -> None:
         )
 
 
-def _no_room(used: int, most: int, kept: Iterable[StoredCheckpoint]) -> RequestFailedError:
-    """Names what could be deleted."""
-    largest = sorted(kept, key=lambda c: (-c.size_bytes, c.created_at))[:_NAMED]
-    named = ", ".join(f"{c.path} ({c.size_bytes} bytes)" for c in largest)
-    step = f"delete what you do not need, the largest first: {named}"
-    return failure(
-        f"your checkpoints and published samplers take up {used} of the {most} bytes a tenant "
-        f"may keep here (max_stored_bytes), so {max(most - used, 0)} more would fit; "
-        f"{step if largest else 'ask the operator of this server for more room'}"
-    )
-
-
 def is_live(checkpoint: StoredCheckpoint, now: float) -> bool:
     """Whether a checkpoint has not expired."""
     return checkpoint.expires_at is None or checkpoint.expires_at > now
@@ -118,7 +116,8 @@ class Checkpoints:
     access: EngineAccess
     samplers: PublishedSamplers
     clock: Clock
-    max_stored_bytes: int
+    room: Room
+    max_samplers: int
 
     async def state(
         self, op: Operation, model: Model, request: SaveWeightsRequest, epoch: Epoch
@@ -181,9 +180,25 @@ class Checkpoints:
         known = await self.store.get_sampler(sampler_id)
         if known is not None and (known.model_id, known.seq_id) != (model.model_id, op.seq_id):
             raise failure(f"sampling session {sampler_id!r} exists already; use another number")
-        await self.make_room(model.owner, self.samplers.expected_bytes(model.model_id))
-        await self.samplers.publish(sampler, epoch)
-        return await self.store.add_sampler(sampler)
+        if known is not None and known.dropped is not None:
+            return known  # it was published before a crash, and its session has ended since
+        expected = self.samplers.expected_bytes(model.model_id)
+        async with self.room.reserved(model.owner, expected):
+            await self.samplers.publish(sampler, epoch)
+            try:
+                kept = await self.store.add_sampler(sampler, max_samplers=self.max_samplers)
+            except BaseException:
+                # Without a record nothing would ever drop it.
+                await self.samplers.withdraw(sampler)
+                raise
+        if isinstance(kept, LimitReached) or kept.dropped is not None:
+            await self.samplers.withdraw(sampler)
+        if isinstance(kept, LimitReached):
+            raise failure(
+                f"the session {model.session_id!r} has {kept.have} samplers; a session may have "
+                f"{self.max_samplers} here (max_samplers): start another session"
+            )
+        return kept
 
     async def external(
         self,
@@ -222,6 +237,7 @@ class Checkpoints:
     ) -> StoredCheckpoint:
         check_name(name)
         check_ttl(ttl_seconds)
+        check_metadata(metadata)
         path = f"tinker://{model.model_id}/{kind}/{name}"
         # The seq_id in the location keeps samplers of an overwritten name on what they had.
         location = f"{path}@{op.seq_id}"
@@ -232,11 +248,14 @@ class Checkpoints:
         if live and not overwrite:
             how = "pass overwrite=True or " if kind == "weights" else ""
             raise failure(f"{path} exists already; {how}choose another name")
-        size_bytes, has_optimizer = await self._write(
-            model, kind, location, epoch, replaced_bytes=old.size_bytes if old and live else 0
+        replaced_bytes = old.size_bytes if old and live else 0
+        expected = await self._expected_bytes(model, kind)
+        room = self.room.reserved(
+            model.owner, expected, replaced_bytes=replaced_bytes, checkpoints=1
         )
         now = self.clock.wall()
-        checkpoint = StoredCheckpoint(
+        record = partial(
+            StoredCheckpoint,
             path=path,
             owner=model.owner,
             model_id=model.model_id,
@@ -246,15 +265,21 @@ class Checkpoints:
             base_model=model.base_model,
             lora=model.lora,
             optimizer=model.optimizer,
-            has_optimizer=has_optimizer,
             created_at=now,
-            size_bytes=size_bytes,
             user_metadata=dict(metadata) if metadata is not None else None,
             expires_at=None if ttl_seconds is None else now + ttl_seconds,
             project_id=model.project_id,
             age_recipients=age_recipients,
         )
-        await self.changes.put_checkpoint(checkpoint)
+        async with room as reservation:
+            size_bytes, has_optimizer = await self._write(model, kind, location, epoch)
+            checkpoint = record(size_bytes=size_bytes, has_optimizer=has_optimizer)
+            try:
+                async with reservation.spent(size_bytes):
+                    await self.changes.put_checkpoint(checkpoint)
+            except RequestFailedError:
+                await self.access.engine.delete_saved(location)
+                raise
         if old is not None:
             await self.forget_location(old.location)
         await self.store.audit(
@@ -274,11 +299,7 @@ class Checkpoints:
         kind: CheckpointKind,
         location: str,
         epoch: Epoch,
-        *,
-        replaced_bytes: int,
     ) -> tuple[int, bool]:
-        size_bytes = await self._expected_bytes(model, kind)
-        await self.make_room(model.owner, size_bytes, replaced_bytes=replaced_bytes)
         save = self.access.engine.save_adapter(
             model.model_id, location, optimizer=kind == "weights"
         )
@@ -305,18 +326,6 @@ class Checkpoints:
                 f"this model is on {model.base_model}"
             )
         return checkpoint
-
-    async def make_room(self, owner: str, size_bytes: int, *, replaced_bytes: int = 0) -> None:
-        """Refuse what does not fit a tenant's quota, even without samplers that may go."""
-        most, now = self.max_stored_bytes, self.clock.wall()
-        saved = await self.store.stored_bytes(owner, live_at=now) - replaced_bytes
-        excess = saved + self.samplers.size_bytes(owner) + max(size_bytes, 1) - most
-        if excess > 0:
-            await self.samplers.free(owner, excess)
-        used = saved + self.samplers.size_bytes(owner)
-        if used + max(size_bytes, 1) > most:
-            kept = await self.store.checkpoints(owner=owner, live_at=now)
-            raise _no_room(used, most, kept)
 
     async def _expected_bytes(self, model: Model, kind: CheckpointKind) -> int:
         """The expected size of a checkpoint: that of a recent one of the same shape, or 0."""

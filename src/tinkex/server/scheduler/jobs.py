@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
+import anyio.to_thread
+
 from tinkex.engine.protocol import (
     AdapterSpec,
     CustomLoss,
@@ -19,7 +21,6 @@ from tinkex.engine.protocol import (
 )
 from tinkex.errors import InputError, RequestFailedError
 from tinkex.server.scheduler.checkpoints import failure
-from tinkex.server.store.records import EncodedBatch
 from tinkex.types import OptimStepResponse, Usage
 
 if TYPE_CHECKING:
@@ -27,8 +28,12 @@ if TYPE_CHECKING:
 
     from tinkex.engine.protocol import OptimResult, SampleResult, TrainResult, Weights
     from tinkex.server.store.protocol import Store
-    from tinkex.server.store.records import Model, Operation
-    from tinkex.types import ForwardBackwardInput, OptimStepRequest, SampleRequest
+    from tinkex.server.store.records import EncodedBatch, Model, Operation
+    from tinkex.types import OptimStepRequest, SampleRequest
+
+
+# Decoding more than this on the loop would delay other requests noticeably.
+_LARGE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,26 +64,29 @@ class Jobs:
 
     async def train_op(self, op: Operation) -> TrainOp:
         """The engine's form of forward and forward_backward."""
-        request = self.request(op)
-        if isinstance(request, EncodedBatch):
-            if self.takes_bodies:
-                encoded = EncodedTrainOp(
-                    op_id=op.op_id,
-                    model_id=cast("str", op.model_id),
-                    body=op.body,
-                    backward=op.kind == "forward_backward",
-                )
-                return cast("TrainOp", encoded)  # which such an engine takes in its place
-            request = request.decode()
-        request = cast("ForwardBackwardInput", request)
-        config = dict(request.loss_fn_config or {})
-        loss = await self._custom_loss(op, config) if request.loss_fn == "custom" else None
+        batch = cast("EncodedBatch", self.request(op))
+        config = batch.custom_loss
+        loss = None if config is None else await self._custom_loss(op, config)
+        if self.takes_bodies:
+            encoded = EncodedTrainOp(
+                op_id=op.op_id,
+                model_id=cast("str", op.model_id),
+                body=op.body,
+                media=op.media,
+                backward=op.kind == "forward_backward",
+                custom_loss=loss,
+            )
+            return cast("TrainOp", encoded)  # which such an engine takes in its place
+        if len(op.body) > _LARGE_BYTES:
+            request = await anyio.to_thread.run_sync(batch.decode)
+        else:
+            request = batch.decode()
         return TrainOp(
             op_id=op.op_id,
             model_id=cast("str", op.model_id),
             data=request.data,
             loss_fn=request.loss_fn,
-            loss_fn_config=config,
+            loss_fn_config=dict(request.loss_fn_config or {}),
             backward=op.kind == "forward_backward",
             custom_loss=loss,
         )
@@ -92,7 +100,7 @@ class Jobs:
 
     def sample_op(self, op: Operation, weights: Weights) -> SampleOp:
         """The engine's form of a sample."""
-        request = cast("SampleRequest", op.request)
+        request = cast("SampleRequest", self.request(op))
         return SampleOp(
             op_id=op.op_id,
             weights=weights,

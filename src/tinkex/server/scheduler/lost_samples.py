@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 BLOCK = 256
 # A copy of a sampling client numbers its requests in a block of its own.
 CLONE_BLOCK = 1_000_000_000
+_PER_S = 1 << 20
 
 
 @dataclass(slots=True)
@@ -38,8 +39,10 @@ class LostSamples:
 
     def __init__(self, store: Store, clock: Clock) -> None:
         self._store = store
-        # Cursors of this start; those of an earlier one are all smaller.
-        self._first_cursor = int(clock.wall()) << 20
+        self._clock = clock
+        # Cursors of this start begin here. Those of an earlier one are smaller, or beyond today if
+        # the date was set back since: there are fewer than `_PER_S` completions in a second.
+        self._first_cursor = int(clock.wall()) * _PER_S
         # Mutable state: what is known of the copies of every sampling client.
         self._clients: dict[str, dict[int, _Client]] = {}
 
@@ -49,7 +52,7 @@ class LostSamples:
 
     def position(self, cursor: int) -> int:
         """How many completions a client has seen since the start."""
-        return max(cursor - self._first_cursor, 0)
+        return cursor - self._first_cursor if self._is_recent(cursor) else 0
 
     def cursor(self, position: int) -> int:
         """The cursor that the client gets for it."""
@@ -100,9 +103,10 @@ class LostSamples:
 
         None for a client with a cursor of this start: it got them before.
         """
-        if cursor >= self._first_cursor:
+        if self._is_recent(cursor):
             return []
-        client = self._client(sampler.sampler_id, clone)
+        # Asking leaves nothing behind: anybody may ask, for any copy, also after the session's end.
+        client = self._clients.get(sampler.sampler_id, {}).get(clone) or _Client()
         first = clone * CLONE_BLOCK // BLOCK
         last = await self._last_block(sampler, first, client.new_blocks)
         if last is None:
@@ -111,6 +115,10 @@ class LostSamples:
         lows = [await self._low(sampler, block) for block in (last, max(last - 1, first))]
         numbers = set(range(min(lows), (last + 1) * BLOCK)) - client.unfinished
         return [f"{sampler.sampler_id}:{number}" for number in sorted(numbers)]
+
+    def _is_recent(self, cursor: int) -> bool:
+        """Whether a cursor is one of this start."""
+        return self._first_cursor <= cursor <= (int(self._clock.wall()) + 1) * _PER_S
 
     def _client(self, sampler_id: str, clone: int) -> _Client:
         return self._clients.setdefault(sampler_id, {}).setdefault(clone, _Client())

@@ -35,9 +35,10 @@ from tinkex.errors import EngineDiedError, InputError, RequestFailedError, Stora
 from tinkex.server.scheduler.checkpoints import failure
 from tinkex.server.scheduler.engine_access import EngineRestartedError
 from tinkex.server.scheduler.jobs import Done, check_created, check_same, spec_of
-from tinkex.server.scheduler.outcomes import CANCELLED, retry_wait_s
+from tinkex.server.scheduler.outcomes import CANCELLED
 from tinkex.server.scheduler.plan import Queue
-from tinkex.server.scheduler.samplers import SESSION_OVER, UnsavedSamplers, quietly
+from tinkex.server.scheduler.samplers import SESSION_OVER, UnsavedSamplers
+from tinkex.server.supervision import no_stray_cancellation, quietly, retry_wait_s
 from tinkex.types import CreateModelResponse, LoadWeightsResponse, UnloadModelResponse, Usage
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RunParts:
-    """What all runs share. `changed` plans again, `start` runs something in the background."""
+    """What all runs share. `changed` plans a run again, `start` runs work in the background."""
 
     store: Store
     changes: Changes
@@ -86,7 +87,7 @@ class RunParts:
     samplers: PublishedSamplers
     outcomes: Outcomes
     settings: ServerSettings
-    changed: Callable[[], None]
+    changed: Callable[[ModelRun], None]
     start: Callable[..., None]
 
 
@@ -184,6 +185,12 @@ class ModelRun:
         return idle or self._state == "closed"
 
     @property
+    def idle(self) -> bool:
+        """Whether nothing is to be started for it before it says that it has changed."""
+        wanted = self._leaves or self._wanted is not None
+        return not self.queue.waiting and (self.active or not wanted)
+
+    @property
     def missing(self) -> bool:
         """Whether the next work needs the model, and the engine does not have it."""
         head = self.queue.head
@@ -214,7 +221,7 @@ class ModelRun:
         if self._state == "closed":
             raise _session_over()
         wanted = self._wanted = self._wanted or _Wanted()
-        self._parts.changed()
+        self._parts.changed(self)
         await wanted.done.wait()
         if wanted.error is not None:
             raise wanted.error
@@ -222,7 +229,7 @@ class ModelRun:
     def leave(self) -> None:
         """The session is over: drop the model when everything that was accepted has run."""
         self._leaves = True
-        self._parts.changed()
+        self._parts.changed(self)
 
     # -- transitions ----------------------------------------------------------------------------
 
@@ -250,7 +257,7 @@ class ModelRun:
     def _idle(self) -> None:
         """Nothing runs any more."""
         self._enter("ready" if self.in_engine else "absent")
-        self._parts.changed()
+        self._parts.changed(self)
 
     def evict(self) -> None:
         """Treat the engine's copy as lost: the next use restores the model from its records."""
@@ -262,12 +269,15 @@ class ModelRun:
         self.queue.not_before = self._parts.clock.now() + retry_wait_s(self._failures)
         _log.error("%s is tried again later: %s", self.model_id, error)
 
-    def failed(self, error: Exception) -> None:
-        """End an activity that raised an unexpected error."""
+    def failed(self, error: Exception, again: Sequence[Operation] = ()) -> None:
+        """End an activity that raised an unexpected error; operations that it had run `again`."""
         self.evict()
         self.rest(error)
+        self.queue.waiting.update({op.seq_id: op for op in again})
         if self.active:
             self._idle()
+        else:
+            self._parts.changed(self)
 
     def ran(self, last_seq: int, again: Sequence[Operation], error: Exception | None) -> bool:
         """Operations up to `last_seq` ended, but those that run `again`; True if a snapshot is due.
@@ -296,8 +306,9 @@ class ModelRun:
         error: Exception | None = self._given_up
         try:
             if error is None:
-                async with access.running([name]):
-                    await self._replay()
+                with no_stray_cancellation():
+                    async with access.running([name]):
+                        await self._replay()
                 access.clear([name])
                 self._failures = 0
                 self._answer(None)
@@ -325,6 +336,10 @@ class ModelRun:
             raise failure(f"model {self.model_id!r} was unloaded; create another one")
         journal = await parts.store.journal(self.model_id, model.snapshot_seq)
         done = [op for op in journal if op.state == "done"]
+        for op in done:
+            # Its outcome was stored although storing it raised an error.
+            if self.queue.withdraw(op) is not None:
+                parts.outcomes.found_finished(op)
         check_created(model, done)
         await self._start_from_snapshot(model, epoch)
         succeeded = [op for op in done if op.outcome is not None and op.outcome.error is None]
@@ -391,9 +406,9 @@ class ModelRun:
         self._answer(error)
         head = self.queue.head
         if head is not None:
-            del self.queue.waiting[head.seq_id]
             outcomes = self._parts.outcomes
             await outcomes.finish(head, outcomes.settled(head, error))
+            self.queue.waiting.pop(head.seq_id, None)
             self.queue.advance(head.seq_id)
 
     def _answer(self, error: Exception | None) -> None:
@@ -452,7 +467,7 @@ class ModelRun:
                 return await checkpoints.state(op, model, request, epoch)
             case "save_weights_for_sampler":
                 response, sampler = await checkpoints.for_sampler(op, model, request, epoch)
-                if sampler is not None and sampler.location is None:
+                if sampler is not None and sampler.location is None and sampler.dropped is None:
                     self.unsaved_samplers.add(sampler)
                 return response
             case "save_weights_external":
@@ -549,8 +564,9 @@ class ModelRun:
     async def _try_snapshot(self) -> None:
         access, name = self._parts.access, f"saving {self.model_id}"
         try:
-            async with access.running([name]):
-                await self._take_snapshot(self.queue.next_seq - 1)
+            with no_stray_cancellation():
+                async with access.running([name]):
+                    await self._take_snapshot(self.queue.next_seq - 1)
             access.clear([name])
             self._snapshot_failures = 0
         except EngineRestartedError:
@@ -607,12 +623,13 @@ class ModelRun:
         await quietly(parts.access.engine.drop_adapter(self.model_id))
         try:
             # A request that was accepted before the session ended may have published one more.
-            samplers = await parts.store.samplers(model_id=self.model_id)
-            alive = [sampler for sampler in samplers if sampler.dropped is None]
-            await parts.samplers.drop(alive, SESSION_OVER)
-            self.unsaved_samplers.forget(alive)
-            await self._delete_snapshots()
-            await self._close()
+            with no_stray_cancellation():
+                samplers = await parts.store.samplers(model_id=self.model_id)
+                held = [sampler for sampler in samplers if parts.samplers.holds(sampler)]
+                await parts.samplers.drop(held, SESSION_OVER)
+                self.unsaved_samplers.forget(samplers)
+                await self._delete_snapshots()
+                await self._close()
         except Exception as error:  # noqa: BLE001 - it leaves later
             self._leaves = True
             self.rest(error)
@@ -620,7 +637,7 @@ class ModelRun:
             return
         self._answer(_session_over())
         self._enter("closed")
-        parts.changed()
+        parts.changed(self)
 
     async def _close(self) -> None:
         model = await self._parts.store.get_model(self.model_id)

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 import anyio
 
 from tinkex.clock import time_limit
 from tinkex.errors import InputError, RequestFailedError, StorageError
-from tinkex.server.store.records import OperationOutcome, UsageEntry
+from tinkex.server.store.records import OperationOutcome, UsageEntry, changed
+from tinkex.server.supervision import no_stray_cancellation, retry_wait_s
 from tinkex.types import Usage
 
 if TYPE_CHECKING:
@@ -30,17 +31,9 @@ if TYPE_CHECKING:
 
 CANCELLED = OperationOutcome(error="The operation was cancelled.", category="user")
 
-_FIRST_RETRY_S = 0.5
-_LONGEST_RETRY_S = 30.0
-
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-
-def retry_wait_s(failures: int) -> float:
-    """How long to wait before the next try after so many failures in a row."""
-    return min(_FIRST_RETRY_S * 2.0 ** (failures - 1), _LONGEST_RETRY_S)
 
 
 class Waiters:
@@ -119,11 +112,20 @@ class Load:
             self._in_flight[op.op_id] = (op.owner, amount)
             self._change(op.owner, amount, 1)
 
+    def __contains__(self, op_id: object) -> bool:
+        """Whether an operation is accepted and not finished."""
+        return op_id in self._in_flight
+
     def remove(self, op_id: str) -> None:
         """Count an operation no more: it ended, or was forgotten."""
         owner, amount = self._in_flight.pop(op_id, ("", None))
         if amount is not None:
             self._change(owner, amount, -1)
+
+    def clear(self) -> None:
+        """Forget everything, as a restart does."""
+        self._in_flight.clear()
+        self._sums.clear()
 
     def of(self, owner: str) -> Amount:
         """What a tenant has in flight."""
@@ -185,23 +187,39 @@ class Outcomes:
     async def start(self, op_ids: Sequence[str], at: float) -> None:
         """Note that operations run; it is not worth failing for."""
         try:
-            await self._store.start(op_ids, at)
-        except StorageError as error:
+            with no_stray_cancellation():
+                await self._store.start(op_ids, at)
+        except Exception as error:  # noqa: BLE001 - only a note
             _log.warning("the start of %d operations is not noted: %s", len(op_ids), error)
 
     async def finish(self, op: Operation, outcome: OperationOutcome) -> bool:
         """Record an outcome, however long the storage takes; False when there was one."""
         if op.started_at is not None:
             queue_s = max(op.started_at - op.created_at, 0.0)
-            outcome = replace(outcome, usage=outcome.usage + Usage(queue_s=queue_s))
-        failures = 0
+            outcome = changed(outcome, usage=outcome.usage + Usage(queue_s=queue_s))
+        failures, surprises = 0, 0
         while True:
             try:
-                return await self._record(op, outcome)
+                with no_stray_cancellation():
+                    return await self._record(op, outcome)
             except StorageError as error:
                 failures += 1
                 _log.error("the outcome of %s cannot be stored yet: %s", op.op_id, error)
                 await self._clock.sleep(retry_wait_s(failures))
+            except Exception:
+                # It may have been stored all the same, which a second try finds out.
+                surprises += 1
+                if surprises > 1:
+                    raise
+
+    def is_unfinished(self, op: Operation) -> bool:
+        """Whether an accepted operation has no outcome yet."""
+        return op.op_id in self._load
+
+    def found_finished(self, op: Operation) -> None:
+        """The store has an outcome that was taken for lost."""
+        self._load.remove(op.op_id)
+        self._waiters.ring(op.op_id)
 
     async def _record(self, op: Operation, outcome: OperationOutcome) -> bool:
         now = self._clock.wall()

@@ -70,6 +70,12 @@ class Queue:
             self.void.add(op.seq_id)
         return found
 
+    def put_back(self, op: Operation) -> None:
+        """Let an operation wait again that was withdrawn."""
+        if op.seq_id >= self.next_seq:
+            self.void.discard(op.seq_id)
+            self.waiting[op.seq_id] = op
+
     def skip(self, seq_id: int) -> None:
         """No operation will have this number."""
         if seq_id >= self.next_seq:

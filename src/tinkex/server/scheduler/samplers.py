@@ -15,7 +15,7 @@ import anyio
 
 from tinkex.errors import EngineDiedError
 from tinkex.server.scheduler.engine_access import EngineRestartedError
-from tinkex.server.scheduler.outcomes import retry_wait_s
+from tinkex.server.supervision import no_stray_cancellation, quietly, retry_wait_s
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator, Sequence
@@ -70,12 +70,22 @@ class PublishedSamplers:
         known = self._live.get(sampler_id)
         return known is not None and known.epoch == self._access.epoch()
 
+    def holds(self, sampler: StoredSampler) -> bool:
+        """Whether anything is left of a sampler besides its record: in memory, or in a file."""
+        is_live = sampler.sampler_id in self._live
+        return is_live or sampler.dropped is None or sampler.location is not None
+
     async def publish(self, sampler: StoredSampler, epoch: Epoch) -> None:
         """Freeze a model as it is now for a sampler."""
         model_id, snapshot = sampler.model_id or "", sampler.snapshot or sampler.sampler_id
         await self._access.guard(epoch, self._access.engine.publish(model_id, snapshot))
         self.add(sampler)
         self._live[sampler.sampler_id].epoch = epoch
+
+    async def withdraw(self, sampler: StoredSampler) -> None:
+        """Undo a `publish` of which there is no record."""
+        self._live.pop(sampler.sampler_id, None)
+        await quietly(self._access.engine.drop_snapshot(sampler.snapshot or sampler.sampler_id))
 
     async def save(self, sampler: StoredSampler) -> None:
         """Write a published snapshot to its file, and note where it is."""
@@ -210,6 +220,7 @@ class UnsavedSamplers:
         """Samplers that are saved, or gone."""
         for sampler in samplers:
             self._unsaved.pop(sampler.sampler_id, None)
+            self._access.clear([_keeping(sampler)])
         self._notify()
 
     async def saved(self) -> None:
@@ -232,7 +243,8 @@ class UnsavedSamplers:
         try:
             while (sampler := self._next()) is not None:
                 try:
-                    await self._write(sampler)
+                    with no_stray_cancellation():
+                        await self._write(sampler)
                     failures = 0
                 except EngineRestartedError:
                     continue
@@ -245,16 +257,16 @@ class UnsavedSamplers:
             self._notify()
 
     async def _write(self, sampler: StoredSampler) -> None:
-        access, name = self._access, f"keeping {sampler.sampler_id}"
+        access, name = self._access, _keeping(sampler)
         try:
             async with access.running([name]):
                 await self._samplers.save(sampler)
         except EngineDiedError:
-            if not access.blame(name):
+            # One that was forgotten meanwhile is not tried again, so it is no suspect.
+            if sampler.sampler_id not in self._unsaved or not access.blame(name):
                 return
             why = "the engine died each time they were written to disk"
             await self._samplers.drop([sampler], why)
-        access.clear([name])
         self.forget([sampler])
 
     def _next(self) -> StoredSampler | None:
@@ -267,15 +279,10 @@ class UnsavedSamplers:
         changed.set()
 
 
+def _keeping(sampler: StoredSampler) -> str:
+    """The name under which deaths of the engine are counted while a sampler is written."""
+    return f"keeping {sampler.sampler_id}"
+
+
 def _location(sampler: StoredSampler) -> str:
     return f"sampler/{sampler.sampler_id}"
-
-
-async def quietly(cleanup: Awaitable[object]) -> bool:
-    """Await a clean-up; a failure is logged and changes nothing else. False if it failed."""
-    try:
-        await cleanup
-    except Exception:  # noqa: BLE001 - the clean-up ends here
-        _log.exception("clean-up failed")
-        return False
-    return True

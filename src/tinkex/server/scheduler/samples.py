@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict, defaultdict
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 import anyio
@@ -22,7 +21,9 @@ from tinkex.errors import EngineDiedError
 from tinkex.server.scheduler.checkpoints import failure
 from tinkex.server.scheduler.engine_access import EngineRestartedError
 from tinkex.server.scheduler.jobs import died_under, sampled
-from tinkex.server.scheduler.outcomes import CANCELLED, retry_wait_s
+from tinkex.server.scheduler.outcomes import CANCELLED
+from tinkex.server.store.records import changed
+from tinkex.server.supervision import no_stray_cancellation, retry_wait_s
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from tinkex.server.scheduler.outcomes import Load, Outcomes
     from tinkex.server.scheduler.samplers import PublishedSamplers
     from tinkex.server.store.protocol import Store
-    from tinkex.server.store.records import Operation
+    from tinkex.server.store.records import Operation, OperationOutcome
 
 _log = logging.getLogger(__name__)
 
@@ -63,11 +64,14 @@ class Shares:
         """Let a sample wait for its turn."""
         self._waiting.setdefault(op.owner, OrderedDict())[op.op_id] = op
 
-    def withdraw(self, op: Operation) -> None:
-        """Forget a sample that waits, if it does."""
+    def withdraw(self, op: Operation) -> bool:
+        """Forget a sample that waits; False if it does not."""
         queue = self._waiting.get(op.owner)
-        if queue is not None and queue.pop(op.op_id, None) is not None and not queue:
+        if queue is None or queue.pop(op.op_id, None) is None:
+            return False
+        if not queue:
             del self._waiting[op.owner]
+        return True
 
     def take(self) -> list[Operation]:
         """Those that start now."""
@@ -202,8 +206,13 @@ class SampleRunner:
 
     async def cancel(self, op: Operation) -> bool:
         """Withdraw a sample; False when it has ended."""
-        self._shares.withdraw(op)
-        cancelled = await self._outcomes.finish(op, CANCELLED)
+        waited = self._shares.withdraw(op)
+        try:
+            cancelled = await self._outcomes.finish(op, CANCELLED)
+        except BaseException:
+            if waited:
+                self.put(op)
+            raise
         _, scope = self._running.get(op.op_id, (None, None))
         if scope is not None:
             scope.cancel()
@@ -229,12 +238,10 @@ class SampleRunner:
         with scope:
             try:
                 now = self._clock.wall()
-                op = replace(op, state="running", started_at=now)
+                op = changed(op, state="running", started_at=now)
                 await self._outcomes.start([op.op_id], now)
                 outcome = self._outcomes.settled(op, await self._result(op))
-                await self._outcomes.finish(op, outcome)
-            except Exception:  # noqa: BLE001 - one sample ends here, the others continue
-                _log.exception("sample %s ended with an unexpected error", op.op_id)
+                await self._finish(op, outcome)
             finally:
                 self._access.clear([op.op_id])
                 # By scope: after `forget`, the same id may already belong to a repeated sample.
@@ -246,11 +253,25 @@ class SampleRunner:
                         self._ended.set()
                         self._ended = anyio.Event()
 
+    async def _finish(self, op: Operation, outcome: OperationOutcome) -> None:
+        """Record an outcome; one that cannot be stored is replaced by the failure."""
+        failures = 0
+        while True:
+            try:
+                await self._outcomes.finish(op, outcome)
+                return
+            except Exception as error:  # noqa: BLE001 - tried again
+                _log.exception("the outcome of sample %s cannot be stored", op.op_id)
+                outcome = self._outcomes.settled(op, error)
+                failures += 1
+                await self._clock.sleep(retry_wait_s(failures))
+
     async def _result(self, op: Operation) -> Done | Exception:
         failures = 0
         while True:
             try:
-                return await self._sample(op)
+                with no_stray_cancellation():
+                    return await self._sample(op)
             except EngineRestartedError:
                 failures += 1
                 if self._access.hopeless or failures > 1:

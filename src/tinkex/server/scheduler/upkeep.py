@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 
 import anyio
 
-from tinkex.server.scheduler.samplers import SESSION_OVER, quietly
+from tinkex.server.scheduler.samplers import SESSION_OVER
+from tinkex.server.store.records import AuditEntry
+from tinkex.server.supervision import quietly
 from tinkex.types import SessionCancelled
 
 if TYPE_CHECKING:
@@ -21,12 +23,17 @@ if TYPE_CHECKING:
     from tinkex.server.scheduler.worker import Worker
     from tinkex.server.server_settings import ServerSettings
     from tinkex.server.store.protocol import Store
+    from tinkex.server.store.records import StoredCheckpoint, StoredSession
+
+# A sweep that begins so much too late, or on another date, says that the server was away.
+_AWAY_S = 10.0
 
 # How often old records are deleted, how many at once, and the pause between two such batches, in
 # which other requests use the store.
 PRUNE_INTERVAL_S = 600.0
 _PRUNE_BATCH = 1000
 _PRUNE_PAUSE_S = 1.0
+_DAY_S = 24 * 3600.0
 
 _log = logging.getLogger(__name__)
 
@@ -62,7 +69,7 @@ class SessionEnds:
         return len(self._ended)
 
     def add(self, session_id: str) -> None:
-        """Clean up after a session soon."""
+        """Clean up after a session soon, if it is over."""
         self._ended[session_id] = None
         self._changed.set()
 
@@ -76,17 +83,18 @@ class SessionEnds:
             await self._changed.wait()
             self._changed = anyio.Event()
             for session_id in list(self._ended):
-                try:
-                    await self._clean_up(session_id)
+                # What fails is tried again at the next sweep.
+                if await quietly(self._clean_up(session_id), f"cleaning up after {session_id}"):
                     self._ended.pop(session_id, None)
-                except Exception as error:  # noqa: BLE001 - tried again at the next sweep
-                    _log.error("session %s is cleaned up later: %s", session_id, error)
 
     async def _clean_up(self, session_id: str) -> None:
+        session = await self._store.get_session(session_id)
+        if session is not None and session.active:
+            return  # its end was not stored
         samplers = await self._store.samplers(session_id)
         for sampler in samplers:
             self._lost.forget(sampler.sampler_id)
-        held = [s for s in samplers if s.dropped is None or s.location is not None]
+        held = [sampler for sampler in samplers if self._samplers.holds(sampler)]
         await self._samplers.drop(held, SESSION_OVER)
         for sampler in held:
             run = self._runs.get(sampler.model_id or "")
@@ -112,53 +120,102 @@ class Upkeep:
         self._worker = worker
         self._clock = clock
         self._settings = settings
+        # Mutable state: when the last sweep ended, and on which date.
+        self._swept: tuple[float, float] | None = None
 
     async def run(self) -> None:
         """Sweep often, and prune the history now and then, until cancelled."""
         async with anyio.create_task_group() as group:
             group.start_soon(self._repeat, self.sweep, self._settings.upkeep_interval_s)
-            group.start_soon(self._repeat, self.prune, PRUNE_INTERVAL_S)
+            # A short history is not kept for much longer than it says.
+            often = max(self._settings.history_s, self._settings.upkeep_interval_s)
+            group.start_soon(self._repeat, self.prune, min(PRUNE_INTERVAL_S, often))
 
     async def _repeat(self, work: Callable[[], Awaitable[None]], interval_s: float) -> None:
         while True:
             await self._clock.sleep(interval_s)
-            try:
-                await work()
-            except Exception:  # noqa: BLE001 - this round ends here; the next may succeed
-                _log.exception("upkeep failed")
+            await quietly(work(), "upkeep")
 
     async def sweep(self) -> None:
         """End silent sessions, delete expired checkpoints and old results."""
+        try:
+            await self._excuse_silence()
+            await self._sweep()
+        finally:
+            self._swept = (self._clock.now(), self._clock.wall())
+
+    async def _excuse_silence(self) -> None:
+        """Count every session as seen if the server could not hear it, or its date has changed."""
+        if self._swept is None:
+            return
+        elapsed_s = self._clock.now() - self._swept[0]
+        by_date_s = self._clock.wall() - self._swept[1]
+        late_s = elapsed_s - self._settings.upkeep_interval_s
+        if late_s > _AWAY_S or abs(by_date_s - elapsed_s) > _AWAY_S:
+            _log.warning(
+                "the server was away, or its date was set (%.0f s have passed, %.0f s by date): "
+                "the silence of sessions counts from now on",
+                elapsed_s,
+                by_date_s,
+            )
+            await self._store.touch_sessions(self._clock.wall())
+
+    async def _sweep(self) -> None:
         await self._worker.retry_endings()
         now = self._clock.wall()
-        for session in await self._store.sessions(active=True):
+        before = now - self._settings.session_timeout_s
+        for session in await self._store.silent_sessions(before):
             silent_s = now - session.last_seen_at
             if session.heartbeats and silent_s > self._settings.session_timeout_s:
-                status = SessionCancelled(detail=f"no heartbeat for {silent_s:.0f} s")
-                await self._worker.end_session(session, status)
+                detail = f"no heartbeat for {silent_s:.0f} s"
+                await quietly(self._time_out(session, detail), f"ending {session.session_id}")
         for checkpoint in await self._store.checkpoints(expired_at=now):
-            # The record last: if this fails, the next sweep finds by it what is left to delete.
-            await self._worker.checkpoints.forget_location(checkpoint.location)
-            await self._worker.changes.delete_checkpoint(checkpoint)
+            await quietly(self._expire(checkpoint), f"deleting {checkpoint.path}")
         old = now - self._settings.result_ttl_s
         await self._store.drop_results_before(old)
         await self._store.forget_operations_before(old)
 
+    async def _time_out(self, session: StoredSession, detail: str) -> None:
+        """End one session; if that fails, the next sweep tries it again."""
+        if not await self._worker.end_session(session, SessionCancelled(detail=detail)):
+            return  # its client has just ended it
+        await self._store.audit(
+            AuditEntry(
+                at=self._clock.wall(),
+                owner=session.owner,
+                topic="sessions",
+                event="session_timed_out",
+                details={"session_id": session.session_id, "detail": detail},
+            )
+        )
+
+    async def _expire(self, checkpoint: StoredCheckpoint) -> None:
+        # The record last: if this fails, the next sweep finds by it what is left to delete.
+        await self._worker.checkpoints.forget_location(checkpoint.location)
+        await self._worker.changes.delete_checkpoint(checkpoint)
+
     async def prune(self) -> None:
         """End sessions of clients without heartbeats, and delete what ended `history_s` ago."""
-        await self._end_unattended()
+        await quietly(self._end_unattended(), "ending sessions without heartbeats")
         while await self._store.prune(self._clock.wall() - self._settings.history_s, _PRUNE_BATCH):
+            await self._clock.sleep(_PRUNE_PAUSE_S)
+        oldest = self._clock.wall() - self._settings.audit_days * _DAY_S
+        while await self._store.forget_audit_before(oldest, _PRUNE_BATCH):
             await self._clock.sleep(_PRUNE_PAUSE_S)
 
     async def _end_unattended(self) -> None:
         """End the sessions of clients that send no heartbeats, when no result is left to read.
 
-        The oldest clients open a session for every sample. A session with a model stays open,
-        because its client may still return.
+        The oldest clients open a session for every sample, so these ends are not in the audit log.
+        A session with a model stays open, because its client may still return.
         """
         status = SessionCancelled(detail="a client without heartbeats, not seen for long")
         before = self._clock.wall() - self._settings.result_ttl_s
         while found := await self._store.unattended_sessions(before, _PRUNE_BATCH):
-            for session in found:
-                await self._worker.end_session(session, status)
+            ended = [
+                await quietly(self._worker.end_session(each, status), f"ending {each.session_id}")
+                for each in found
+            ]
+            if not any(ended):
+                return
             await self._clock.sleep(_PRUNE_PAUSE_S)

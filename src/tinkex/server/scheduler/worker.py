@@ -6,6 +6,7 @@ after a restart of the engine or of the server.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import anyio
 
 from tinkex.clock import time_limit
+from tinkex.errors import ClosedError, RequestFailedError, StorageError
 from tinkex.server.scheduler.checkpoints import Checkpoints
 from tinkex.server.scheduler.engine_access import EngineAccess
 from tinkex.server.scheduler.jobs import Done, Jobs
@@ -21,15 +23,22 @@ from tinkex.server.scheduler.loop import SchedulerLoop
 from tinkex.server.scheduler.lost_samples import LostSamples
 from tinkex.server.scheduler.model_run import ModelRun, RunParts
 from tinkex.server.scheduler.outcomes import CANCELLED, Load, Outcomes
+from tinkex.server.scheduler.room import Room
 from tinkex.server.scheduler.samplers import PublishedSamplers
 from tinkex.server.scheduler.samples import SampleRunner, Shares
 from tinkex.server.scheduler.upkeep import SessionEnds
 from tinkex.server.store.changes import Changes
 from tinkex.server.store.records import OperationOutcome
+from tinkex.server.supervision import (
+    keep_running,
+    no_stray_cancellation,
+    quietly,
+    retry_wait_s,
+)
 from tinkex.types import Usage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Awaitable, Callable, Generator, Sequence
     from contextlib import AbstractAsyncContextManager
 
     from anyio.abc import TaskGroup
@@ -42,6 +51,13 @@ if TYPE_CHECKING:
     from tinkex.server.store.protocol import Store
     from tinkex.server.store.records import Operation, OpKind, StoredSession
     from tinkex.types import SessionStatus
+
+
+_LAST_SEQ = (1 << 63) - 1  # the largest number that a database has
+# Tries to read what is stored, of the server or of one model.
+_MOST_READS = 3
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +93,15 @@ class Worker:
         self.lost = LostSamples(store, clock)
         self._access = access = EngineAccess(engine, settings.max_engine_deaths)
         self._samplers = samplers = PublishedSamplers(store, access, clock)
+        self.room = room = Room(
+            store,
+            samplers,
+            clock,
+            max_stored_bytes=settings.max_stored_bytes,
+            max_checkpoints=settings.max_checkpoints,
+        )
         self.checkpoints = Checkpoints(
-            store, self.changes, access, samplers, clock, settings.max_stored_bytes
+            store, self.changes, access, samplers, clock, room, settings.max_samplers
         )
         jobs = Jobs(store, decode, bool(getattr(engine, "takes_bodies", False)))
         self._outcomes = outcomes = Outcomes(
@@ -96,10 +119,11 @@ class Worker:
             self._restored,
         )
         # Mutable state: the run of every model that is alive; training requests that are being
-        # read, by owner and oldest first; where background work runs.
+        # read, by owner and oldest first; where background work runs; why nothing runs any more.
         self._runs: dict[str, ModelRun] = {}
         self._arriving: dict[str, dict[object, float]] = {}
         self._group: TaskGroup | None = None
+        self.ended: str | None = None
         self._loop = SchedulerLoop(
             self._runs, clock, access, jobs, outcomes, settings, self._oldest_arrivals
         )
@@ -113,7 +137,7 @@ class Worker:
             samplers=samplers,
             outcomes=outcomes,
             settings=settings,
-            changed=self._loop.plan_again,
+            changed=self._loop.attend,
             start=self._start,
         )
         self._ends = SessionEnds(
@@ -127,7 +151,7 @@ class Worker:
 
     def queue_lengths(self) -> dict[str, int]:
         """How many operations wait for their turn, by kind."""
-        kinds = (op.kind for run in self._runs.values() for op in run.queue.waiting.values())
+        kinds = (op.kind for queue in self._loop.queues for op in queue.waiting.values())
         return dict(Counter[str](kinds) + Counter({"sample": self._samples.waiting}))
 
     @property
@@ -151,49 +175,108 @@ class Worker:
         }
 
     async def run(self) -> None:
-        """Load what the store has pending, then plan and start work until cancelled."""
-        pending = await self._load()
+        """Load what the store has pending, then plan and start work until cancelled.
+
+        Returns only if the scheduler itself has failed; `ended` says why.
+        """
+        try:
+            with no_stray_cancellation():
+                await self._run()
+        except Exception as error:  # noqa: BLE001 - reported; the process ends in order
+            _log.critical("the scheduler has ended", exc_info=error)
+            self.ended = f"the scheduler has ended ({type(error).__name__})"
+
+    async def _run(self) -> None:
+        pending = await self._load_patiently()
+        failure: Exception | None = None
         async with anyio.create_task_group() as group:
             self._group = group
-            group.start_soon(self._ends.run)
+            group.start_soon(keep_running, "ending sessions", self._ends.run, self._clock)
             self._samples.run_in(group)
+            by_model: dict[str, list[Operation]] = {}
             for op in pending:
+                self.load.add(op)
                 if op.kind == "sample":
                     self._samples.put(op)
+                else:
+                    by_model.setdefault(cast("str", op.model_id), []).append(op)
+            for operations in by_model.values():
+                group.start_soon(self._resume, operations)
             try:
-                await self._loop.run(group)
+                with no_stray_cancellation():
+                    await self._loop.run(group)
+            except Exception as error:  # noqa: BLE001 - raised below, outside the group
+                failure = error
+                group.cancel_scope.cancel()
             finally:
                 self._samples.run_in(None)
+                self._group = None
+                self.load.clear()
+                self._runs.clear()
+                self._loop.forget()
+        if failure is not None:
+            raise failure
+
+    async def _load_patiently(self) -> list[Operation]:
+        failures = 0
+        while True:
+            try:
+                with no_stray_cancellation():
+                    return await self._load()
+            except Exception:
+                failures += 1
+                if failures == _MOST_READS:
+                    raise
+                _log.exception("what is stored could not be read; it is tried again")
+                await self._clock.sleep(retry_wait_s(failures))
 
     async def _load(self) -> list[Operation]:
-        """Put back into memory what is alive in the store; returns what has not finished."""
+        """Note what is alive in the store; returns what has not finished.
+
+        Models are loaded when something is to be done for them.
+        """
         store = self._store
         # Clients could not send heartbeats while the server was down.
         await store.touch_sessions(self._clock.wall())
-        self._runs.clear()
-        for sampler in (*await store.samplers(located=True), *await store.samplers(unsaved=True)):
-            if not await self._is_active(sampler.session_id):
+        samplers = (*await store.samplers(located=True), *await store.samplers(unsaved=True))
+        models = await store.open_models()
+        # Read last: requests are answered meanwhile, and a model that has just been created must
+        # find its session here.
+        active = {session.session_id for session in await store.sessions(active=True)}
+        for sampler in samplers:
+            if sampler.session_id not in active:
                 self._ends.add(sampler.session_id)
             elif sampler.dropped is not None:
-                await self._samplers.drop([sampler], sampler.dropped)
+                await quietly(self._samplers.drop([sampler], sampler.dropped))
             elif sampler.snapshot is not None:
                 self._samplers.add(sampler)
-        for model in await store.open_models():
-            run = self._runs[model.model_id] = await ModelRun.load(model, self._parts)
-            if not await self._is_active(model.session_id):
-                run.leave()
-        pending = list(await store.pending())
-        for op in pending:
-            self.load.add(op)
-            if op.kind != "sample":
-                queue = (await self._run_of(cast("str", op.model_id))).queue
-                queue.put(op, self._clock.now())
-                queue.next_seq = min(queue.next_seq, op.seq_id)
-        return pending
+        for model in models:
+            if model.session_id not in active:
+                self._ends.add(model.session_id)
+        # Those in `load` have just arrived, and are queued.
+        return [op for op in await store.pending() if op.op_id not in self.load]
 
-    async def _is_active(self, session_id: str) -> bool:
-        session = await self._store.get_session(session_id)
-        return session is not None and session.active
+    async def _resume(self, operations: Sequence[Operation]) -> None:
+        """Queue unfinished operations of one model; they fail if the model cannot be read."""
+        failures = 0
+        while operations:
+            try:
+                with no_stray_cancellation():
+                    queue = (await self._run_of(cast("str", operations[0].model_id))).queue
+            except Exception as error:  # noqa: BLE001 - one model is tried again, or fails
+                failures += 1
+                _log.exception("%s could not be read", operations[0].model_id)
+                if failures >= _MOST_READS and not isinstance(error, StorageError):
+                    for op in operations:
+                        await quietly(self._outcomes.finish(op, self._outcomes.settled(op, error)))
+                    operations = [op for op in operations if op.op_id in self.load]
+                await self._clock.sleep(retry_wait_s(failures))
+            else:
+                queue.next_seq = min(queue.next_seq, *(op.seq_id for op in operations))
+                for op in operations:
+                    queue.put(op, self._clock.now())
+                self._loop.attend(self._runs[queue.model_id])
+                return
 
     async def stop(self) -> None:
         """Start nothing new, let what runs end, and save the models, within `grace_s`."""
@@ -202,11 +285,14 @@ class Worker:
             return
         async with time_limit(self._clock, grace_s):
             self._samples.run_in(None)
+            if self.ended is not None:
+                return
             await self._loop.stop()
             await self._samples.idle()
 
     async def submit(self, operation: Operation) -> Operation:
         """Accept an operation, or find the one that was accepted under its id."""
+        self._check_alive()
         if operation.kind == "sample":
             return await self._submit_sample(operation)
         accepted, new = operation, False
@@ -214,17 +300,30 @@ class Worker:
         # queued, so that nothing would run it before a restart.
         with anyio.CancelScope(shield=True):
             accepted, new = await self._store.submit(operation)
-            if new:
+            if new or self._is_lost(accepted):
                 self._accepted(accepted)
-                await self._enqueue(accepted)
+                try:
+                    await self._enqueue(accepted)
+                except BaseException:
+                    # It was not acknowledged; sent again, it is queued.
+                    self.load.remove(accepted.op_id)
+                    raise
         return accepted
+
+    def _is_lost(self, operation: Operation) -> bool:
+        """Whether an operation is stored and nothing runs it: an error came in between."""
+        return operation.state != "done" and operation.op_id not in self.load
+
+    def _check_alive(self) -> None:
+        if self.ended is not None:
+            raise ClosedError(f"{self.ended}; the server is started again")
 
     async def _submit_sample(self, operation: Operation) -> Operation:
         numbered = operation.op_id == f"{operation.sampler_id}:{operation.seq_id}"
         if numbered:
             await self.lost.begin(operation)
         accepted, new = await self._store.submit(operation)
-        if new:
+        if new or self._is_lost(accepted):
             self._accepted(accepted)
             if numbered:
                 self.lost.began(accepted)
@@ -233,6 +332,7 @@ class Worker:
 
     def place(self, operation: Operation) -> AbstractAsyncContextManager[None]:
         """A turn for a sample that its caller runs itself; the operation is never stored."""
+        self._check_alive()
         return self._samples.place(operation)
 
     async def submit_done(self, operation: Operation, value: object) -> Operation:
@@ -263,6 +363,9 @@ class Worker:
     async def take_turn(self, model_id: str) -> int:
         """The number of a request whose client does not number its requests."""
         queue = (await self._run_of(model_id)).queue
+        if queue.last_seq >= _LAST_SEQ:
+            used_up = f"the numbers of model {model_id!r} are used up; create another model"
+            raise RequestFailedError(used_up, None, "user")
         queue.last_seq += 1
         return queue.last_seq
 
@@ -276,7 +379,7 @@ class Worker:
         run = self._runs.get(model_id)
         if run is not None:
             run.queue.skip(seq_id)
-            self._loop.plan_again()
+            self._loop.attend(run)
 
     def is_waited_for(self, model_id: str, seq_id: int) -> bool:
         """Whether operations of a model that are here cannot run before this one."""
@@ -289,27 +392,35 @@ class Worker:
             return await self._samples.cancel(operation)
         run = self._runs.get(operation.model_id or "")
         waiting = None if run is None else run.queue.withdraw(operation)
-        if waiting is None:
+        if run is None or waiting is None:
             return False
-        self._loop.plan_again()
-        return await self._outcomes.finish(waiting, CANCELLED)
+        try:
+            return await self._outcomes.finish(waiting, CANCELLED)
+        except BaseException:
+            run.queue.put_back(waiting)
+            raise
+        finally:
+            self._loop.attend(run)
 
     async def end_session(self, session: StoredSession, status: SessionStatus) -> bool:
         """End a session and free what it held: samples at once, the rest soon.
 
         False when it had ended already: the first status stays.
         """
-        if not await self.changes.end_session(session, status):
-            return False
-        self._ends.add(session.session_id)
+        try:
+            if not await self.changes.end_session(session, status):
+                return False
+        finally:
+            # Also after an error: the end may have been stored all the same.
+            self._ends.add(session.session_id)
         for op in self._samples.of_session(session.session_id):
-            await self._samples.cancel(op)
+            await quietly(self._samples.cancel(op), f"cancelling {op.op_id}")
         return True
 
     async def retry_endings(self) -> None:
         """Retry clean-ups that a storage failure has stopped."""
         self._ends.retry()
-        await self._samplers.retry()
+        await quietly(self._samplers.retry())
 
     async def progress(self, operation: Operation) -> OperationProgress:
         """How far an unfinished operation is."""
@@ -325,7 +436,7 @@ class Worker:
 
     def _ahead_of(self, op: Operation) -> int:
         mine = (op.created_at, op.seq_id)
-        waiting = (other for run in self._runs.values() for other in run.queue.waiting.values())
+        waiting = (other for queue in self._loop.queues for other in queue.waiting.values())
         return sum(
             (other.created_at, other.seq_id) < mine for other in waiting if other.op_id != op.op_id
         )
@@ -338,9 +449,9 @@ class Worker:
         self._meters.accepted(operation)
         self.load.add(operation)
 
-    def _start(self, work: Callable[..., Any], *args: Any) -> None:
+    def _start(self, work: Callable[[], Awaitable[Any]]) -> None:
         if self._group is not None:
-            self._group.start_soon(work, *args)
+            self._group.start_soon(_contained, work)
 
     async def _run_of(self, model_id: str) -> ModelRun:
         """A model's run; that of a closed model is loaded again for requests that still arrive."""
@@ -354,13 +465,16 @@ class Worker:
             )
             # `setdefault`, because another request may have loaded it during the awaits above.
             run = self._runs.setdefault(model_id, loaded)
+            # That of a closed model is forgotten again if nothing comes.
+            self._loop.attend(run)
         return run
 
     async def _restored(self, model_id: str) -> None:
         await (await self._run_of(model_id)).be_in_engine()
 
     async def _enqueue(self, op: Operation) -> None:
-        queue = (await self._run_of(cast("str", op.model_id))).queue
+        run = await self._run_of(cast("str", op.model_id))
+        queue = run.queue
         if op.seq_id < queue.next_seq:
             late = (
                 f"request {op.seq_id} of {op.model_id} came after its turn: request "
@@ -369,4 +483,8 @@ class Worker:
             await self._outcomes.finish(op, OperationOutcome(error=late, category="server"))
             return
         queue.put(op, self._clock.now())
-        self._loop.plan_again()
+        self._loop.attend(run)
+
+
+async def _contained(work: Callable[[], Awaitable[Any]]) -> None:
+    await quietly(work(), "work for a model")

@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from tinkex.clock import SystemClock
+from tinkex.server.store.records import (
+    HOUR_S,
+    AuditEntry,
+    HourOfUsage,
+    KeptPart,
+    LimitReached,
+    changed,
+    row_bytes,
+)
 from tinkex.server.store.sample_memory import SampleMemory
+from tinkex.types import Usage
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from tinkex.clock import Clock
     from tinkex.server.store.records import (
         ApiKey,
-        AuditEntry,
         CheckpointKind,
         Model,
         Operation,
         OperationOutcome,
+        Part,
+        Refusal,
         StoredCheckpoint,
         StoredLoss,
         StoredSampler,
@@ -56,10 +67,23 @@ class MemoryStore:
         self._keys: dict[int, ApiKey] = {}
         self._answers: dict[tuple[str, str], _Answer] = {}
         self._audit: list[AuditEntry] = []
+        self._refusals: Counter[tuple[int, Refusal]] = Counter()
         self._usage: list[UsageEntry] = []
 
     async def put_session(self, session: StoredSession) -> None:
         self._sessions[session.session_id] = session
+
+    async def add_session(
+        self, session: StoredSession, *, max_sessions: int | None, max_kept_sessions: int
+    ) -> LimitReached | None:
+        ours = [s for s in self._sessions.values() if s.owner == session.owner]
+        active = sum(s.active and s.heartbeats for s in ours)
+        if max_sessions is not None and active >= max_sessions:
+            return LimitReached("max_sessions", active)
+        if len(ours) >= max_kept_sessions:
+            return LimitReached("max_kept_sessions", len(ours))
+        self._sessions[session.session_id] = session
+        return None
 
     async def get_session(self, session_id: str) -> StoredSession | None:
         return self._sessions.get(session_id)
@@ -71,6 +95,7 @@ class MemoryStore:
         active: bool = False,
         before: float | None = None,
         limit: int | None = None,
+        project_id: str | None = None,
     ) -> Sequence[StoredSession]:
         found = [
             s
@@ -78,19 +103,31 @@ class MemoryStore:
             if owner in (None, s.owner)
             and (s.active or not active)
             and (before is None or s.created_at <= before)
+            and project_id in (None, s.project_id)
         ]
         found.sort(key=lambda s: (s.created_at, s.session_id), reverse=True)
         return found[:limit]
 
-    async def session_ids(self, owner: str, offset: int, limit: int) -> Sequence[str]:
-        found = await self.sessions(owner)
+    async def session_ids(
+        self, owner: str, offset: int, limit: int, *, project_id: str | None = None
+    ) -> Sequence[str]:
+        found = await self.sessions(owner, project_id=project_id)
         return [s.session_id for s in found[offset : offset + limit]]
+
+    async def ids_of_session(self, session_id: str) -> tuple[Sequence[str], Sequence[str]]:
+        models = [m.model_id for m in self._models.values() if m.session_id == session_id]
+        samplers = [s.sampler_id for s in await self.samplers(session_id)]
+        return models, samplers
 
     async def count_sessions(
         self, owner: str | None = None, *, active: bool = False, heartbeats: bool = False
     ) -> int:
         found = await self.sessions(owner, active=active)
         return sum(s.heartbeats or not heartbeats for s in found)
+
+    async def silent_sessions(self, before: float) -> Sequence[StoredSession]:
+        attended = [s for s in self._sessions.values() if s.active and s.heartbeats]
+        return [s for s in attended if s.last_seen_at < before]
 
     async def unattended_sessions(self, before: float, limit: int) -> Sequence[StoredSession]:
         opened = {m.session_id for m in self._models.values() if not m.closed}
@@ -109,8 +146,28 @@ class MemoryStore:
             if session.heartbeats:
                 await self.touch_session(session.session_id, at)
 
-    async def add_model(self, model: Model) -> Model:
+    async def add_model(
+        self,
+        model: Model,
+        *,
+        max_models: int | None = None,
+        max_runs: int | None = None,
+        silent_since: float = 0.0,
+    ) -> Model | LimitReached:
+        if model.model_id not in self._models:
+            ours = [m for m in self._models.values() if m.owner == model.owner]
+            alive = sum(self._is_alive(m, silent_since) for m in ours)
+            if max_models is not None and alive >= max_models:
+                return LimitReached("max_models", alive)
+            if max_runs is not None and len(ours) >= max_runs:
+                return LimitReached("max_runs", len(ours))
         return self._models.setdefault(model.model_id, model)
+
+    def _is_alive(self, model: Model, silent_since: float) -> bool:
+        session = self._sessions.get(model.session_id)
+        if model.closed or session is None or not session.active:
+            return False
+        return session.heartbeats or model.last_request_at > silent_since
 
     async def put_model(self, model: Model) -> None:
         self._models[model.model_id] = model
@@ -124,26 +181,40 @@ class MemoryStore:
         owner: str | None = None,
         session_id: str | None = None,
         project_id: str | None = None,
+        published_at: float | None = None,
         offset: int = 0,
         limit: int | None = None,
     ) -> Sequence[Model]:
+        published: set[str] = set()
+        if published_at is not None:
+            public = await self.checkpoints(public=True, live_at=published_at)
+            published = {c.model_id for c in public}
         found = [
             m
             for m in reversed(self._models.values())
-            if owner in (None, m.owner)
+            if (owner in (None, m.owner) or m.model_id in published)
             and session_id in (None, m.session_id)
             and project_id in (None, m.project_id)
         ]
         return found[offset:][:limit]
 
-    async def count_models(self, owner: str, *, project_id: str | None = None) -> int:
-        return len(await self.models(owner=owner, project_id=project_id))
+    async def count_models(
+        self, owner: str, *, project_id: str | None = None, published_at: float | None = None
+    ) -> int:
+        found = await self.models(owner=owner, project_id=project_id, published_at=published_at)
+        return len(found)
 
     async def open_models(self, owner: str | None = None) -> Sequence[Model]:
         found = [m for m in self._models.values() if owner in (None, m.owner) and not m.closed]
         return sorted(found, key=lambda m: m.created_at)
 
-    async def add_sampler(self, sampler: StoredSampler) -> StoredSampler:
+    async def add_sampler(
+        self, sampler: StoredSampler, *, max_samplers: int | None = None
+    ) -> StoredSampler | LimitReached:
+        have = sum(s.session_id == sampler.session_id for s in self._samplers.values())
+        new = sampler.sampler_id not in self._samplers
+        if new and max_samplers is not None and have >= max_samplers:
+            return LimitReached("max_samplers", have)
         return self._samplers.setdefault(sampler.sampler_id, sampler)
 
     async def put_sampler(self, sampler: StoredSampler) -> None:
@@ -203,6 +274,7 @@ class MemoryStore:
         public: bool = False,
         live_at: float | None = None,
         expired_at: float | None = None,
+        project_id: str | None = None,
         offset: int = 0,
         limit: int | None = None,
     ) -> Sequence[StoredCheckpoint]:
@@ -211,6 +283,7 @@ class MemoryStore:
             for c in self._checkpoints.values()
             if owner in (None, c.owner)
             and model_id in (None, c.model_id)
+            and project_id in (None, c.project_id)
             and (kinds is None or c.kind in kinds)
             and (c.public or not public)
             and (live_at is None or c.expires_at is None or c.expires_at > live_at)
@@ -235,19 +308,57 @@ class MemoryStore:
         return list(found.values())
 
     async def count_checkpoints(
-        self, owner: str, *, live_at: float, kinds: Collection[CheckpointKind] | None = None
+        self,
+        owner: str,
+        *,
+        live_at: float,
+        kinds: Collection[CheckpointKind] | None = None,
+        project_id: str | None = None,
     ) -> int:
-        return len(await self.checkpoints(owner=owner, live_at=live_at, kinds=kinds))
+        found = await self.checkpoints(
+            owner=owner, live_at=live_at, kinds=kinds, project_id=project_id
+        )
+        return len(found)
 
-    async def stored_bytes(self, owner: str, *, live_at: float) -> int:
-        return sum(c.size_bytes for c in await self.checkpoints(owner=owner, live_at=live_at))
+    async def kept(self, owner: str) -> Mapping[Part, KeptPart]:
+        saved = await self.checkpoints(owner=owner)
+        ours = [o for o in self._operations.values() if o.owner == owner]
+        bodies = [o.body or self._bodies.get(o.op_id, b"") for o in ours]
+        outcomes = [o.outcome for o in ours if o.outcome is not None]
+        sizes: dict[Part, list[int]] = {
+            "checkpoints": [c.size_bytes + row_bytes(c) for c in saved],
+            "samplers": [s.size_bytes for s in self._samplers.values() if s.owner == owner],
+            "losses": [x.size_bytes for x in self._losses.values() if x.owner == owner],
+            "requests": [len(body) for body in bodies],
+            "results": [len(outcome.body or b"") for outcome in outcomes],
+            "sessions": [row_bytes(s) for s in self._sessions.values() if s.owner == owner],
+            "runs": [row_bytes(m) for m in self._models.values() if m.owner == owner],
+        }
+        for part in ("samplers", "requests", "results"):
+            sizes[part] = [size for size in sizes[part] if size]
+        return {part: KeptPart(len(found), sum(found)) for part, found in sizes.items()}
+
+    async def stored_by_project(
+        self, owner: str, *, live_at: float, project_id: str | None = None
+    ) -> Mapping[str | None, KeptPart]:
+        found: dict[str | None, KeptPart] = {}
+        for each in await self.checkpoints(owner=owner, live_at=live_at, project_id=project_id):
+            known = found.get(each.project_id, KeptPart())
+            total = KeptPart(known.count + 1, known.size_bytes + each.size_bytes)
+            found[each.project_id] = total
+        return found
 
     async def saved_by_session(self, session_id: str) -> tuple[int, int]:
         ours = {m.model_id for m in await self.models(session_id=session_id)}
         sizes = [c.size_bytes for c in self._checkpoints.values() if c.model_id in ours]
         return len(sizes), sum(sizes)
 
-    async def add_loss(self, loss: StoredLoss) -> StoredLoss:
+    async def add_loss(
+        self, loss: StoredLoss, *, max_losses: int | None = None
+    ) -> StoredLoss | LimitReached:
+        have = sum(x.session_id == loss.session_id for x in self._losses.values())
+        if loss.loss_id not in self._losses and max_losses is not None and have >= max_losses:
+            return LimitReached("max_losses", have)
         return self._losses.setdefault(loss.loss_id, loss)
 
     async def get_loss(self, loss_id: str) -> StoredLoss | None:
@@ -283,7 +394,7 @@ class MemoryStore:
             self._samples.start(op_id, at)
             known = self._operations.get(op_id)
             if known is not None and known.state == "queued":
-                self._operations[op_id] = replace(known, state="running", started_at=at)
+                self._operations[op_id] = changed(known, state="running", started_at=at)
 
     async def finish(
         self, op_id: str, outcome: OperationOutcome, at: float, usage: UsageEntry | None = None
@@ -298,7 +409,7 @@ class MemoryStore:
         known = self._operations.get(op_id)
         if known is None or known.state == "done":
             return False
-        self._operations[op_id] = replace(
+        self._operations[op_id] = changed(
             known, state="done", outcome=outcome, finished_at=at, request=None, body=b""
         )
         if known.model_id is not None and known.body:
@@ -309,7 +420,7 @@ class MemoryStore:
         found = [
             o
             if o.state != "done"
-            else replace(_without_payloads(o), body=self._bodies.get(o.op_id, b""))
+            else changed(_without_payloads(o), body=self._bodies.get(o.op_id, b""))
             for o in self._operations.values()
             if o.model_id == model_id and o.seq_id > after
         ]
@@ -339,7 +450,7 @@ class MemoryStore:
         known = self._operations.get(op_id)
         if known is None or known.outcome is None or known.outcome.body is None:
             return False
-        self._operations[op_id] = replace(known, outcome=replace(known.outcome, body=None))
+        self._operations[op_id] = changed(known, outcome=changed(known.outcome, body=None))
         return True
 
     async def drop_results_before(self, at: float) -> int:
@@ -392,6 +503,9 @@ class MemoryStore:
             yield from ((held, key) for key, one in held.items() if one.session_id in over)
         yield from ((self._sessions, key) for key in self._sessions if key in over)
 
+    async def probe(self, size_bytes: int) -> None:
+        """Nothing to try: memory takes it."""
+
     async def recall(self, owner: str, key: str) -> str | None:
         known = self._answers.get((owner, key))
         return None if known is None else known.answer
@@ -410,6 +524,16 @@ class MemoryStore:
     async def find_key(self, key_hash: str) -> ApiKey | None:
         return next((k for k in self._keys.values() if k.key_hash == key_hash), None)
 
+    async def get_key(self, key_id: int) -> ApiKey | None:
+        return self._keys.get(key_id)
+
+    async def any_key(self, at: float) -> bool:
+        unrevoked = (k for k in self._keys.values() if k.revoked_at is None)
+        return any(k.expires_at is None or k.expires_at > at for k in unrevoked)
+
+    def use_key(self, key_id: int, at: float) -> None:
+        self._keys[key_id] = replace(self._keys[key_id], last_used_at=at)
+
     async def keys(self, owner: str | None = None) -> Sequence[ApiKey]:
         return [k for k in self._keys.values() if owner in (None, k.owner)]
 
@@ -423,9 +547,31 @@ class MemoryStore:
     async def audit(self, entry: AuditEntry) -> None:
         self._audit.append(entry)
 
+    def refused(self, refusal: Refusal, at: float) -> None:
+        self._refusals[int(at // 60), refusal] += 1
+
+    async def forget_audit_before(self, at: float, limit: int) -> int:
+        old = [entry for entry in self._audit if entry.at < at][:limit]
+        self._audit = [entry for entry in self._audit if entry not in old]
+        return len(old)
+
+    def _refused_lines(self) -> list[AuditEntry]:
+        return [
+            AuditEntry(
+                at=minute * 60.0,
+                owner=refusal.owner,
+                topic="refused",
+                event=refusal.event,
+                details={"count": count, "within_s": 60.0},
+                key_id=refusal.key_id,
+                address=refusal.address,
+            )
+            for (minute, refusal), count in self._refusals.items()
+        ]
+
     async def audit_log(
         self,
-        owner: str,
+        owner: str | None,
         *,
         topic: str | None = None,
         start: float | None = None,
@@ -434,8 +580,8 @@ class MemoryStore:
     ) -> Sequence[AuditEntry]:
         found = [
             e
-            for e in self._audit
-            if e.owner == owner
+            for e in sorted([*self._audit, *self._refused_lines()], key=lambda e: e.at)
+            if owner in (None, e.owner)
             and topic in (None, e.topic)
             and (start is None or e.at >= start)
             and (end is None or e.at < end)
@@ -445,9 +591,25 @@ class MemoryStore:
     async def add_usage(self, entry: UsageEntry) -> None:
         self._usage.append(entry)
 
-    async def usage(self, owner: str, start: float, end: float) -> Sequence[UsageEntry]:
-        found = [e for e in self._usage if e.owner == owner and start <= e.at < end]
-        return sorted(found, key=lambda e: e.at)
+    async def usage(self, owner: str, start: float, end: float) -> Sequence[HourOfUsage]:
+        groups: defaultdict[tuple[Any, ...], list[Usage]] = defaultdict(list)
+        for e in self._usage:
+            if e.owner == owner and start <= e.at < end:
+                hour = int(e.at // HOUR_S) * HOUR_S
+                groups[hour, e.session_id, e.kind, e.base_model, e.project_id].append(e.usage)
+        found = [
+            HourOfUsage(
+                hour=hour,
+                session_id=session_id,
+                base_model=base_model,
+                project_id=project_id,
+                kind=kind,
+                count=len(each),
+                usage=sum(each, Usage()),
+            )
+            for (hour, session_id, kind, base_model, project_id), each in groups.items()
+        ]
+        return sorted(found, key=lambda h: (h.hour, h.session_id, h.kind))
 
     def lose_samples(self) -> list[str]:
         """Forget every sample, as a restart does; returns their ids, to wake their waiters."""
@@ -458,9 +620,9 @@ class MemoryStore:
         self._samples.clear()
         for op in list(self._operations.values()):
             if op.request is not None:
-                self._operations[op.op_id] = replace(op, request=None)
+                self._operations[op.op_id] = changed(op, request=None)
 
 
 def _without_payloads(op: Operation) -> Operation:
-    outcome = None if op.outcome is None else replace(op.outcome, body=None)
-    return replace(op, body=b"", outcome=outcome)
+    outcome = None if op.outcome is None else changed(op.outcome, body=None)
+    return changed(op, body=b"", outcome=outcome)

@@ -9,15 +9,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from tinkex.server.store.records import (
         ApiKey,
         AuditEntry,
         CheckpointKind,
+        HourOfUsage,
+        KeptPart,
+        LimitReached,
         Model,
         Operation,
         OperationOutcome,
+        Part,
+        Refusal,
         StoredCheckpoint,
         StoredLoss,
         StoredSampler,
@@ -33,6 +38,15 @@ class Store(Protocol):
     # that a repeated request finds what the first one made.
 
     async def put_session(self, session: StoredSession) -> None: ...
+    async def add_session(
+        self, session: StoredSession, *, max_sessions: int | None, max_kept_sessions: int
+    ) -> LimitReached | None:
+        """Store a new session, unless its owner has too many that are active, or known at all.
+
+        Counted and stored in one step: of requests at the same time as many succeed as fit.
+        """
+        ...
+
     async def get_session(self, session_id: str) -> StoredSession | None: ...
     async def sessions(
         self,
@@ -41,6 +55,7 @@ class Store(Protocol):
         active: bool = False,
         before: float | None = None,
         limit: int | None = None,
+        project_id: str | None = None,
     ) -> Sequence[StoredSession]:
         """Newest first; of all owners if `owner` is None, only active ones if `active`.
 
@@ -48,14 +63,24 @@ class Store(Protocol):
         """
         ...
 
-    async def session_ids(self, owner: str, offset: int, limit: int) -> Sequence[str]:
+    async def session_ids(
+        self, owner: str, offset: int, limit: int, *, project_id: str | None = None
+    ) -> Sequence[str]:
         """A page of an owner's sessions, newest first."""
+        ...
+
+    async def ids_of_session(self, session_id: str) -> tuple[Sequence[str], Sequence[str]]:
+        """The ids of a session's models and of its samplers, oldest first."""
         ...
 
     async def count_sessions(
         self, owner: str | None = None, *, active: bool = False, heartbeats: bool = False
     ) -> int:
         """How many there are; only those that send `heartbeats`, if that is asked for."""
+        ...
+
+    async def silent_sessions(self, before: float) -> Sequence[StoredSession]:
+        """Active sessions with heartbeats of which the last came before a time."""
         ...
 
     async def unattended_sessions(self, before: float, limit: int) -> Sequence[StoredSession]:
@@ -73,7 +98,21 @@ class Store(Protocol):
         """Count every active session with heartbeats as seen: they could not reach the server."""
         ...
 
-    async def add_model(self, model: Model) -> Model: ...
+    async def add_model(
+        self,
+        model: Model,
+        *,
+        max_models: int | None = None,
+        max_runs: int | None = None,
+        silent_since: float = 0.0,
+    ) -> Model | LimitReached:
+        """Keep a model, unless its owner has too many that are alive, or too many runs.
+
+        Alive is an open model of an active session; of a session without heartbeats, only if the
+        model had a request after `silent_since`. Counted and stored in one step.
+        """
+        ...
+
     async def put_model(self, model: Model) -> None: ...
     async def get_model(self, model_id: str) -> Model | None: ...
     async def models(
@@ -82,21 +121,33 @@ class Store(Protocol):
         owner: str | None = None,
         session_id: str | None = None,
         project_id: str | None = None,
+        published_at: float | None = None,
         offset: int = 0,
         limit: int | None = None,
     ) -> Sequence[Model]:
-        """Newest first."""
+        """Newest first.
+
+        If `published_at` is given, also those of others than `owner` that have a public checkpoint
+        at that time.
+        """
         ...
 
-    async def count_models(self, owner: str, *, project_id: str | None = None) -> int:
-        """How many an owner has, closed ones too."""
+    async def count_models(
+        self, owner: str, *, project_id: str | None = None, published_at: float | None = None
+    ) -> int:
+        """How many `models` would return without a limit, closed ones too."""
         ...
 
     async def open_models(self, owner: str | None = None) -> Sequence[Model]:
         """The models that are not closed, oldest first."""
         ...
 
-    async def add_sampler(self, sampler: StoredSampler) -> StoredSampler: ...
+    async def add_sampler(
+        self, sampler: StoredSampler, *, max_samplers: int | None = None
+    ) -> StoredSampler | LimitReached:
+        """Keep a sampler, unless its session has too many; counted and stored in one step."""
+        ...
+
     async def put_sampler(self, sampler: StoredSampler) -> None: ...
     async def get_sampler(self, sampler_id: str) -> StoredSampler | None: ...
     async def samplers(
@@ -140,6 +191,7 @@ class Store(Protocol):
         public: bool = False,
         live_at: float | None = None,
         expired_at: float | None = None,
+        project_id: str | None = None,
         offset: int = 0,
         limit: int | None = None,
     ) -> Sequence[StoredCheckpoint]:
@@ -158,20 +210,39 @@ class Store(Protocol):
         ...
 
     async def count_checkpoints(
-        self, owner: str, *, live_at: float, kinds: Collection[CheckpointKind] | None = None
+        self,
+        owner: str,
+        *,
+        live_at: float,
+        kinds: Collection[CheckpointKind] | None = None,
+        project_id: str | None = None,
     ) -> int:
         """How many checkpoints of an owner exist at a time."""
         ...
 
-    async def stored_bytes(self, owner: str, *, live_at: float) -> int:
-        """What the checkpoints of an owner that exist at a time take up."""
+    async def kept(self, owner: str) -> Mapping[Part, KeptPart]:
+        """Everything that is kept for an owner: how much, and what it takes up.
+
+        Checkpoints count until they are deleted, samplers while they are in a file.
+        """
+        ...
+
+    async def stored_by_project(
+        self, owner: str, *, live_at: float, project_id: str | None = None
+    ) -> Mapping[str | None, KeptPart]:
+        """The checkpoints of an owner that exist at a time, by project."""
         ...
 
     async def saved_by_session(self, session_id: str) -> tuple[int, int]:
         """How many checkpoints the models of a session have, and what they take up."""
         ...
 
-    async def add_loss(self, loss: StoredLoss) -> StoredLoss: ...
+    async def add_loss(
+        self, loss: StoredLoss, *, max_losses: int | None = None
+    ) -> StoredLoss | LimitReached:
+        """Keep a loss, unless its session has too many; counted and stored in one step."""
+        ...
+
     async def get_loss(self, loss_id: str) -> StoredLoss | None: ...
 
     async def submit(self, operation: Operation) -> tuple[Operation, bool]:
@@ -257,6 +328,10 @@ class Store(Protocol):
         """
         ...
 
+    async def probe(self, size_bytes: int) -> None:
+        """Write that much and delete it again; raises `StorageError` when it cannot be kept."""
+        ...
+
     async def recall(self, owner: str, key: str) -> str | None:
         """The answer remembered for an idempotency key."""
         ...
@@ -272,6 +347,15 @@ class Store(Protocol):
         ...
 
     async def find_key(self, key_hash: str) -> ApiKey | None: ...
+    async def get_key(self, key_id: int) -> ApiKey | None: ...
+    async def any_key(self, at: float) -> bool:
+        """Whether there is a key that is neither revoked nor expired."""
+        ...
+
+    def use_key(self, key_id: int, at: float) -> None:
+        """Note that a key was used; written soon, and a crash may lose it."""
+        ...
+
     async def keys(self, owner: str | None = None) -> Sequence[ApiKey]:
         """Oldest first, revoked ones too."""
         ...
@@ -280,26 +364,39 @@ class Store(Protocol):
         """Revoke a key; False when there is none such in use."""
         ...
 
+    # The audit log is only added to; its lines go by their age alone.
+
     async def audit(self, entry: AuditEntry) -> None: ...
+    def refused(self, refusal: Refusal, at: float) -> None:
+        """Count a refused attempt; the log gets one line per minute for equal ones."""
+        ...
+
+    async def forget_audit_before(self, at: float, limit: int) -> int:
+        """Forget some lines that are older than a time; returns how many."""
+        ...
+
     async def audit_log(
         self,
-        owner: str,
+        owner: str | None,
         *,
         topic: str | None = None,
         start: float | None = None,
         end: float | None = None,
         limit: int | None = None,
     ) -> Sequence[AuditEntry]:
-        """By time, from `start` to before `end`; the newest, if there are more than `limit`."""
+        """By time, from `start` to before `end`; the newest, if there are more than `limit`.
+
+        Of all owners and the server itself, if `owner` is None.
+        """
         ...
 
     async def add_usage(self, entry: UsageEntry) -> None:
         """Count what was used; of samples, a crash may lose the last second."""
         ...
 
-    async def usage(self, owner: str, start: float, end: float) -> Sequence[UsageEntry]:
-        """What an owner used from one full hour to before another, by time.
+    async def usage(self, owner: str, start: float, end: float) -> Sequence[HourOfUsage]:
+        """What an owner used from one full hour to before another, summed up by the hour.
 
-        Samples of a session may be summed up: one entry in the hour they belong to.
+        By hour, session and kind.
         """
         ...

@@ -6,7 +6,9 @@ Times are seconds since the epoch. A record is changed by storing a changed copy
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
+
+import msgspec
 
 from tinkex.types import SessionActive, Usage
 
@@ -38,6 +40,11 @@ OpKind = Literal[
 ]
 OpState = Literal["queued", "running", "done"]
 CheckpointKind = Literal["weights", "sampler_weights", "external_weights"]
+AuditTopic = Literal[
+    "checkpoints", "projects", "teams", "organizations", "sessions", "settings", "refused"
+]
+Part = Literal["checkpoints", "samplers", "losses", "requests", "results", "sessions", "runs"]
+"""What counts towards `max_stored_bytes`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,10 +150,10 @@ class StoredLoss:
     session_id: str
     inputs: tuple[CustomLossInput, ...]
     graph: CustomLossGraph
+    size_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OperationOutcome:
+class OperationOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """How an operation ended: an encoded result, or an error.
 
     `body` is None once the payload was dropped; `size_bytes` keeps its length.
@@ -156,11 +163,10 @@ class OperationOutcome:
     size_bytes: int = 0
     error: str | None = None
     category: ErrorCategory = "unknown"
-    usage: Usage = field(default_factory=Usage)
+    usage: Usage = Usage()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Operation:
+class Operation(msgspec.Struct, frozen=True, kw_only=True):
     """An accepted request. `op_id` is its request id and names it for ever.
 
     `body` is the request as it came, decompressed, and what a restart runs it from; it is kept
@@ -175,7 +181,7 @@ class Operation:
     created_at: float
     body: bytes = b""
     media: str = "application/json"
-    request: object = field(default=None, compare=False, repr=False)
+    request: Any = None
     seq_id: int = 0
     model_id: str | None = None
     sampler_id: str | None = None
@@ -187,14 +193,24 @@ class Operation:
     outcome: OperationOutcome | None = None
 
 
+R = TypeVar("R", Operation, OperationOutcome)
+
+
+def changed(record: R, **members: Any) -> R:
+    """A copy with other members. Every operation is copied some times, so this must be cheap."""
+    return msgspec.structs.replace(record, **members)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedBatch:
     """The request of a training operation that is decoded only when it runs.
 
-    In the engine's process where that has a decoder, otherwise by `decode`.
+    In the engine's process where that has a decoder, otherwise by `decode`. `custom_loss` is the
+    config of an uploaded loss, which is looked up before that.
     """
 
     decode: Callable[[], ForwardBackwardInput]
+    custom_loss: Mapping[str, float | str] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,13 +225,30 @@ class LoadOrder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditEntry:
-    """One line of the audit log."""
+    """One line of the audit log: what changed, by whom, from where.
+
+    `owner` is the tenant it concerns, empty for the server itself. `key_id` is the stored key that
+    was used, if one was.
+    """
 
     at: float
     owner: str
-    topic: Literal["checkpoints", "projects", "teams", "organizations"]
+    topic: AuditTopic
     event: str
     details: Mapping[str, object] = field(default_factory=dict[str, object])
+    key_id: int | None = None
+    address: str = ""
+    request_id: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """An attempt that was refused. The audit log has one line per minute for equal ones."""
+
+    owner: str
+    event: str
+    key_id: int | None = None
+    address: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,9 +264,32 @@ class UsageEntry:
     usage: Usage
 
 
+HOUR_S: Final = 3600
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HourOfUsage:
+    """What the operations of one kind used in an hour, of one session, base model and project.
+
+    `hour` is the time at which it began. `count` is how many operations there were, except for
+    samples, which a store may have summed up before.
+    """
+
+    hour: int
+    session_id: str
+    base_model: str | None
+    project_id: str | None
+    kind: OpKind
+    count: int
+    usage: Usage
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiKey:
-    """An API key. The key itself is shown once and never stored."""
+    """An API key and what it may do. The key itself is shown once and never stored.
+
+    `project_id` limits it to one project, `routes` to some groups of routes; None is no limit.
+    """
 
     key_id: int
     key_hash: str
@@ -242,3 +298,37 @@ class ApiKey:
     created_at: float
     note: str = ""
     revoked_at: float | None = None
+    read_only: bool = False
+    project_id: str | None = None
+    routes: tuple[str, ...] | None = None
+    expires_at: float | None = None
+    last_used_at: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LimitReached:
+    """Nothing was stored: the owner has `have` of what `setting` limits."""
+
+    setting: str
+    have: int
+
+
+@dataclass(frozen=True, slots=True)
+class KeptPart:
+    """How many records of one kind an owner has, and how many bytes they take."""
+
+    count: int = 0
+    size_bytes: int = 0
+
+
+ROW_BYTES: Final = 512
+"""What a record counts for besides its texts."""
+
+
+def row_bytes(record: StoredSession | Model | StoredCheckpoint) -> int:
+    """What the texts of a record take up, about."""
+    texts = [*(record.user_metadata or {}), *map(str, (record.user_metadata or {}).values())]
+    if isinstance(record, StoredSession):
+        texts += (*record.tags, record.display_name or "", record.sdk_version)
+    texts.append(record.project_id or "")
+    return ROW_BYTES + sum(len(text.encode(errors="replace")) for text in texts)

@@ -6,8 +6,10 @@ cost more than it saves. Of the finished ones only the newest are known.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from tinkex.server.store.records import changed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -70,7 +72,7 @@ class SampleMemory:
         """Note when a sample began to run."""
         known = self._unfinished.get(op_id)
         if known is not None and known.state == "queued":
-            self._unfinished[op_id] = replace(known, state="running", started_at=at)
+            self._unfinished[op_id] = changed(known, state="running", started_at=at)
 
     def finish(self, op_id: str, outcome: OperationOutcome, at: float) -> bool:
         """Record how a sample ended; False when it had ended before."""
@@ -78,7 +80,7 @@ class SampleMemory:
         if known is None:
             return False
         # The request is only needed to run it; dropping it keeps long runs small.
-        self._finished[op_id] = replace(
+        self._finished[op_id] = changed(
             known, state="done", outcome=outcome, finished_at=at, request=None
         )
         self.result_bytes += len(outcome.body or b"")
@@ -106,8 +108,8 @@ class SampleMemory:
             known = self._finished.get(op_id)
             if known is not None and known.outcome is not None and known.outcome.body is not None:
                 self.result_bytes -= len(known.outcome.body)
-                outcome = replace(known.outcome, body=None)
-                self._finished[op_id] = replace(known, outcome=outcome)
+                outcome = changed(known.outcome, body=None)
+                self._finished[op_id] = changed(known, outcome=outcome)
 
     def drop_results_before(self, at: float) -> int:
         """Forget the payloads of everything that finished before a time."""

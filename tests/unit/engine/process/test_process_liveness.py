@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tinkex.engine.process import ProcessSettings
-from tinkex.engine.process.program import LOOKS, Silence, computes, how_it_ended, verdict
+from tinkex.engine.process.program import (
+    LOOKS,
+    Silence,
+    computes,
+    how_it_ended,
+    is_stopped,
+    verdict,
+)
 from tinkex.errors import InputError
 
 if TYPE_CHECKING:
@@ -69,6 +76,16 @@ def test_a_process_computes_when_one_of_its_threads_does(
     for number, state in enumerate(states):
         thread(tmp_path, number, state)
     assert computes(7, tmp_path) is expected
+
+
+@pytest.mark.parametrize(("states", "expected"), [("TT", True), ("t", True), ("TS", False)])
+def test_a_process_is_stopped_when_all_of_its_threads_are(
+    tmp_path: Path, states: str, expected: bool
+):
+    for number, state in enumerate(states):
+        thread(tmp_path, number, state)
+    assert is_stopped(7, tmp_path) is expected
+    assert not is_stopped(8, tmp_path)
 
 
 def test_a_process_that_cannot_be_seen_does_not_compute(tmp_path: Path):

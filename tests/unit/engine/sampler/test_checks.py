@@ -58,6 +58,14 @@ def with_params(**changes: Any) -> Any:
         (edited(topk_prompt_logprobs=-1), "topk_prompt_logprobs", "negative"),
         (edited(topk_sample_logprobs=-1), "topk_sample_logprobs", "negative"),
         (edited(prompt_alt_tokens_k=-1), "prompt_alt_tokens_k", "negative"),
+        (edited(topk_prompt_logprobs=1025), "topk_prompt_logprobs", "1024"),
+        (edited(topk_sample_logprobs=10**7), "topk_sample_logprobs", "1024"),
+        (edited(prompt_alt_tokens_k=10**7), "prompt_alt_tokens_k", "1024"),
+        (
+            edited(sequence_ids=["s"] * 4096, topk_sample_logprobs=1024),
+            "topk_sample_logprobs",
+            "numbers",
+        ),
         (edited(prompt_logprobs_last_n=2), "prompt_logprobs_last_n", "needs prompt_logprobs"),
         (
             edited(prompt_logprobs=True, prompt_logprobs_last_n=6),

@@ -89,6 +89,15 @@ def test_a_long_sequence_decodes_only_its_end() -> None:
 
     assert not rule("never there", decode)([120] * 10_000, 0)
     assert longest < 100
+    # However long the string is, as long as its last character does not come.
+    assert not rule("x" * 1_023 + "y", decode)([120] * 10_000, 0)
+    assert longest < 100
+
+
+def test_a_very_long_string_stops_at_its_last_character() -> None:
+    stop = "abcdefgh" * 100 + "é"
+    ids = TOKENIZER.encode("x" * 50 + stop + "more")
+    assert ends_after(rule([stop, "z" * 200]), ids) == 50 + len(stop.encode())
 
 
 @pytest.mark.parametrize(

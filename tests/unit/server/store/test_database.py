@@ -30,7 +30,7 @@ def anyio_backend() -> str:
 
 @asynccontextmanager
 async def opened(folder: Path) -> AsyncIterator[Database]:
-    database = Database(Sqlite(parse(folder / "numbers.db")))
+    database = Database(*(Sqlite(parse(folder / "numbers.db")) for _ in range(2)))
     database.start()
     try:
         await database.write(run("CREATE TABLE numbers (n INTEGER PRIMARY KEY)"))

@@ -1,8 +1,9 @@
-"""The calls of one event loop to the thread that owns the database connection.
+"""The calls of one event loop to the threads that own the database connections.
 
 Calls that wait at the same moment share one transaction and one commit, in order of arrival, and
 each returns after that commit. Reads are calls like these: they see every write that was called
-before them.
+before them. Listings, counts and sums have a connection and a thread of their own, so that a long
+one delays no write; they see every write that had returned before them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from sqlalchemy.exc import DBAPIError
 
 from tinkex.errors import ClosedError, StorageError
 from tinkex.server.store.sample_memory import SampleMemory
-from tinkex.server.store.sql.failures import storage_error, unreachable
+from tinkex.server.store.sql.failures import storage_error, unreachable, was_undone
 from tinkex.server.store.sql.overflow import Overflow
 
 if TYPE_CHECKING:
@@ -62,23 +63,22 @@ class _Call:
 class Database:
     """Runs functions of a connection; make one on the loop that will call it."""
 
-    def __init__(self, driver: DatabaseDriver) -> None:
+    def __init__(self, driver: DatabaseDriver, listing: DatabaseDriver) -> None:
         self.driver = driver
-        self._loop = asyncio.get_running_loop()
-        self._queue: SimpleQueue[_Call | None] = SimpleQueue()
         self._closing = threading.Event()
-        self._connections = ConnectionOwner(driver, self._closing)
-        self._thread = threading.Thread(target=self._serve, name="tinkex-store", daemon=True)
+        self._main = _Lane(driver, self._closing, "tinkex-store")
+        self._listings = _Lane(listing, self._closing, "tinkex-store-listings", finishes=False)
 
     def start(self) -> None:
-        """Start the thread; `close` ends it."""
-        self._thread.start()
+        """Start the threads; `close` ends them. They connect when they are first needed."""
+        self._main.start()
+        self._listings.start()
 
     async def close(self) -> None:
-        """Run the calls that wait, close the connection, end the thread."""
+        """Run the calls that wait, close the connections, end the threads."""
         self._closing.set()
-        self._queue.put(None)
-        await asyncio.to_thread(self._thread.join)
+        await self._listings.end()
+        await self._main.end()
 
     @overload
     async def read(self, do: Callable[[Connection], T]) -> T: ...
@@ -87,6 +87,12 @@ class Database:
     async def read(self, do: Any, then: Any = None) -> Any:
         """What `do` returns, passed through `then` on the loop."""
         return await self._call(UnitOfWork(do, "read"), then)
+
+    async def list(self, do: Callable[[Connection], T]) -> T:
+        """What `do` returns: for what may read many rows, and needs to be no newer than called."""
+        if self._closing.is_set():
+            raise ClosedError("the store is closed")
+        return await self._listings.call(UnitOfWork(do, "read"), None)
 
     @overload
     async def write(self, do: Callable[[Connection], T]) -> T: ...
@@ -107,6 +113,34 @@ class Database:
     async def _call(self, unit: UnitOfWork, then: Callable[[Any], Any] | None) -> Any:
         if self._closing.is_set():
             raise ClosedError("the store is closed")
+        return await self._main.call(unit, then)
+
+
+class _Lane:
+    """One connection, the thread that owns it, and the calls that wait for it."""
+
+    def __init__(
+        self,
+        driver: DatabaseDriver,
+        closing: threading.Event,
+        name: str,
+        *,
+        finishes: bool = True,
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._queue: SimpleQueue[_Call | None] = SimpleQueue()
+        self._connections = ConnectionOwner(driver, closing, finishes=finishes)
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    async def end(self) -> None:
+        """Run the calls that wait; `closing` is set, so there are no new ones."""
+        self._queue.put(None)
+        await asyncio.to_thread(self._thread.join)
+
+    async def call(self, unit: UnitOfWork, then: Callable[[Any], Any] | None) -> Any:
         future: asyncio.Future[Any] = self._loop.create_future()
         self._queue.put(_Call(unit, then, future))
         return await future
@@ -231,9 +265,12 @@ class _BrokenError(Exception):
 class ConnectionOwner:
     """Runs transactions on the one connection. Everything here blocks and belongs to one thread."""
 
-    def __init__(self, driver: DatabaseDriver, closing: threading.Event) -> None:
+    def __init__(
+        self, driver: DatabaseDriver, closing: threading.Event, *, finishes: bool = True
+    ) -> None:
         self.driver = driver
         self._closing = closing
+        self._finishes = finishes
         # Mutable state: the connection, while there is one, and whether there ever was.
         self._connection: Connection | None = None
         self._had_one = False
@@ -254,8 +291,9 @@ class ConnectionOwner:
     def close(self) -> None:
         """Close the connection and give up the lock."""
         if self._connection is not None:
-            with suppress(DBAPIError):
-                self.driver.finish(self._connection)
+            if self._finishes:
+                with suppress(DBAPIError):
+                    self.driver.finish(self._connection)
             self._drop()
         self.driver.unlock()
 
@@ -271,8 +309,12 @@ class ConnectionOwner:
                 if attempt == _ATTEMPTS:
                     error = unreachable(broken.cause, self.driver.shown)
                     raise _OutOfReachError(error) from broken.cause
-                # It was not committed, so running it again runs it once.
-                attempt += 1
+            except DBAPIError as error:
+                if attempt == _ATTEMPTS or not was_undone(error):
+                    raise
+                self._wait()
+            # It was not committed, so running it again runs it once.
+            attempt += 1
 
     def _attempt(self, connection: Connection, units: Sequence[UnitOfWork]) -> list[Any]:
         durability = max((unit.durability for unit in units), key=_DURABILITIES.index)
@@ -342,7 +384,8 @@ class ConnectionOwner:
         translated = storage_error(error, self.driver.shown)
         if translated is None:
             return error
-        if self.driver.reopens:
+        # A server that may read only stays so for a connection; another one may be the primary.
+        if self.driver.reopens or translated.out_of_reach:
             self._drop()
         translated.__cause__ = error
         return translated

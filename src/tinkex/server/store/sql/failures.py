@@ -45,6 +45,19 @@ _POSTGRES: Mapping[str, str] = {
 _FOR_GOOD = ("SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_TOOBIG", "28", "3D", "3F", "42501")
 
 
+# A server that may be back, or replaced by another one, within a while.
+_AWAY = ("08", "53300", "57", "25006")
+
+# Rolled back because of other transactions at the same time. Of the same class, 40002 would happen
+# again, and 40003 does not say whether it was rolled back.
+_UNDONE = ("40000", "40001", "40P01")
+
+
+def was_undone(error: DBAPIError) -> bool:
+    """Whether the same transaction may succeed when it is run again."""
+    return _code(error) in _UNDONE
+
+
 def storage_error(error: DBAPIError, place: str) -> StorageError | None:
     """The error as a user should see it; None when it is a mistake in our own queries."""
     code = _code(error)
@@ -58,6 +71,7 @@ def storage_error(error: DBAPIError, place: str) -> StorageError | None:
         f"The store at {place} cannot be used: {reason} ({error.orig}).", place
     )
     translated.retryable = not code.startswith(_FOR_GOOD)
+    translated.out_of_reach = error.connection_invalidated or code.startswith(_AWAY)
     return translated
 
 
@@ -67,7 +81,9 @@ def unreachable(error: DBAPIError, place: str) -> StorageError:
     if found is not None:
         return found
     reason = "check that the database server is running and reachable"
-    return StorageError(f"The store at {place} cannot be reached: {reason} ({error.orig}).", place)
+    lost = StorageError(f"The store at {place} cannot be reached: {reason} ({error.orig}).", place)
+    lost.out_of_reach = True
+    return lost
 
 
 def _code(error: DBAPIError) -> str:

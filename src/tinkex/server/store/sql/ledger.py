@@ -23,6 +23,7 @@ from tinkex.server.store.sql.schema import (
     losses,
     models,
     operations,
+    results,
     samplers,
     sessions,
 )
@@ -32,11 +33,22 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection, Table
 
-    from tinkex.server.store.records import ApiKey, AuditEntry, UsageEntry
+    from tinkex.server.store.records import ApiKey, AuditEntry, HourOfUsage, Refusal, UsageEntry
+
+
+# The number of a result that no operation and no sample has.
+_PROBE = -(1 << 62)
 
 
 class LedgerQueries(StoreState):
     """The part of the store that is only added to."""
+
+    async def probe(self, size_bytes: int) -> None:
+        row = {"number": _PROBE, "finished_at": 0.0, "body": b"\0" * size_bytes}
+        gone = delete(results).where(results.c.number == _PROBE)
+        # Two transactions: what one writes and deletes may never reach the disk.
+        await self._database.write(lambda c: c.execute(gone) and c.execute(results.insert(), row))
+        await self._database.write(lambda c: c.execute(gone) and None)
 
     async def recall(self, owner: str, key: str) -> str | None:
         query = select(answers.c.answer).where(answers.c.owner == owner, answers.c.key == key)
@@ -62,11 +74,24 @@ class LedgerQueries(StoreState):
         # how old an answer may be.
         return await self._database.read(lambda c: KEYS.get(c, key_hash))
 
+    async def get_key(self, key_id: int) -> ApiKey | None:
+        query = KEYS.select().where(api_keys.c.key_id == key_id)
+        found = await self._database.read(lambda c: KEYS.all(c, query))
+        return found[0] if found else None
+
+    async def any_key(self, at: float) -> bool:
+        unexpired = or_(api_keys.c.expires_at.is_(None), api_keys.c.expires_at > at)
+        query = select(api_keys.c.key_id).where(api_keys.c.revoked_at.is_(None), unexpired).limit(1)
+        return await self._database.read(lambda c: c.execute(query).first() is not None)
+
+    def use_key(self, key_id: int, at: float) -> None:
+        self._behind.use_key(key_id, at)
+
     async def keys(self, owner: str | None = None) -> Sequence[ApiKey]:
         query = KEYS.select().order_by(api_keys.c.key_id)
         if owner is not None:
             query = query.where(api_keys.c.owner == owner)
-        return await self._database.read(lambda c: KEYS.all(c, query))
+        return await self._database.list(lambda c: KEYS.all(c, query))
 
     async def revoke_key(self, key_id: int, at: float) -> bool:
         return await self._database.write(partial(_revoke, key_id=key_id, at=at))
@@ -74,17 +99,29 @@ class LedgerQueries(StoreState):
     async def audit(self, entry: AuditEntry) -> None:
         query = audit.insert().values(AUDIT.values(entry))
         await self._database.write(lambda c: c.execute(query) and None)
+        if self._behind.audit_file is not None:
+            await self._behind.audit_file.write([entry])
+
+    def refused(self, refusal: Refusal, at: float) -> None:
+        self._behind.refuse(refusal, at)
+
+    async def forget_audit_before(self, at: float, limit: int) -> int:
+        old = select(audit.c.number).where(audit.c.at < at).order_by(audit.c.at)
+        query = delete(audit).where(audit.c.number.in_(old.limit(min(limit, AT_ONCE))))
+        return await self._database.write(lambda c: c.execute(query).rowcount)
 
     async def audit_log(
         self,
-        owner: str,
+        owner: str | None,
         *,
         topic: str | None = None,
         start: float | None = None,
         end: float | None = None,
         limit: int | None = None,
     ) -> Sequence[AuditEntry]:
-        query = AUDIT.select().where(audit.c.owner == owner)
+        query = AUDIT.select()
+        if owner is not None:
+            query = query.where(audit.c.owner == owner)
         if topic is not None:
             query = query.where(audit.c.topic == topic)
         if start is not None:
@@ -92,7 +129,7 @@ class LedgerQueries(StoreState):
         if end is not None:
             query = query.where(audit.c.at < end)
         query = query.order_by(audit.c.at.desc(), audit.c.number.desc()).limit(limit)
-        return await self._database.read(lambda c: AUDIT.all(c, query)[::-1])
+        return await self._database.list(lambda c: AUDIT.all(c, query)[::-1])
 
     async def add_usage(self, entry: UsageEntry) -> None:
         if entry.kind == "sample":
@@ -100,9 +137,9 @@ class LedgerQueries(StoreState):
         else:
             await self._database.write(partial(add_usage, entry=entry))
 
-    async def usage(self, owner: str, start: float, end: float) -> Sequence[UsageEntry]:
+    async def usage(self, owner: str, start: float, end: float) -> Sequence[HourOfUsage]:
         await self._behind.write_usage()
-        return await self._database.read(lambda c: usage_between(c, owner, start, end))
+        return await self._database.list(lambda c: usage_between(c, owner, start, end))
 
 
 def _remember(connection: Connection, row: dict[str, Any]) -> None:

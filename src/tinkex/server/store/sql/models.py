@@ -2,31 +2,71 @@
 
 from __future__ import annotations
 
+import math
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import delete, func, or_, select
+from sqlalchemy import and_, delete, func, or_, select, union_all
 
+from tinkex.server.store.records import KeptPart, LimitReached, row_bytes
 from tinkex.server.store.sql.database import StoreState
+from tinkex.server.store.sql.kept import COUNTED, count_kept
 from tinkex.server.store.sql.records import CHECKPOINTS, LOSSES, MODELS, beside_index
-from tinkex.server.store.sql.schema import OPEN, PUBLIC, checkpoints, models
+from tinkex.server.store.sql.schema import (
+    ACTIVE,
+    OPEN,
+    PUBLIC,
+    SIZED,
+    bodies,
+    checkpoints,
+    losses,
+    models,
+    results,
+    samplers,
+    sessions,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
-    from sqlalchemy import Select, Table
+    from sqlalchemy import ColumnElement, Connection, Select, Table
 
-    from tinkex.server.store.records import CheckpointKind, Model, StoredCheckpoint, StoredLoss
+    from tinkex.server.store.records import (
+        CheckpointKind,
+        Model,
+        Part,
+        StoredCheckpoint,
+        StoredLoss,
+    )
 
 
 class ModelQueries(StoreState):
     """The part of the store that knows what can be trained, and what was saved of it."""
 
-    async def add_model(self, model: Model) -> Model:
-        return await self._database.write(lambda c: MODELS.add(c, model), self._keep_model)
+    async def add_model(
+        self,
+        model: Model,
+        *,
+        max_models: int | None = None,
+        max_runs: int | None = None,
+        silent_since: float = 0.0,
+    ) -> Model | LimitReached:
+        def add(connection: Connection) -> Model | LimitReached:
+            if max_models is not None or max_runs is not None:
+                known = MODELS.get(connection, model.model_id)
+                if known is not None:
+                    return known
+            reached = _reached(connection, model.owner, max_models, max_runs, silent_since)
+            return reached or MODELS.add(connection, model, row_bytes=row_bytes(model))
+
+        return await self._database.write(
+            add, lambda kept: kept if isinstance(kept, LimitReached) else self._keep_model(kept)
+        )
 
     async def put_model(self, model: Model) -> None:
         await self._database.write(
-            lambda c: MODELS.put(c, model), lambda _: self._keep_model(model)
+            lambda c: MODELS.put(c, model, row_bytes=row_bytes(model)),
+            lambda _: self._keep_model(model),
         )
 
     async def get_model(self, model_id: str) -> Model | None:
@@ -43,19 +83,29 @@ class ModelQueries(StoreState):
         owner: str | None = None,
         session_id: str | None = None,
         project_id: str | None = None,
+        published_at: float | None = None,
         offset: int = 0,
         limit: int | None = None,
     ) -> Sequence[Model]:
-        query = _where(
-            MODELS.select(), models, owner=owner, session_id=session_id, project_id=project_id
-        )
+        query = _where(MODELS.select(), models, session_id=session_id, project_id=project_id)
+        if published_at is not None:
+            page = _accessible(owner, published_at, project_id, offset, limit)
+            query, offset, limit = MODELS.select().where(models.c.number.in_(page)), 0, None
+        elif owner is not None:
+            query = query.where(models.c.owner == owner)
         query = query.order_by(models.c.number.desc()).limit(limit).offset(offset or None)
-        return await self._database.read(lambda c: MODELS.all(c, query))
+        return await self._database.list(lambda c: MODELS.all(c, query))
 
-    async def count_models(self, owner: str, *, project_id: str | None = None) -> int:
-        count = select(func.count()).select_from(models)
-        query = _where(count, models, owner=owner, project_id=project_id)
-        return await self._database.read(lambda c: c.execute(query).scalar_one())
+    async def count_models(
+        self, owner: str, *, project_id: str | None = None, published_at: float | None = None
+    ) -> int:
+        count = _where(select(func.count()).select_from(models), models, project_id=project_id)
+        queries = [count.where(models.c.owner == owner)]
+        if published_at is not None:
+            queries.append(count.where(_published_by_others(owner, published_at)))
+        return await self._database.list(
+            lambda c: sum(c.execute(query).scalar_one() for query in queries)
+        )
 
     async def open_models(self, owner: str | None = None) -> Sequence[Model]:
         # By time first: ordered by number alone, SQLite would rather read the whole table.
@@ -69,7 +119,8 @@ class ModelQueries(StoreState):
         return model
 
     async def put_checkpoint(self, checkpoint: StoredCheckpoint) -> None:
-        await self._database.write(lambda c: CHECKPOINTS.put(c, checkpoint))
+        size = row_bytes(checkpoint)
+        await self._database.write(lambda c: CHECKPOINTS.put(c, checkpoint, row_bytes=size))
 
     async def get_checkpoint(self, path: str) -> StoredCheckpoint | None:
         return await self._database.read(lambda c: CHECKPOINTS.get(c, path))
@@ -87,10 +138,17 @@ class ModelQueries(StoreState):
         public: bool = False,
         live_at: float | None = None,
         expired_at: float | None = None,
+        project_id: str | None = None,
         offset: int = 0,
         limit: int | None = None,
     ) -> Sequence[StoredCheckpoint]:
-        query = _where(CHECKPOINTS.select(), checkpoints, owner=owner, model_id=model_id)
+        query = _where(
+            CHECKPOINTS.select(),
+            checkpoints,
+            owner=owner,
+            model_id=model_id,
+            project_id=project_id,
+        )
         query = _living(query, live_at, kinds)
         if public:
             query = query.where(PUBLIC)
@@ -98,7 +156,7 @@ class ModelQueries(StoreState):
             query = query.where(checkpoints.c.expires_at <= expired_at)
         query = query.order_by(checkpoints.c.created_at.desc(), checkpoints.c.number.desc())
         query = query.limit(limit).offset(offset or None)
-        return await self._database.read(lambda c: CHECKPOINTS.all(c, query))
+        return await self._database.list(lambda c: CHECKPOINTS.all(c, query))
 
     async def newest_checkpoints(
         self,
@@ -116,33 +174,134 @@ class ModelQueries(StoreState):
         ranked = _living(ours.where(PUBLIC) if public else ours, live_at, kinds).subquery()
         first = select(ranked.c.number).where(ranked.c.place == 1)
         query = CHECKPOINTS.select().where(checkpoints.c.number.in_(first))
-        return await self._database.read(lambda c: CHECKPOINTS.all(c, query))
+        return await self._database.list(lambda c: CHECKPOINTS.all(c, query))
 
     async def count_checkpoints(
-        self, owner: str, *, live_at: float, kinds: Collection[CheckpointKind] | None = None
+        self,
+        owner: str,
+        *,
+        live_at: float,
+        kinds: Collection[CheckpointKind] | None = None,
+        project_id: str | None = None,
     ) -> int:
         count = select(func.count()).select_from(checkpoints)
-        query = _living(_where(count, checkpoints, owner=owner), live_at, kinds)
-        return await self._database.read(lambda c: c.execute(query).scalar_one())
+        ours = _where(count, checkpoints, owner=owner, project_id=project_id)
+        query = _living(ours, live_at, kinds)
+        return await self._database.list(lambda c: c.execute(query).scalar_one())
 
-    async def stored_bytes(self, owner: str, *, live_at: float) -> int:
-        total = select(func.sum(checkpoints.c.size_bytes))
-        query = _living(_where(total, checkpoints, owner=owner), live_at)
-        return await self._database.read(lambda c: int(c.execute(query).scalar_one() or 0))
+    async def kept(self, owner: str) -> Mapping[Part, KeptPart]:
+        return await self._database.list(partial(_kept, owner=owner))
+
+    async def stored_by_project(
+        self, owner: str, *, live_at: float, project_id: str | None = None
+    ) -> Mapping[str | None, KeptPart]:
+        project, size = checkpoints.c.project_id, func.sum(checkpoints.c.size_bytes)
+        columns: Select[Any] = select(project).add_columns(func.count(), size)
+        ours = _where(columns, checkpoints, owner=owner, project_id=project_id)
+        query = _living(ours, live_at).group_by(project).order_by(project)
+        rows: Sequence[Any] = await self._database.list(lambda c: c.execute(query).all())
+        return {row[0]: KeptPart(row[1], int(row[2] or 0)) for row in rows}
 
     async def saved_by_session(self, session_id: str) -> tuple[int, int]:
         ours = select(models.c.model_id).where(models.c.session_id == session_id)
         query = select(func.count(), func.sum(checkpoints.c.size_bytes)).where(
             checkpoints.c.model_id.in_(ours)
         )
-        count, total = await self._database.read(lambda c: tuple(c.execute(query).one()))
+        count, total = await self._database.list(lambda c: tuple(c.execute(query).one()))
         return int(count), int(total or 0)
 
-    async def add_loss(self, loss: StoredLoss) -> StoredLoss:
-        return await self._database.write(lambda c: LOSSES.add(c, loss))
+    async def add_loss(
+        self, loss: StoredLoss, *, max_losses: int | None = None
+    ) -> StoredLoss | LimitReached:
+        def add(connection: Connection) -> StoredLoss | LimitReached:
+            if max_losses is not None:
+                known = LOSSES.get(connection, loss.loss_id)
+                if known is not None:
+                    return known
+                count = select(func.count()).select_from(losses)
+                ours = count.where(losses.c.session_id == loss.session_id)
+                have = connection.execute(ours).scalar_one()
+                if have >= max_losses:
+                    return LimitReached("max_losses", have)
+            return LOSSES.add(connection, loss)
+
+        return await self._database.write(add)
 
     async def get_loss(self, loss_id: str) -> StoredLoss | None:
         return await self._database.read(lambda c: LOSSES.get(c, loss_id))
+
+
+def _reached(
+    connection: Connection,
+    owner: str,
+    max_models: int | None,
+    max_runs: int | None,
+    silent_since: float,
+) -> LimitReached | None:
+    if max_models is not None:
+        have = connection.execute(_alive(owner, silent_since)).scalar_one()
+        if have >= max_models:
+            return LimitReached("max_models", have)
+    if max_runs is not None:
+        have = count_kept(connection, owner, "runs").count
+        if have >= max_runs:
+            return LimitReached("max_runs", have)
+    return None
+
+
+def _alive(owner: str, silent_since: float) -> Select[Any]:
+    """How many open models have a session that is active, or were used lately if it is silent."""
+    living = and_(
+        sessions.c.session_id == models.c.session_id,
+        ACTIVE,
+        or_(sessions.c.heartbeats, models.c.last_request_at > silent_since),
+    )
+    both = models.join(sessions, living)
+    ours = beside_index(models.c.owner, owner)
+    return select(func.count()).select_from(both).where(OPEN, ours)
+
+
+def _published_by_others(owner: str | None, at: float) -> ColumnElement[bool]:
+    # Written so that no index on the time serves: most checkpoints have none, and few are public.
+    lives = func.coalesce(checkpoints.c.expires_at, math.inf) > at
+    public = select(checkpoints.c.model_id).where(PUBLIC, lives)
+    return and_(models.c.model_id.in_(public), models.c.owner != owner)
+
+
+def _accessible(
+    owner: str | None, at: float, project_id: str | None, offset: int, limit: int | None
+) -> Select[Any]:
+    """The numbers of a page of an owner's models and published ones."""
+    most = None if limit is None else offset + limit
+    number = models.c.number
+    each = _where(select(number), models, project_id=project_id)
+    own = each.where(models.c.owner == owner).order_by(number.desc())
+    # Not by the number itself: SQLite would rather go through the whole table in its order.
+    others = each.where(_published_by_others(owner, at)).order_by((number + 0).desc())
+    both = union_all(
+        *(select(part.limit(most).subquery().c.number) for part in (own, others))
+    ).subquery()
+    return select(both.c.number).order_by(both.c.number.desc()).limit(limit).offset(offset or None)
+
+
+def _kept(connection: Connection, owner: str) -> dict[Part, KeptPart]:
+    found: dict[Part, KeptPart] = {
+        part: count_kept(connection, owner, part) for part, _ in COUNTED.values()
+    }
+    sums: dict[Part, Select[Any]] = {
+        "samplers": _sum(samplers, samplers.c.size_bytes, owner).where(SIZED),
+        "requests": _sum(bodies, bodies.c.size_bytes, owner),
+        "results": _sum(results, results.c.size_bytes, owner),
+    }
+    for part, query in sums.items():
+        row: Any = connection.execute(query).one()
+        found[part] = KeptPart(row[0], int(row[1] or 0))
+    return found
+
+
+def _sum(table: Table, size: ColumnElement[int], owner: str) -> Select[Any]:
+    columns: Select[Any] = select(func.count()).add_columns(func.sum(size))
+    return columns.where(table.c.owner == owner)
 
 
 def _where(query: Select[Any], table: Table, **columns: str | None) -> Select[Any]:

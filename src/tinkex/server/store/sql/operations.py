@@ -7,13 +7,31 @@ operation; samples are too many for that and have one per hour of a session.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import and_, bindparam, delete, func, or_, select, update
+from sqlalchemy import (
+    BigInteger,
+    and_,
+    bindparam,
+    cast,
+    delete,
+    func,
+    literal_column,
+    or_,
+    select,
+    update,
+)
 
-from tinkex.server.store.records import Operation, OperationOutcome, UsageEntry
+from tinkex.server.store.records import (
+    HOUR_S,
+    HourOfUsage,
+    Operation,
+    OperationOutcome,
+    UsageEntry,
+    changed,
+)
 from tinkex.server.store.sql.database import AT_ONCE, StoreState
 from tinkex.server.store.sql.overflow import ROOM_BYTES, clear
 from tinkex.server.store.sql.records import insert_for
@@ -29,7 +47,7 @@ if TYPE_CHECKING:
 _OUTCOME = ("size_bytes", "error", "category", "usage")
 # Of an Operation, what is not a column: the decoded request is never stored.
 _ELSEWHERE = frozenset({"request", "body", "outcome"})
-_PLAIN = tuple(f.name for f in fields(Operation) if f.name not in _ELSEWHERE)
+_PLAIN = tuple(name for name in Operation.__struct_fields__ if name not in _ELSEWHERE)
 _COLUMNS = [operations.c[name] for name in (*_PLAIN, *_OUTCOME)]
 _NO_BODY = b""
 
@@ -61,13 +79,13 @@ _FINISH = (
     .values(
         {name: bindparam(name) for name in ("state", "started_at", "finished_at", *_OUTCOME)},
     )
-    .returning(operations.c.number, operations.c.model_id)
+    .returning(operations.c.number, operations.c.model_id, operations.c.owner)
 )
 _KEEP_RESULT = results.insert()
 
-HOUR_S = 3600.0
 _WHO = ("owner", "session_id", "base_model", "project_id", "kind")
 _AMOUNTS = tuple(Usage.__struct_fields__)
+_TIMES = ("queue_s", "device_s")
 
 
 def submit(connection: Connection, operation: Operation) -> Operation:
@@ -79,7 +97,8 @@ def submit(connection: Connection, operation: Operation) -> Operation:
         return _known(connection, operation.op_id)
     if operation.body:
         key = {"number": number, "model_id": operation.model_id, "seq_id": operation.seq_id}
-        connection.execute(_KEEP_BODY, {**key, "body": operation.body})
+        size = {"owner": operation.owner, "size_bytes": len(operation.body)}
+        connection.execute(_KEEP_BODY, {**key, **size, "body": operation.body})
     connection.execute(_TOUCH_MODEL, {"id": operation.model_id, "at": operation.created_at})
     return operation
 
@@ -158,8 +177,9 @@ class Ending:
         if row is None:
             return False
         if self.outcome.body is not None:
-            values = {"number": row.number, "finished_at": self.finished_at}
-            connection.execute(_KEEP_RESULT, {**values, "body": self.outcome.body})
+            values = {"number": row.number, "finished_at": self.finished_at, "owner": row.owner}
+            body = {"body": self.outcome.body, "size_bytes": len(self.outcome.body)}
+            connection.execute(_KEEP_RESULT, {**values, **body})
         if row.model_id is None:
             # Nothing replays what belongs to no model.
             connection.execute(delete(bodies).where(bodies.c.number == row.number))
@@ -169,7 +189,7 @@ class Ending:
 
     def applied_to(self, operation: Operation) -> Operation:
         """The operation after it."""
-        return replace(
+        return changed(
             operation,
             state="done",
             outcome=self.outcome,
@@ -254,8 +274,8 @@ class OperationQueries(StoreState):
         self._open[kept.op_id] = kept
         model = self._model_cache.get(kept.model_id or "")
         if model is not None:
-            changed = replace(model, last_request_at=kept.created_at)
-            self._model_cache.put(model.model_id, changed)
+            touched = replace(model, last_request_at=kept.created_at)
+            self._model_cache.put(model.model_id, touched)
         return kept, True
 
     async def get_operation(self, op_id: str) -> Operation | None:
@@ -277,7 +297,7 @@ class OperationQueries(StoreState):
         return [*self._open.values(), *self._samples.pending()]
 
     async def operations(self, session_id: str) -> Sequence[Operation]:
-        found = await self._database.read(lambda c: of_session(c, session_id))
+        found = await self._database.list(lambda c: of_session(c, session_id))
         return [*map(self._newest, found), *self._samples.of_session(session_id)]
 
     async def start(self, op_ids: Iterable[str], at: float) -> None:
@@ -286,7 +306,7 @@ class OperationQueries(StoreState):
             self._samples.start(op_id, at)
             known = self._open.get(op_id)
             if known is not None and known.state == "queued":
-                self._open[op_id] = replace(known, state="running", started_at=at)
+                self._open[op_id] = changed(known, state="running", started_at=at)
 
     async def finish(
         self, op_id: str, outcome: OperationOutcome, at: float, usage: UsageEntry | None = None
@@ -294,7 +314,7 @@ class OperationQueries(StoreState):
         sample = self._samples.get(op_id)
         if sample is not None:
             ended = sample.state == "done"
-            return not ended and await self._finish_sample(op_id, outcome, at, usage)
+            return not ended and await self._finish_sample(sample, outcome, at, usage)
         await self._read_open()
         known = self._open.get(op_id)
         if known is None:
@@ -306,13 +326,13 @@ class OperationQueries(StoreState):
         return await write(ending.write, partial(self._ended, ending))
 
     async def _finish_sample(
-        self, op_id: str, outcome: OperationOutcome, at: float, usage: UsageEntry | None
+        self, sample: Operation, outcome: OperationOutcome, at: float, usage: UsageEntry | None
     ) -> bool:
         size_bytes = len(outcome.body or b"")
         if size_bytes and self._samples.result_bytes + size_bytes > ROOM_BYTES:
             await self._read_open()
-            outcome = await self._overflow.keep(op_id, outcome, at)
-        first = self._samples.finish(op_id, outcome, at)
+            outcome = await self._overflow.keep(sample, outcome, at)
+        first = self._samples.finish(sample.op_id, outcome, at)
         if first and usage is not None:
             self._behind.use(usage)
         return first
@@ -423,21 +443,33 @@ def add_hourly(connection: Connection, entries: Iterable[UsageEntry]) -> None:
 
 def usage_between(
     connection: Connection, owner: str, start: float, end: float
-) -> Sequence[UsageEntry]:
-    """What an owner used from `start` to before `end`, in order."""
+) -> Sequence[HourOfUsage]:
+    """What an owner used from `start` to before `end`, summed up by the database."""
+    # A literal: PostgreSQL takes two parameters of one value for two groups.
+    hours = usage_table.c.at / literal_column(f"{HOUR_S}.0")
+    # A cast rounds in PostgreSQL, and not every SQLite has floor().
+    whole = cast(hours if connection.dialect.name == "sqlite" else func.floor(hours), BigInteger)
+    group = [whole.label("hour"), *(usage_table.c[name] for name in _WHO if name != "owner")]
+    sums = [func.sum(usage_table.c[name]).label(name) for name in _AMOUNTS]
     query = (
-        select(*(usage_table.c[name] for name in ("at", *_WHO, *_AMOUNTS)))
+        select(*group, func.count().label("count"), *sums)
         .where(usage_table.c.owner == owner, usage_table.c.at >= start, usage_table.c.at < end)
-        .order_by(usage_table.c.at, usage_table.c.number)
+        .group_by(*group)
+        .order_by("hour", usage_table.c.session_id, usage_table.c.kind)
     )
-    return [
-        UsageEntry(
-            at=row["at"],
-            **{name: row[name] for name in _WHO},
-            usage=Usage(**{name: row[name] for name in _AMOUNTS}),
-        )
-        for row in connection.execute(query).mappings()
-    ]
+    return [_hour_of_usage(row) for row in connection.execute(query).mappings()]
+
+
+def _hour_of_usage(row: RowMapping) -> HourOfUsage:
+    # A sum of whole numbers is a decimal in PostgreSQL.
+    amounts = {name: row[name] for name in _TIMES}
+    amounts |= {name: int(row[name]) for name in _AMOUNTS if name not in _TIMES}
+    return HourOfUsage(
+        hour=row["hour"] * HOUR_S,
+        **{name: row[name] for name in _WHO if name != "owner"},
+        count=row["count"],
+        usage=Usage(**amounts),
+    )
 
 
 def _values(entry: UsageEntry) -> dict[str, Any]:

@@ -6,12 +6,12 @@ with the others. Like all samples they are gone after a restart.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from sqlalchemy import bindparam, delete, select
 
 from tinkex.errors import StorageError
+from tinkex.server.store.records import changed
 from tinkex.server.store.sql.schema import results
 
 if TYPE_CHECKING:
@@ -35,16 +35,19 @@ class Overflow:
         self._numbers: dict[str, int] = {}
         self._last = 0
 
-    async def keep(self, op_id: str, outcome: OperationOutcome, at: float) -> OperationOutcome:
+    async def keep(
+        self, sample: Operation, outcome: OperationOutcome, at: float
+    ) -> OperationOutcome:
         """Store a sample's result; returns the outcome without it."""
         number = self._last = self._last - 1
-        row = {"number": number, "finished_at": at, "body": outcome.body}
+        size = {"owner": sample.owner, "size_bytes": len(outcome.body or b"")}
+        row = {"number": number, "finished_at": at, "body": outcome.body, **size}
         try:
             await self._database.write_lightly(lambda c: c.execute(results.insert(), row) and None)
         except StorageError:
             return outcome  # a full disk is no reason to lose what memory can still hold
-        self._numbers[op_id] = number
-        return replace(outcome, body=None)
+        self._numbers[sample.op_id] = number
+        return changed(outcome, body=None)
 
     async def restored(self, operation: Operation) -> Operation:
         """The sample with its result, wherever that is."""
@@ -53,7 +56,7 @@ class Overflow:
             return operation
         query = select(results.c.body).where(results.c.number == number)
         body = await self._database.read(lambda c: c.execute(query).scalar_one_or_none())
-        return replace(operation, outcome=replace(operation.outcome, body=body))
+        return changed(operation, outcome=changed(operation.outcome, body=body))
 
     async def drop(self, op_ids: Iterable[str]) -> None:
         """Forget the results of these."""

@@ -83,9 +83,9 @@ class Kind(Generic[R]):
         query = insert(connection, self.table).values(values)
         connection.execute(query.on_conflict_do_update(index_elements=[self.key], set_=changed))
 
-    def add(self, connection: Connection, record: R) -> R:
+    def add(self, connection: Connection, record: R, **more: object) -> R:
         """Keep the first record of a key, and return it."""
-        query = insert(connection, self.table).values(self.values(record))
+        query = insert(connection, self.table).values({**self.values(record), **more})
         connection.execute(query.on_conflict_do_nothing(index_elements=[self.key]))
         kept = self.get(connection, getattr(record, self.key))
         assert kept is not None  # this is the only connection that writes

@@ -94,7 +94,7 @@ def _plain(value: object) -> object:
     return dict(cast("Any", value))  # the one other thing a record holds: any Mapping
 
 
-VERSION: Final = "0003"
+VERSION: Final = "0004"
 """The newest migration: what a new database starts with."""
 
 METADATA = MetaData()
@@ -134,6 +134,21 @@ def _flag(name: str) -> Column[bool]:
     return Column(name, Boolean, nullable=False)
 
 
+def _row_bytes() -> Column[int]:
+    """What the record's texts take up, which counts towards its owner's quota."""
+    return Column("row_bytes", WHOLE, nullable=False, server_default=text("0"))
+
+
+def _size_bytes() -> Column[int]:
+    """What its payload takes up, which counts towards its owner's quota."""
+    return Column("size_bytes", WHOLE, nullable=False, server_default=text("0"))
+
+
+def _owner() -> Column[str]:
+    """Whose quota it counts towards."""
+    return Column("owner", PlainText, nullable=False, server_default=text("''"))
+
+
 def _some(name: str, *columns: str, where: TextClause) -> Index:
     """A partial index."""
     return Index(name, *columns, sqlite_where=where, postgresql_where=where)
@@ -167,7 +182,9 @@ sessions = Table(
     _flag("heartbeats"),
     _json("status", SessionStatus),
     _flag("active"),
+    _row_bytes(),
     Index("sessions_owner", "owner", "created_at", "session_id"),
+    Index("sessions_project_id", "owner", "project_id", "created_at", "session_id"),
     _some("sessions_active", "owner", "heartbeats", where=ACTIVE),
     _some("sessions_unattended", "last_seen_at", where=UNATTENDED),
     _some("sessions_over", "last_seen_at", where=OVER),
@@ -190,6 +207,7 @@ models = Table(
     _flag("corrupted"),
     _text("snapshot_location", null=True),
     _whole("snapshot_seq"),
+    _row_bytes(),
     UniqueConstraint("model_id", name="models_model_id"),
     Index("models_owner", "owner", "number"),
     Index("models_project_id", "owner", "project_id", "number"),
@@ -213,7 +231,7 @@ samplers = Table(
     _whole("seq_id", null=True),
     Column("copies", WHOLE, nullable=False, default=0),
     _text("dropped", null=True),
-    Column("size_bytes", WHOLE, nullable=False, server_default=text("0")),
+    _size_bytes(),
     UniqueConstraint("sampler_id", name="samplers_sampler_id"),
     Index("samplers_session_id", "session_id"),
     Index("samplers_model_id", "model_id"),
@@ -243,8 +261,10 @@ checkpoints = Table(
     _time("expires_at", null=True),
     _text("project_id", null=True),
     _json("age_recipients", tuple[str, ...], null=True),
+    _row_bytes(),
     UniqueConstraint("path", name="checkpoints_path"),
     Index("checkpoints_owner", "owner", "created_at", "number"),
+    Index("checkpoints_project_id", "owner", "project_id", "created_at", "number"),
     Index("checkpoints_size_bytes", "owner", "expires_at", "size_bytes"),
     Index("checkpoints_model_id", "model_id", "created_at", "number"),
     _some("checkpoints_public", "model_id", where=PUBLIC),
@@ -259,6 +279,7 @@ losses = Table(
     _text("session_id"),
     _json("inputs", tuple[CustomLossInput, ...]),
     _json("graph", CustomLossGraph),
+    _size_bytes(),
     Index("losses_session_id", "session_id"),
 )
 
@@ -299,7 +320,10 @@ bodies = Table(
     _text("model_id", null=True),
     _whole("seq_id"),
     Column("body", LargeBinary, nullable=False),
+    _owner(),
+    _size_bytes(),
     Index("bodies_model_id", "model_id", "seq_id"),
+    Index("bodies_owner", "owner", "size_bytes"),
 )
 
 results = Table(
@@ -308,7 +332,10 @@ results = Table(
     Column("number", NUMBER, primary_key=True, autoincrement=False),
     _time("finished_at"),
     Column("body", LargeBinary, nullable=False),
+    _owner(),
+    _size_bytes(),
     Index("results_finished_at", "finished_at"),
+    Index("results_owner", "owner", "size_bytes"),
 )
 
 answers = Table(
@@ -334,6 +361,11 @@ api_keys = Table(
     _time("created_at"),
     _text("note"),
     _time("revoked_at", null=True),
+    Column("read_only", Boolean, nullable=False, server_default=text("FALSE")),
+    _text("project_id", null=True),
+    _json("routes", tuple[str, ...], null=True),
+    _time("expires_at", null=True),
+    _time("last_used_at", null=True),
     UniqueConstraint("key_hash", name="api_keys_key_hash"),
     Index("api_keys_owner", "owner"),
 )
@@ -347,7 +379,11 @@ audit = Table(
     _text("topic"),
     _text("event"),
     _json("details", dict[str, Any]),
+    _whole("key_id", null=True),
+    Column("address", PlainText, nullable=False, server_default=text("''")),
+    Column("request_id", PlainText, nullable=False, server_default=text("''")),
     Index("audit_owner", "owner", "at"),
+    Index("audit_at", "at"),
 )
 
 usage = Table(

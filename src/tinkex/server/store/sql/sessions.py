@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import func, select, update
 
+from tinkex.server.store.records import LimitReached, row_bytes
 from tinkex.server.store.sql.database import AT_ONCE, StoreState
+from tinkex.server.store.sql.kept import count_kept
 from tinkex.server.store.sql.records import SAMPLERS, SESSIONS, beside_index
 from tinkex.server.store.sql.schema import (
     ACTIVE,
@@ -34,9 +36,25 @@ class SessionQueries(StoreState):
 
     async def put_session(self, session: StoredSession) -> None:
         await self._database.write(
-            lambda c: SESSIONS.put(c, session, active=session.active),
+            lambda c: _put(c, session),
             lambda _: self._session_cache.put(session.session_id, self._seen(session)),
         )
+
+    async def add_session(
+        self, session: StoredSession, *, max_sessions: int | None, max_kept_sessions: int
+    ) -> LimitReached | None:
+        def add(connection: Connection) -> LimitReached | None:
+            reached = _reached(connection, session.owner, max_sessions, max_kept_sessions)
+            if reached is None:
+                _put(connection, session)
+            return reached
+
+        def keep(reached: LimitReached | None) -> LimitReached | None:
+            if reached is None:
+                self._session_cache.put(session.session_id, session)
+            return reached
+
+        return await self._database.write(add, keep)
 
     async def get_session(self, session_id: str) -> StoredSession | None:
         known = self._session_cache.get(session_id)
@@ -51,16 +69,33 @@ class SessionQueries(StoreState):
         active: bool = False,
         before: float | None = None,
         limit: int | None = None,
+        project_id: str | None = None,
     ) -> Sequence[StoredSession]:
         query = _newest_first(_of(SESSIONS.select(), owner, active=active)).limit(limit)
         if before is not None:
             query = query.where(sessions.c.created_at <= before)
-        found = await self._database.read(lambda c: SESSIONS.all(c, query))
+        if project_id is not None:
+            query = query.where(sessions.c.project_id == project_id)
+        found = await self._database.list(lambda c: SESSIONS.all(c, query))
         return [self._seen(session) for session in found]
 
-    async def session_ids(self, owner: str, offset: int, limit: int) -> Sequence[str]:
+    async def session_ids(
+        self, owner: str, offset: int, limit: int, *, project_id: str | None = None
+    ) -> Sequence[str]:
         query = _newest_first(_of(select(sessions.c.session_id), owner)).offset(offset).limit(limit)
-        return await self._database.read(lambda c: c.execute(query).scalars().all())
+        if project_id is not None:
+            query = query.where(sessions.c.project_id == project_id)
+        return await self._database.list(lambda c: c.execute(query).scalars().all())
+
+    async def ids_of_session(self, session_id: str) -> tuple[Sequence[str], Sequence[str]]:
+        # By time first: ordered by number alone, SQLite would rather read the whole table.
+        runs = select(models.c.model_id).where(models.c.session_id == session_id)
+        runs = runs.order_by(models.c.created_at, models.c.number)
+        ours = select(samplers.c.sampler_id).where(samplers.c.session_id == session_id)
+        ours = ours.order_by(samplers.c.created_at, samplers.c.number)
+        return await self._database.list(
+            lambda c: (c.execute(runs).scalars().all(), c.execute(ours).scalars().all())
+        )
 
     async def count_sessions(
         self, owner: str | None = None, *, active: bool = False, heartbeats: bool = False
@@ -68,7 +103,15 @@ class SessionQueries(StoreState):
         query = _of(select(func.count()).select_from(sessions), owner, active=active)
         if heartbeats:
             query = query.where(sessions.c.heartbeats)
-        return await self._database.read(lambda c: c.execute(query).scalar_one())
+        return await self._database.list(lambda c: c.execute(query).scalar_one())
+
+    async def silent_sessions(self, before: float) -> Sequence[StoredSession]:
+        query = SESSIONS.select().where(ACTIVE, sessions.c.heartbeats)
+        query = query.where(sessions.c.last_seen_at < before).order_by(sessions.c.last_seen_at)
+        found = await self._database.list(lambda c: SESSIONS.all(c, query))
+        # Heartbeats that are not written yet count.
+        seen = map(self._seen, found)
+        return [session for session in seen if session.last_seen_at < before]
 
     async def unattended_sessions(self, before: float, limit: int) -> Sequence[StoredSession]:
         opened = select(models.c.number).where(models.c.session_id == sessions.c.session_id, OPEN)
@@ -106,6 +149,25 @@ class SessionQueries(StoreState):
         return replace(session, last_seen_at=at) if newer else session
 
 
+def _put(connection: Connection, session: StoredSession) -> None:
+    more = {"active": session.active, "row_bytes": row_bytes(session)}
+    SESSIONS.put(connection, session, **more)
+
+
+def _reached(
+    connection: Connection, owner: str, max_sessions: int | None, max_kept_sessions: int
+) -> LimitReached | None:
+    if max_sessions is not None:
+        count = select(func.count()).select_from(sessions)
+        # Clients without heartbeats never report that they are done.
+        active = _of(count, owner, active=True).where(sessions.c.heartbeats)
+        have = connection.execute(active).scalar_one()
+        if have >= max_sessions:
+            return LimitReached("max_sessions", have)
+    kept = count_kept(connection, owner, "sessions").count
+    return LimitReached("max_kept_sessions", kept) if kept >= max_kept_sessions else None
+
+
 def _newest_first(query: Select[Any]) -> Select[Any]:
     return query.order_by(sessions.c.created_at.desc(), sessions.c.session_id.desc())
 
@@ -124,8 +186,24 @@ def _touch_all(connection: Connection, at: float) -> None:
 class SamplerQueries(StoreState):
     """The part of the store that knows samplers."""
 
-    async def add_sampler(self, sampler: StoredSampler) -> StoredSampler:
-        return await self._database.write(lambda c: SAMPLERS.add(c, sampler), self._keep_sampler)
+    async def add_sampler(
+        self, sampler: StoredSampler, *, max_samplers: int | None = None
+    ) -> StoredSampler | LimitReached:
+        def add(connection: Connection) -> StoredSampler | LimitReached:
+            if max_samplers is not None:
+                known = SAMPLERS.get(connection, sampler.sampler_id)
+                if known is not None:
+                    return known
+                ours = samplers.c.session_id == sampler.session_id
+                count = select(func.count()).select_from(samplers).where(ours)
+                have = connection.execute(count).scalar_one()
+                if have >= max_samplers:
+                    return LimitReached("max_samplers", have)
+            return SAMPLERS.add(connection, sampler)
+
+        return await self._database.write(
+            add, lambda kept: kept if isinstance(kept, LimitReached) else self._keep_sampler(kept)
+        )
 
     async def put_sampler(self, sampler: StoredSampler) -> None:
         await self._database.write(

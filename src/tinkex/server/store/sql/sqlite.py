@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
+import stat
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +23,8 @@ _PRAGMAS = (
     "journal_mode = WAL",
     "journal_size_limit = 67108864",  # a burst does not leave a large log behind
 )
+_PRIVATE = 0o600
+_log = logging.getLogger(__name__)
 _SYNCHRONOUS = {"light": "NORMAL", "full": "FULL"}
 
 
@@ -34,7 +38,7 @@ class Sqlite:
     def __init__(self, url: URL) -> None:
         self.path = Path(str(url.database))
         self.shown = str(self.path)
-        self.engine = _engine(url)
+        self.engine = _engine(url, self.path)
         # Mutable state: the open lock file, while this process owns the store.
         self._lock: int | None = None
 
@@ -93,8 +97,29 @@ def _taken(place: str, owner: str) -> StorageError:
     return error
 
 
-def _engine(url: URL) -> Engine:
+def _keep_private(path: Path) -> None:
+    """Let only its user read the file; SQLite gives its log and its index the same mode.
+
+    What is wrong with the file is found, and said better, when it is opened.
+    """
+    with suppress(OSError):
+        # O_EXCL: a file that is there must not be opened, for closing it would end the locks of
+        # all connections that this process has to it, and another process would delete their log.
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _PRIVATE))
+    for each in (path, Path(f"{path}-wal"), Path(f"{path}-shm")):
+        with suppress(OSError):
+            found = stat.S_IMODE(each.stat().st_mode)
+            if found & ~_PRIVATE:
+                each.chmod(found & _PRIVATE)
+                _log.warning("%s could be read by other users of this machine; no more", each)
+
+
+def _engine(url: URL, path: Path) -> Engine:
     engine = create_engine(url, poolclass=NullPool)
+
+    @event.listens_for(engine, "do_connect")
+    def prepare(*_: object) -> None:
+        _keep_private(path)
 
     @event.listens_for(engine, "connect")
     def setup(connection: Any, record: object) -> None:

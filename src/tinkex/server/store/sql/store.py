@@ -17,7 +17,9 @@ from sqlalchemy.exc import ArgumentError
 
 from tinkex.clock import SystemClock
 from tinkex.errors import InputError, StorageError
+from tinkex.server.store.audit_file import AuditFile
 from tinkex.server.store.sql.database import Database
+from tinkex.server.store.sql.kept import triggers
 from tinkex.server.store.sql.ledger import LedgerQueries, PruningQueries
 from tinkex.server.store.sql.models import ModelQueries
 from tinkex.server.store.sql.operations import OperationQueries
@@ -49,14 +51,18 @@ class SqlStore(
 
     @classmethod
     @asynccontextmanager
-    async def open(cls, url: str | Path, *, clock: Clock | None = None) -> AsyncGenerator[Self]:
+    async def open(
+        cls, url: str | Path, *, clock: Clock | None = None, audit_file: Path | None = None
+    ) -> AsyncGenerator[Self]:
         """The store at `sqlite:///PATH`, a plain path, or `postgresql://…`; made when new.
 
-        Raises `StorageError` when it cannot be opened, or was made by a newer version.
+        The audit log is copied to `audit_file`, if one is named. Raises `StorageError` when the
+        store cannot be opened, or was made by a newer version.
         """
         driver = _driver(url)
-        database = Database(driver)
-        behind = WriteBehind(database, clock or SystemClock())
+        database = Database(driver, _driver(url))
+        copy = None if audit_file is None else AuditFile(audit_file)
+        behind = WriteBehind(database, clock or SystemClock(), copy)
         database.start()
         try:
             await database.write(lambda c: bring_up(c, driver.shown))
@@ -151,6 +157,8 @@ def _create(connection: Connection, place: str) -> None:
             place,
         )
     METADATA.create_all(connection, checkfirst=False)
+    for statement in triggers(connection.dialect.name):
+        connection.exec_driver_sql(statement)
     connection.execute(version.insert().values(version_num=VERSION))
 
 

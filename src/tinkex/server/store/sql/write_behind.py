@@ -1,7 +1,8 @@
-"""Writes that are collected for a second or more: heartbeats, and the usage of samples.
+"""Writes that are collected for a second or more: heartbeats, usage of samples, last use of keys.
 
-Both are many and small, and a crash may lose the last of them: after a restart every session counts
-as seen, and a lost sample is sent again.
+They are many and small, and a crash may lose the last of them: after a restart every session counts
+as seen, and a lost sample is sent again. Refused attempts are collected for a minute: who sends
+many of them cannot fill the audit log.
 """
 
 from __future__ import annotations
@@ -15,34 +16,46 @@ import anyio
 from sqlalchemy import bindparam, update
 
 from tinkex.errors import StorageError
-from tinkex.server.store.sql.operations import HOUR_S, add_hourly
-from tinkex.server.store.sql.schema import sessions
+from tinkex.server.store.records import HOUR_S, AuditEntry, Refusal
+from tinkex.server.store.sql.operations import add_hourly
+from tinkex.server.store.sql.records import AUDIT
+from tinkex.server.store.sql.schema import api_keys, audit, sessions
+from tinkex.server.supervision import keep_running
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncGenerator, Iterable
 
     from sqlalchemy import Connection
 
     from tinkex.clock import Clock
+    from tinkex.server.store.audit_file import AuditFile
     from tinkex.server.store.records import UsageEntry
     from tinkex.server.store.sql.database import Database
 
 _log = logging.getLogger(__name__)
 
 USAGE_EVERY_S = 1.0
+MINUTE_S = 60.0
+MOST_REFUSALS = 256
+"""Different refused attempts that are told apart within a minute."""
 SEEN_EVERY_S = 5.0
 
 
 class WriteBehind:
     """Collects entries, and writes them from one task while it is `running`."""
 
-    def __init__(self, database: Database, clock: Clock) -> None:
+    def __init__(
+        self, database: Database, clock: Clock, audit_file: AuditFile | None = None
+    ) -> None:
         self._database = database
         self.clock = clock
+        self.audit_file = audit_file
         self._bell = anyio.Event()
         # Mutable state: what is not written yet, and when sessions were written last.
         self.seen: dict[str, float] = {}
         self._usage: dict[tuple[Any, ...], UsageEntry] = {}
+        self._keys: dict[int, float] = {}
+        self._refusals: dict[tuple[int, Refusal], int] = {}
         self._seen_at = clock.now()
 
     def see(self, session_id: str, at: float) -> None:
@@ -59,12 +72,25 @@ class WriteBehind:
         )
         self._bell.set()
 
+    def use_key(self, key_id: int, at: float) -> None:
+        """Note that a key was used."""
+        self._keys[key_id] = at
+        self._bell.set()
+
+    def refuse(self, refusal: Refusal, at: float) -> None:
+        """Count an attempt that was refused."""
+        name = (int(at // MINUTE_S), refusal)
+        if name not in self._refusals and len(self._refusals) >= MOST_REFUSALS:
+            name = (name[0], replace(refusal, key_id=None, address="other addresses"))
+        self._refusals[name] = self._refusals.get(name, 0) + 1
+        self._bell.set()
+
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
         """Write periodically, and what is left at the end."""
         failure: Exception | None = None
         async with anyio.create_task_group() as group:
-            group.start_soon(self._run)
+            group.start_soon(keep_running, "usage and heartbeats", self._run, self.clock)
             try:
                 yield
             except Exception as error:  # noqa: BLE001 - raised below, outside the group
@@ -80,6 +106,8 @@ class WriteBehind:
         try:
             await self.write_usage()
             await self.write_seen()
+            await self.write_keys()
+            await self.write_refusals(self._refusals)
         except StorageError as error:
             _log.error("the last usage and heartbeats could not be written: %s", error)
 
@@ -99,10 +127,44 @@ class WriteBehind:
 
     async def _round(self) -> None:
         await self.write_usage()
+        minute = int(self.clock.wall() // MINUTE_S)
+        await self.write_refusals([name for name in self._refusals if name[0] != minute])
         if self.clock.now() - self._seen_at >= SEEN_EVERY_S:
             await self.write_seen()
-        elif self.seen:
+            await self.write_keys()
+        if self.seen or self._keys or self._refusals:
             self._bell.set()
+
+    async def write_keys(self) -> None:
+        """Write when keys were last used."""
+        used, self._keys = self._keys, {}
+        if not used:
+            return
+        rows = [{"id": key_id, "at": at} for key_id, at in used.items()]
+        try:
+            with anyio.CancelScope(shield=True):
+                await self._database.write_lightly(lambda c: _write_keys(c, rows))
+        except StorageError:
+            self._keys = {**used, **self._keys}
+            raise
+
+    async def write_refusals(self, names: Iterable[tuple[int, Refusal]]) -> None:
+        """Write how often each of these was refused in its minute."""
+        counts = {name: self._refusals.pop(name) for name in list(names)}
+        if not counts:
+            return
+        lines = [_line(*name, count) for name, count in counts.items()]
+        rows = [AUDIT.values(line) for line in lines]
+        try:
+            with anyio.CancelScope(shield=True):
+                await self._database.write_lightly(
+                    lambda c: c.execute(audit.insert(), rows) and None
+                )
+        except StorageError:
+            self._refusals = {**counts, **self._refusals}
+            raise
+        if self.audit_file is not None:
+            await self.audit_file.write(lines)
 
     async def write_usage(self) -> None:
         """Write what samples used."""
@@ -132,6 +194,23 @@ class WriteBehind:
         except StorageError:
             self.seen = {**seen, **self.seen}
             raise
+
+
+def _line(minute: int, refusal: Refusal, count: int) -> AuditEntry:
+    return AuditEntry(
+        at=minute * MINUTE_S,
+        owner=refusal.owner,
+        topic="refused",
+        event=refusal.event,
+        details={"count": count, "within_s": MINUTE_S},
+        key_id=refusal.key_id,
+        address=refusal.address,
+    )
+
+
+def _write_keys(connection: Connection, rows: list[dict[str, Any]]) -> None:
+    query = update(api_keys).where(api_keys.c.key_id == bindparam("id"))
+    connection.execute(query.values(last_used_at=bindparam("at")), rows)
 
 
 def _hour_of(entry: UsageEntry) -> tuple[Any, ...]:

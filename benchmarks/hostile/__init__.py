@@ -1,0 +1,1 @@
+"""How long the neighbour waits while a server is attacked."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tests.security.world import Answer, World
 
 STEP = {"adam_params": {"learning_rate": 0.1}, "type": "optim_step"}
-# Ends the scheduler of a server as a defect of ours would: once a file is there.
+# Ends the scheduler of a server as a defect of ours would: once a file is there, and work waits.
 BROKEN = """
 import os, sys
 
@@ -27,7 +27,7 @@ def break_scheduler():
     inner = SchedulerLoop._start
 
     def start(self, group):
-        if os.path.exists({flag!r}):
+        if os.path.exists({flag!r}) and any(self.queues):
             raise OverflowError("Python int too large to convert to SQLite INTEGER")
         return inner(self, group)
 

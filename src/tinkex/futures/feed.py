@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 from typing import TYPE_CHECKING
 
 from tinkex.errors import TinkerError
-from tinkex.transport.retry import RetryLimits, RetryProgress, decide, outcome_of
+from tinkex.transport.retry import RetryLimits, RetryProgress, decide, outcome_of, random_share
 from tinkex.types import (
     FutureFinished,
     FuturesRetrieveRequest,
@@ -139,7 +138,7 @@ class CompletionFeed:
                         "poll",
                         RetryProgress(failures, silent_s),
                         RetryLimits(self._silence_s),
-                        jitter=random.random(),
+                        jitter=random_share(),
                         wall=self._clock.wall(),
                     )
                     # Also in a 402 pause: each waiter then waits for credit in polls of its own.

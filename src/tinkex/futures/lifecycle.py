@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import random
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -57,6 +56,7 @@ from tinkex.transport.retry import (
     event_of,
     outcome_of,
     retry_after_s,
+    random_share,
 )
 from tinkex.types import FutureRetrieveRequest
 from tinkex.types.value import Usage
@@ -314,7 +314,7 @@ class Lifecycle:
             self._retry,
             RetryProgress(tries, elapsed_s, failures=sum(self._counts.values())),
             RetryLimits(budget_s),
-            jitter=random.random(),
+            jitter=random_share(),
             wall=context.clock.wall(),
         )
         self._counts[event] = tries + 1
@@ -371,7 +371,7 @@ class Lifecycle:
 
     def _policy_delay_s(self, tries: int) -> float:
         assert self._policy is not None
-        return self._policy.delay_s(tries, random.random())
+        return self._policy.delay_s(tries, random_share())
 
     # -- the result -----------------------------------------------------------------------------
 
@@ -395,7 +395,7 @@ class Lifecycle:
         tries = self._counts.get(event, 0)
         # Counted over the whole call: that a request is accepted each time is no progress.
         self._counts[event] = tries + 1
-        decision = decide(outcome, self._retry, RetryProgress(tries), jitter=random.random())
+        decision = decide(outcome, self._retry, RetryProgress(tries), jitter=random_share())
         if self._policy is not None and (decision.retry or self._extended(error, tries)):
             return self._measured(self._policy_delay_s(tries), "backoff")
         if decision.wait_s is None:
@@ -531,7 +531,7 @@ class Lifecycle:
             "poll",
             RetryProgress(tries, silent_s, failures=sum(self._poll_counts.values())),
             RetryLimits(context.silence_s),
-            jitter=random.random(),
+            jitter=random_share(),
             wall=context.clock.wall(),
         )
         if decision.wait_s is not None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import random
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -33,7 +32,14 @@ from tinkex.spans import current_traceparent
 from tinkex.transport.auth import Credentials
 from tinkex.transport.base import HttpRequest, Reply
 from tinkex.transport.notices import Notices
-from tinkex.transport.retry import Decision, RetryLimits, RetryProgress, decide, outcome_of
+from tinkex.transport.retry import (
+    Decision,
+    RetryLimits,
+    RetryProgress,
+    decide,
+    outcome_of,
+    random_share,
+)
 from tinkex.types import ClientConfigResponse, ClientDynamicConfigResponse
 from tinkex.wire import json_codec, routes
 from tinkex.wire.bodies import AuthTokenRequest
@@ -82,7 +88,7 @@ class Api:
         clock: Clock,
         auth: Credentials,
         *,
-        jitter: Callable[[], float] = random.random,
+        jitter: Callable[[], float] = random_share,
     ) -> None:
         # Mutable state: the server's flags (`follow` sets them), headers by the name of a route,
         # the number of the next idempotency key, and what was logged when.

@@ -8,11 +8,12 @@ requests, `poll` is asking for a result; nothing retries `none`.
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 from tinkex.errors import (
     APIConnectionError,
@@ -31,6 +32,9 @@ MAX_HINT_S: Final = 60.0
 BILLING_STEP_S: Final = 5.0
 BASE_S = 0.5
 _JITTER = 0.25
+# Not the functions of the module: programs seed those, and retries happen on another thread.
+random_share: Callable[[], float] = random.Random().random
+"""A new share of the jitter, from 0 to 1."""
 # A budget with less than this left is spent: a rounding error is no time to wait.
 _SHORTEST_S = 0.001
 

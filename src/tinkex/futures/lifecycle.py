@@ -55,8 +55,8 @@ from tinkex.transport.retry import (
     decide,
     event_of,
     outcome_of,
-    retry_after_s,
     random_share,
+    retry_after_s,
 )
 from tinkex.types import FutureRetrieveRequest
 from tinkex.types.value import Usage

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from tinkex.cli.command_errors import CommandError, misuse
 from tinkex.cli.commands import Argument
@@ -35,6 +37,10 @@ _SETTINGS = (
     Argument("--threads N", "threads of one computation on the CPU"),
     Argument("--tls-cert FILE", "serve https:// with this certificate (PEM, with its chain)"),
     Argument("--tls-key FILE", "the certificate's key; both files are watched for changes"),
+    Argument("--join NAME", "be a node of this cluster; needs --database and --artifacts"),
+    Argument("--role ROLE", "full, or api for a node without an engine"),
+    Argument("--node-name NAME", "how operators name this node"),
+    Argument("--node-url URL", "where other nodes reach this one (default: where it listens)"),
     Argument("--log-level LEVEL", "debug, info, warning or error"),
     Argument("--log-format FORMAT", "text or json"),
 )
@@ -61,17 +67,32 @@ def serve(args: argparse.Namespace) -> None:
     settings.tls()  # refused before anything is started
     mode = "single" if settings.auth == "none" else "stored"
     with listen(settings.host, settings.port) as listener:
+        url = url_of(listener, settings.scheme)
+        if settings.join is not None:
+            settings = _named(settings, url)
         host = Host(
             settings,
             replace(settings.server, key_mode=mode),
             listener,
-            on_ready=lambda: _say_ready(args, settings, url_of(listener, settings.scheme)),
+            on_ready=lambda: _say_ready(args, settings, url),
         )
         try:
             run_host(host, settings.data_dir)
         except InputError as error:
             # The settings are valid, but a model or folder that they name is not.
             raise CommandError(f"the server cannot start: {error}") from error
+
+
+def _named(settings: HostSettings, url: str) -> HostSettings:
+    """A node's settings with its name and its address for others."""
+    machine, port = socket.gethostname(), urlsplit(url).port
+    if settings.host in ("0.0.0.0", "::"):
+        url = f"{settings.scheme}://{machine}:{port}"
+    return replace(
+        settings,
+        node_name=settings.node_name or f"{machine}-{port}",
+        node_url=settings.node_url or url,
+    )
 
 
 def _say_ready(args: argparse.Namespace, settings: HostSettings, url: str) -> None:

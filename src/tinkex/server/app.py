@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import uuid
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import anyio
 from starlette.applications import Starlette
@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from tinkex.clock import SteadyDate, SystemClock
+from tinkex.clock import SteadyDate, SystemClock, time_limit
 from tinkex.server import openai
 from tinkex.server.api import (
     checkpoints,
@@ -40,7 +40,11 @@ from tinkex.server.api.downloads import Exports
 from tinkex.server.api.errors import error_reply, refuse
 from tinkex.server.api.identity import Caller, Identity
 from tinkex.server.api.limits import TenantLimits
+from tinkex.server.api.passing_on import admit, pass_on
 from tinkex.server.api.submit import decode_operation
+from tinkex.server.cluster.forwarding import Elsewhere
+from tinkex.server.cluster.member import Member
+from tinkex.server.cluster.shared_date import SharedDate
 from tinkex.server.observability.meters import Meters, Readiness
 from tinkex.server.observability.requests import (
     Polls,
@@ -63,6 +67,7 @@ if TYPE_CHECKING:
     from tinkex.clock import Clock
     from tinkex.engine.protocol import Engine
     from tinkex.server.api.call import Handler
+    from tinkex.server.cluster.member import ClusterStore, Joined
     from tinkex.server.store.protocol import Store
 
     Endpoint = Callable[[Request], Awaitable[Response]]
@@ -97,8 +102,12 @@ def create_app(
     new_id: Callable[[], str] | None = None,
     meters: Meters | None = None,
     readiness: Readiness | None = None,
+    joined: Joined | None = None,
 ) -> Starlette:
-    """The server's app; run its lifespan, or nothing accepted is ever executed."""
+    """The server's app; run its lifespan, or nothing accepted is ever executed.
+
+    `joined` makes it a node of a cluster; the store is then an `Ownership`, too.
+    """
     parts = _connect(
         store,
         engine,
@@ -107,6 +116,7 @@ def create_app(
         new_id or _random_id,
         meters or Meters(),
         readiness or Readiness(),
+        joined,
     )
 
     @asynccontextmanager
@@ -154,16 +164,23 @@ def create_app(
 @asynccontextmanager
 async def running(parts: Parts) -> AsyncGenerator[None]:
     """Run what works between requests."""
-    upkeep = Upkeep(parts.store, parts.worker, parts.clock, parts.settings)
+    member = parts.member
+    leads = (lambda: True) if member is None else (lambda: member.leads)
+    upkeep = Upkeep(parts.store, parts.worker, parts.clock, parts.settings, leads)
     failure: Exception | None = None
     async with anyio.create_task_group() as group:
         group.start_soon(_work, parts)
         group.start_soon(keep_running, "upkeep", upkeep.run, parts.clock)
         group.start_soon(keep_running, "watching uploads", parts.uploads.run, parts.clock)
+        if member is not None:
+            member.start(parts.worker, parts.engine, group)
         try:
             yield
         except Exception as error:  # noqa: BLE001 - raised below, outside the group
             failure = error
+        if member is not None:
+            async with time_limit(parts.clock, parts.settings.grace_s):
+                await member.stop()
         await parts.worker.stop()
         group.cancel_scope.cancel()
     parts.exports.close()
@@ -185,7 +202,13 @@ def _connect(
     new_id: Callable[[], str],
     meters: Meters,
     readiness: Readiness,
+    joined: Joined | None,
 ) -> Parts:
+    member = None
+    if joined is not None:
+        clock = shared = SharedDate(clock, joined.membership.now)
+        shared_store = cast("ClusterStore", store)
+        member = Member(shared_store, joined, shared, long_poll_s=settings.long_poll_s)
     waiters = Waiters(clock)
     worker = Worker(
         store,
@@ -196,6 +219,7 @@ def _connect(
         settings,
         encode=futures.encode_value,
         decode=decode_operation,
+        owned=None if member is None else member.owned,
     )
     return Parts(
         store=store,
@@ -213,6 +237,7 @@ def _connect(
         readiness=readiness,
         uploads=Uploads(clock, settings.upload_timeout_s),
         polls=Polls(),
+        member=member,
     )
 
 
@@ -233,6 +258,8 @@ def _endpoint(parts: Parts, route: Any) -> Endpoint:
                     with parts.worker.arriving(owner):
                         return await handler(call)
                 return await handler(call)
+        except Elsewhere as elsewhere:
+            return await pass_on(parts, request, elsewhere)
         except ClientDisconnect:
             return Response(status_code=499)  # for the log; the client has disconnected
         except Exception as error:  # noqa: BLE001  # a request ends here, answered
@@ -253,13 +280,15 @@ def _bare(route: Any, endpoint: Endpoint) -> Route:
 
 
 async def _caller(parts: Parts, request: Request, route: str) -> Caller:
+    passed_on = admit(parts, request)
     address = "" if request.client is None else request.client.host
     caller = await parts.identity.caller(header_value(request.scope, "x-api-key") or None, address)
     if caller.access is not FULL:
         parts.identity.check(caller, route, address)
-    if route != SESSION_HEARTBEAT.name:
+    # The node that a request was sent to has counted it.
+    if route != SESSION_HEARTBEAT.name and not passed_on:
         parts.limits.request(caller.owner)
-    if route in CHANGES:
+    if route in CHANGES and not passed_on:
         parts.limits.change(caller.owner)
     return caller
 
@@ -269,7 +298,10 @@ def _files(parts: Parts) -> Callable[[Request], Any]:
         request_record(request.scope).route = "files"
         params = request.path_params
         try:
+            admit(parts, request)
             return await downloads.download(parts, request, params["token"], params["name"])
+        except Elsewhere as elsewhere:
+            return await pass_on(parts, request, elsewhere)
         except Exception as error:  # noqa: BLE001  # a request ends here, answered
             return error_reply(request, error)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 import tomllib
 from dataclasses import dataclass, field, fields, replace
 from ipaddress import ip_address, ip_network
@@ -22,6 +23,7 @@ from tinkex.config import DATA_DIR, DEFAULT_MODEL
 from tinkex.engine.process.spec import DtypeName
 from tinkex.errors import InputError
 from tinkex.server.server_settings import ServerSettings
+from tinkex.server.store.ownership import NodeRole
 from tinkex.serving.connections import ConnectionLimits, connection_limits
 from tinkex.serving.tls import Tls
 
@@ -33,6 +35,8 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 
 FILE: Final = "tinkex.toml"
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]{0,62}")
+_SHORTEST_LEASE_S: Final = 1.0
 _NO_LIMIT: Final = "none"  # TOML and the environment have no null
 
 
@@ -66,6 +70,18 @@ class HostSettings:
     """What adapters that were moved off the device may take in host memory, before they go to disk.
 
     None is a part of all there is, and nothing where the device is the CPU."""
+    join: str | None = None
+    """The name of the cluster that this server is a node of; None is a server without others."""
+    role: NodeRole = "full"
+    """`api` is a node without an engine, which passes requests on to others."""
+    node_name: str | None = None
+    """How operators name this node; None is the machine's name and the port."""
+    node_url: str | None = None
+    """Where other nodes reach this one; None is the address that it listens on."""
+    node_ca: Path | None = None
+    """The certificates (PEM) that other nodes' are checked against; None is the system's."""
+    lease_s: float = 15.0
+    """How long a node may be silent before others take over what it owns."""
     log_level: LogLevel = "info"
     log_format: LogFormat = "text"
     audit_file: str | None = None
@@ -146,6 +162,12 @@ _OWN: Final[dict[str, Any]] = {
     "cache_bytes": int,
     "adapter_bytes": int,
     "parked_bytes": int,
+    "join": str,
+    "role": NodeRole,
+    "node_name": str,
+    "node_url": str,
+    "node_ca": str,
+    "lease_s": float,
     "log_level": LogLevel,
     "log_format": LogFormat,
     "audit_file": str,
@@ -162,7 +184,7 @@ _OWN: Final[dict[str, Any]] = {
     "engine_stopped_timeout_s": float,
     "shutdown_s": float,
 }
-_PATHS: Final = ("data_dir", "tls_cert", "tls_key")
+_PATHS: Final = ("data_dir", "tls_cert", "tls_key", "node_ca")
 _LISTS: Final = ("base_models", "allowed_hosts", "trusted_proxies")
 # Of the server's settings only plain numbers: keys, secrets and client flags are made, not set.
 _KINDS: Final[dict[str, Any]] = {
@@ -269,6 +291,7 @@ def _check(settings: HostSettings) -> None:
     if len(set(names)) < len(names):
         raise InputError(f"names must differ, got {', '.join(names)}", "base_models")
     _check_connections(settings)
+    _check_node(settings)
     if settings.auth == "none" and not settings.on_loopback:
         raise InputError(
             f"lets in everybody who reaches {settings.host}; without keys a server listens on "
@@ -299,6 +322,37 @@ def _check_connections(settings: HostSettings) -> None:
         raise InputError(
             f"must be a URL such as https://tinker.example.com, got {settings.public_url!r}",
             "public_url",
+        )
+
+
+def _check_node(settings: HostSettings) -> None:
+    if settings.join is None:
+        for name in ("node_name", "node_url", "node_ca"):
+            if getattr(settings, name) is not None:
+                raise InputError("is for nodes of a cluster; name it with --join NAME", name)
+        if settings.role != "full":
+            raise InputError("is for nodes of a cluster; name it with --join NAME", "role")
+        return
+    if not _NAME.fullmatch(settings.join):
+        raise InputError(
+            f"must have up to 63 letters, digits, dots and dashes, got {settings.join!r}", "join"
+        )
+    if not (settings.database or "").startswith(("postgresql://", "postgres://")):
+        raise InputError(
+            "nodes share a database: name a PostgreSQL one with --database postgresql://…", "join"
+        )
+    if settings.artifacts is None:
+        raise InputError(
+            "nodes share saved weights: name an object store with --artifacts s3://…, or a folder "
+            "that all of them see with --artifacts file:///…",
+            "join",
+        )
+    if settings.lease_s < _SHORTEST_LEASE_S:
+        raise InputError(f"must be {_SHORTEST_LEASE_S:g} or more, got {settings.lease_s:g}", "lease_s")
+    url = urlsplit(settings.node_url or "http://host")
+    if url.scheme not in ("http", "https") or not url.netloc or url.path or url.query:
+        raise InputError(
+            f"must be a URL such as http://10.0.0.7:8000, got {settings.node_url!r}", "node_url"
         )
 
 

@@ -33,6 +33,7 @@ from tinkex.server.observability.meters import Meters, Readiness
 from tinkex.server.supervision import no_stray_cancellation
 from tinkex.serving.data_dir import claimed_folder
 from tinkex.serving.host_settings import base_models
+from tinkex.serving.no_engine import NoEngine
 
 if TYPE_CHECKING:
     import socket
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 
 _INTERRUPTED = 130
 _FORCED = 1
+_LEASE_LOST = 75  # EX_TEMPFAIL: whatever supervises the process starts it again
 # What a shutdown needs besides waiting for what runs: replies, snapshots, the engine's exit.
 _FORCE_AFTER_S = 15.0
 
@@ -127,6 +129,7 @@ class Host:
             self._clock,
             self._meters,
             self._readiness,
+            _end_at_once,
         ) as web:
             group.start_soon(self._end, web)
             await web.serve(self._listener, self._answering.set)
@@ -205,7 +208,9 @@ class Host:
             os._exit(_INTERRUPTED)
         self.stop()
 
-    async def _start_engine(self, on_phase: Callable[[str], None]) -> ProcessEngine:
+    async def _start_engine(self, on_phase: Callable[[str], None]) -> ProcessEngine | NoEngine:
+        if self._settings.role == "api":
+            return NoEngine()  # pyright: ignore[reportAbstractUsage] - derived methods
         return await ProcessEngine.start(
             _engine_spec(self._settings),
             _process_settings(self._settings),
@@ -213,6 +218,13 @@ class Host:
             on_phase=on_phase,
             module="tinkex.serving.engine_child",
         )
+
+
+def _end_at_once(reason: str) -> None:
+    """End the process without a shutdown: nothing that it would still write is accepted."""
+    _log.critical("this node ends, because %s; start it again to join anew", reason)
+    logging.shutdown()
+    os._exit(_LEASE_LOST)
 
 
 def _engine_spec(settings: HostSettings) -> EngineSpec:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import secrets
+import ssl
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -10,10 +12,13 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 import msgspec
 
+from tinkex._version import __version__
 from tinkex.clock import time_limit
 from tinkex.engine.process.supervisor import first_line
 from tinkex.errors import InputError, TinkerError
 from tinkex.server.app import create_app
+from tinkex.server.cluster.member import Joined
+from tinkex.server.store.ownership import NODE_VERSION, Node
 from tinkex.server.store.sql import SqlStore
 from tinkex.serving.data_dir import DATABASE, kept_secret
 from tinkex.serving.hosts import HostCheck
@@ -48,19 +53,49 @@ async def open_web(
     clock: Clock,
     meters: Meters,
     readiness: Readiness,
+    on_lost: Callable[[str], None],
 ) -> AsyncGenerator[Web]:
     """Open the store and make the app; raises what keeps either from that."""
     async with _opened_store(settings, clock) as store:
         if server.key_mode == "stored":
             await _check_keys(store, settings, clock)
+        joined = None if settings.join is None else await _join(store, settings, on_lost)
         signed = replace(
             server,
-            secret=kept_secret(settings.data_dir),
+            secret=kept_secret(settings.data_dir) if joined is None else joined.membership.secret,
             public_url=settings.public_url,
             watched_folder=settings.data_dir,
         )
-        app = create_app(store, engine, signed, clock, meters=meters, readiness=readiness)
+        app = create_app(
+            store, engine, signed, clock, meters=meters, readiness=readiness, joined=joined
+        )
         yield Web(app, engine, clock, settings)
+
+
+async def _join(
+    store: SqlStore, settings: HostSettings, on_lost: Callable[[str], None]
+) -> Joined:
+    """Become a node; raises why that is refused."""
+    name, url = settings.node_name or "node", settings.node_url or ""
+    node = Node(
+        node_id=f"{name}#{secrets.token_hex(4)}",
+        name=name,
+        url=url,
+        version=NODE_VERSION,
+        release=__version__,
+        role=settings.role,
+    )
+    membership = await store.join(settings.join or "", node, settings.lease_s)
+    context = None
+    if url.startswith("https://") or settings.node_ca is not None:
+        context = ssl.create_default_context(cafile=settings.node_ca)
+    return Joined(
+        membership=membership,
+        lease_s=settings.lease_s,
+        on_lost=on_lost,
+        capacity_bytes=settings.adapter_bytes or 0,
+        ssl_context=context,
+    )
 
 
 class Web:
@@ -169,12 +204,13 @@ async def _refuse(send: Send, reason: str) -> None:
 
 
 @asynccontextmanager
-async def _opened_store(settings: HostSettings, clock: Clock) -> AsyncGenerator[Store]:
-    """The store, locked: no other server uses it while it is open."""
+async def _opened_store(settings: HostSettings, clock: Clock) -> AsyncGenerator[SqlStore]:
+    """The store, locked: no other server uses it while it is open, or only other nodes."""
     place = settings.database or settings.data_dir / DATABASE
     audit_file = None if settings.audit_file is None else Path(settings.audit_file)
     async with SqlStore.open(place, clock=clock, audit_file=audit_file) as store:
-        await store.lock()
+        if settings.join is None:
+            await store.lock()
         await store.audit(started(settings, clock.wall()))
         yield store
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
@@ -11,10 +11,12 @@ import anyio
 import anyio.to_thread
 from starlette.responses import Response
 
+from tinkex.engine.protocol import ModelSpec
 from tinkex.errors import quoted
 from tinkex.server.api.access import FULL
 from tinkex.server.api.errors import refuse
 from tinkex.server.api.limits import BodyRoom
+from tinkex.server.cluster.member import NoNodeError
 from tinkex.server.observability.requests import header_value, request_record
 from tinkex.server.store.records import CheckpointKind
 from tinkex.types.bounds import (
@@ -44,13 +46,14 @@ if TYPE_CHECKING:
     from starlette.requests import Request
 
     from tinkex.clock import Clock
-    from tinkex.engine.protocol import Engine, ModelSpec
+    from tinkex.engine.protocol import Engine
     from tinkex.errors import APIStatusError
     from tinkex.server.api.access import Access
     from tinkex.server.api.downloads import Exports
     from tinkex.server.api.identity import Identity
     from tinkex.server.api.imports import Imports
     from tinkex.server.api.limits import TenantLimits
+    from tinkex.server.cluster.member import Member
     from tinkex.server.observability.meters import Meters, Readiness
     from tinkex.server.observability.requests import Polls
     from tinkex.server.scheduler.outcomes import Waiters
@@ -102,6 +105,8 @@ class Parts:
     readiness: Readiness
     uploads: Uploads
     polls: Polls
+    # This node's part in a cluster; None for a server without others.
+    member: Member | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,12 +220,54 @@ class Call:
             raise refuse(404, f"There is no model {quoted(model_id)}.")
         return model
 
+    @property
+    def base_models(self) -> Sequence[ModelSpec]:
+        """The base models that are served, by this node or by another."""
+        specs, member = self.parts.engine.models, self.parts.member
+        if member is None:
+            return specs
+        here = {spec.name for spec in specs}
+        others = [model for name, model in member.base_models.items() if name not in here]
+        return [*specs, *(ModelSpec(**asdict(model)) for model in others)]
+
     def base_model(self, name: str) -> ModelSpec:
-        """A base model that this server serves."""
-        for spec in self.parts.engine.models:
+        """A base model that is served."""
+        specs = self.base_models
+        for spec in specs:
             if spec.name == name:
                 return spec
-        raise _unknown_model(name, [spec.name for spec in self.parts.engine.models])
+        raise _unknown_model(name, [spec.name for spec in specs])
+
+    async def own(self, key: str, base_model: str, *, here: bool = False) -> None:
+        """Go on only at the node that owns a key; raises `Elsewhere` at any other."""
+        member = self.parts.member
+        if member is not None:
+            try:
+                await member.own(key, owner=self.owner, base_model=base_model, here=here)
+            except NoNodeError as error:
+                raise _no_node(error) from error
+
+    async def at_owner(self, key: str) -> None:
+        """Go on only at the owner of a key, if it has one; nothing is claimed."""
+        member = self.parts.member
+        if member is not None:
+            try:
+                await member.at_owner(key)
+            except NoNodeError as error:
+                raise _no_node(error) from error
+
+    def at_engine(self, base_model: str | None = None) -> None:
+        """Go on only at a node whose engine serves a base model, or any; this one if it does."""
+        member = self.parts.member
+        if member is not None:
+            try:
+                member.at_engine(base_model)
+            except NoNodeError as error:
+                raise _no_node(error) from error
+
+
+def _no_node(error: NoNodeError) -> APIStatusError:
+    return refuse(503, str(error), headers={"retry-after": "1"})
 
 
 def _unknown_model(name: str, served: Sequence[str]) -> APIStatusError:

@@ -187,6 +187,8 @@ async def download(parts: Parts, request: Request, token: str, name: str) -> Res
     claims = await parts.identity.open_link(token)
     if claims["kind"] == "trace":
         return await _trace(parts, claims["session"])
+    if parts.member is not None:
+        parts.member.at_engine()
     return await send_export(parts, request, claims, name)
 
 

@@ -17,6 +17,7 @@ from tinkex.server.api.errors import refuse
 from tinkex.server.api.sampling import own_sampler
 from tinkex.server.api.submit import check_program
 from tinkex.server.observability.requests import request_record
+from tinkex.server.store.ownership import claim_key
 from tinkex.types import (
     FutureFailed,
     FutureFinished,
@@ -89,6 +90,10 @@ async def retrieve_future(call: Call) -> Response:
 
 async def _own_operation(call: Call, op_id: str) -> Operation:
     operation = await call.store.get_operation(op_id)
+    if operation is None or operation.state != "done":
+        await _at_owner(call, op_id.rpartition(":")[0])
+        if operation is None and call.parts.member is not None:
+            operation = await call.store.get_operation(op_id)
     if operation is not None:
         if operation.owner != call.owner:
             raise refuse(404, f"There is no request {quoted(op_id)}.")
@@ -101,6 +106,13 @@ async def _own_operation(call: Call, op_id: str) -> Operation:
     if holder is not None and holder.owner == call.owner:
         raise refuse(410, f"Request {quoted(op_id)} was lost; send it again.")
     raise refuse(404, f"There is no request {quoted(op_id)}.")
+
+
+async def _at_owner(call: Call, source: str) -> None:
+    """Go on only at the owner of a model or sampler: it knows what has not ended."""
+    if call.parts.member is not None:
+        sampler = await call.store.get_sampler(source)
+        await call.at_owner(source if sampler is None else claim_key(sampler))
 
 
 async def _try_again(call: Call, op_id: str) -> Response:
@@ -153,6 +165,7 @@ async def retrieve_futures(call: Call) -> Response:
     target = request.target
     sampler = await own_sampler(call, target.sampling_session_id)
     request_record(call.request.scope).polled = (sampler.session_id, sampler.sampler_id)
+    await call.own(claim_key(sampler), sampler.base_model)
     await call.store.drop_results(
         [
             op_id
@@ -165,16 +178,17 @@ async def retrieve_futures(call: Call) -> Response:
     gone = await lost.since(request.prev_cursor, sampler, clone)
     if gone:
         announced: list[FutureCompletion] = [FutureFailed(request_id=op_id) for op_id in gone]
-        return reply(FuturesRetrieveResponse(completions=announced, cursor=lost.cursor(0)))
+        return reply(FuturesRetrieveResponse(completions=announced, cursor=lost.cursor(0, sampler)))
 
     async def look() -> FuturesRetrieveResponse | None:
+        await call.at_owner(claim_key(sampler))
         ended, position = await call.store.completions(
-            sampler.sampler_id, clone, lost.position(request.prev_cursor)
+            sampler.sampler_id, clone, lost.position(request.prev_cursor, sampler)
         )
         if not ended:
             return None
         completions = [_completion(operation) for operation in ended]
-        return FuturesRetrieveResponse(completions=completions, cursor=lost.cursor(position))
+        return FuturesRetrieveResponse(completions=completions, cursor=lost.cursor(position, sampler))
 
     timeout_s = call.settings.long_poll_s
     if request.timeout is not None:
@@ -211,6 +225,7 @@ async def release_numbers(call: Call) -> Response:
     request = await call.json(ReleaseNumbersRequest)
     model = await call.model(request.model_id)
     check_program(call, model)
+    await call.own(model.model_id, model.base_model)
     for seq_id in request.seq_ids[:_MOST_RELEASED]:
         operation = await call.store.get_operation(f"{model.model_id}:{seq_id}")
         if operation is None:

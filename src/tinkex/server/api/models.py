@@ -183,6 +183,7 @@ async def attach_model(call: Call) -> Response:
     request = await call.json(AttachModelRequest)
     model = await call.model(request.model_id)
     session = await call.live_session(request.session_id)
+    await call.own(model.model_id, model.base_model)
     if model.closed:
         raise await _closed(call, model)
     if model.session_id != session.session_id:

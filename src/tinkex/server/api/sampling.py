@@ -12,6 +12,7 @@ from tinkex.server.api.sessions import open_session
 from tinkex.server.api.submit import accepted
 from tinkex.server.scheduler.checkpoints import check_sampleable
 from tinkex.server.scheduler.lost_samples import CLONE_BLOCK
+from tinkex.server.store.ownership import claim_key
 from tinkex.server.store.records import Operation, StoredSampler
 from tinkex.types import (
     CreateSamplingSessionRequest,
@@ -106,6 +107,7 @@ async def asample(call: Call) -> Response:
     if not 1 <= request.num_samples <= most:
         raise refuse(400, f"num_samples must lie between 1 and {most}, not {request.num_samples}.")
     sampler = await _sampler_of(call, request)
+    await call.own(claim_key(sampler), sampler.base_model)
     seq_id = request.seq_id
     number = str(seq_id) if seq_id is not None else await _number_of(call)
     op_id = f"{sampler.sampler_id}:{number}"

@@ -88,6 +88,7 @@ async def submit_training(
     """
     model = await call.model(model_id)
     check_program(call, model)
+    await call.own(model_id, model.base_model)
     operation = Operation(
         op_id=f"{model_id}:{seq_id}",
         kind=kind,
@@ -162,6 +163,7 @@ async def submit_run(
     call: Call, run: Model, kind: OpKind, request: object, body: bytes
 ) -> Response:
     """Add a run that is not known yet, and queue its first operation, which makes the model."""
+    await call.own(run.model_id, run.base_model)
     run = await call.parts.limits.add_model(run)
     operation = Operation(
         op_id=f"{run.model_id}:0",

@@ -47,8 +47,8 @@ async def choose(call: Call, name: str) -> Chosen:
 
 async def list_models(call: Call) -> Response:
     """The base models, and the caller's checkpoints."""
-    base = [_described(await choose(call, spec.name)) for spec in call.parts.engine.models]
-    served = {spec.name: spec for spec in call.parts.engine.models}
+    served = {spec.name: spec for spec in call.base_models}
+    base = [_described(Chosen(n, spec, Weights(base_model=n))) for n, spec in served.items()]
     own = [
         _described(Chosen(c.path, served[c.base_model], Weights(base_model=c.base_model), c))
         for c in await live_checkpoints(call)
@@ -76,11 +76,12 @@ def _described(chosen: Chosen) -> dict[str, Any]:
 
 
 def _spec(call: Call, base_model: str, name: str) -> ModelSpec:
-    specs = call.parts.engine.models
+    specs = call.base_models
     if not specs:
         raise problem(503, "The engine is starting; try again.", headers={"retry-after": "1"})
     for spec in specs:
         if spec.name == base_model:
+            call.at_engine(base_model)
             return spec
     raise _unknown(name)
 

@@ -10,6 +10,8 @@ from starlette.routing import Route
 
 from tinkex.server.api.call import Call
 from tinkex.server.api.identity import credential_of
+from tinkex.server.api.passing_on import admit, pass_on
+from tinkex.server.cluster.forwarding import Elsewhere
 from tinkex.server.observability.requests import request_record
 from tinkex.server.openai.endpoints import chat, completions
 from tinkex.server.openai.errors import error_event, error_reply, problem
@@ -64,6 +66,8 @@ class _Endpoint:
                 reply = await self._reply(request, events)
         except ClientDisconnect:
             return
+        except Elsewhere as elsewhere:
+            reply = await pass_on(self.parts, request, elsewhere)
         except Exception as error:  # noqa: BLE001 - a request ends here, answered
             if events.started:
                 await events.fail(error_event(request, error))
@@ -75,11 +79,13 @@ class _Endpoint:
     async def _reply(self, request: Request, events: EventSender) -> Response | None:
         record = request_record(request.scope)
         record.route = self.name
+        passed_on = admit(self.parts, request)
         address = "" if request.client is None else request.client.host
         caller = await self.parts.identity.caller(credential_of(request.headers), address)
         record.owner = caller.owner
         self.parts.identity.check(caller, self.name, address)
-        self.parts.limits.request(caller.owner)
+        if not passed_on:
+            self.parts.limits.request(caller.owner)
         call = Call(request=request, parts=self.parts, owner=caller.owner, access=caller.access)
         return await self.handler(call, self.texts, events)
 

@@ -115,6 +115,18 @@ class SchedulerLoop:
         for run in list(self._runs.values()):
             await run.save_changes()
 
+    async def at_rest(self, run: ModelRun) -> None:
+        """Return when nothing runs for a model."""
+        while run.active:
+            await self._changed.wait()
+
+    def remove(self, run: ModelRun) -> None:
+        """Forget a run that another node takes over."""
+        self._attended.pop(run.model_id, None)
+        self._to_leave.pop(run.model_id, None)
+        if self._runs.get(run.model_id) is run:
+            del self._runs[run.model_id]
+
     def _start(self, group: TaskGroup) -> float | None:
         """Start what can be; returns how long to wait if nothing happens before."""
         now = self._clock.now()
@@ -136,7 +148,7 @@ class SchedulerLoop:
                 self._device_busy = True
                 self._count_turn(batch.operations)
             group.start_soon(self._run_batch, group, batch, runs)
-        wakes = [run.wakes_at for run in self._attended.values()]
+        wakes = [run.wakes_at for run in self._attended.values() if not run.held]
         later = [at for at in (*wakes, decided.wake_at) if at is not None and at > now]
         return min(later) - now if later else None
 
@@ -148,7 +160,7 @@ class SchedulerLoop:
                 del self._runs[run.model_id]
         elif run.idle:
             del self._attended[run.model_id]
-        elif run.queue.not_before <= now:
+        elif run.queue.not_before <= now and not run.held:
             if run.may_leave:
                 self._to_leave[run.model_id] = self._attended.pop(run.model_id)
             elif run.missing:
@@ -159,7 +171,9 @@ class SchedulerLoop:
         while self._to_leave and self._leaving < _MOST_LEAVING:
             run = self._to_leave.pop(next(iter(self._to_leave)))
             # Something may have arrived for it meanwhile.
-            if run.may_leave and run.queue.not_before <= now:
+            if run.held:
+                self._attended[run.model_id] = run
+            elif run.may_leave and run.queue.not_before <= now:
                 run.begin("leaving")
                 self._leaving += 1
                 group.start_soon(self._drop, run)

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 import anyio
 
+from tinkex.server.store.ownership import claim_key
+
 if TYPE_CHECKING:
     from tinkex.clock import Clock
     from tinkex.server.store.protocol import Store
@@ -43,20 +45,33 @@ class LostSamples:
         # Cursors of this start begin here. Those of an earlier one are smaller, or beyond today if
         # the date was set back since: there are fewer than `_PER_S` completions in a second.
         self._first_cursor = int(clock.wall()) * _PER_S
-        # Mutable state: what is known of the copies of every sampling client.
+        # Mutable state: what is known of the copies of every sampling client; and where cursors
+        # begin for the keys that this node has taken over.
         self._clients: dict[str, dict[int, _Client]] = {}
+        self._first_cursors: dict[str, int] = {}
 
     def __len__(self) -> int:
         """How many samplers are known."""
         return len(self._clients)
 
-    def position(self, cursor: int) -> int:
-        """How many completions a client has seen since the start."""
-        return cursor - self._first_cursor if self._is_recent(cursor) else 0
+    def take_over(self, key: str, at: float) -> None:
+        """Number the completions of a key's samplers anew from a time on: it has a new owner."""
+        self._first_cursors[key] = int(at * _PER_S)
 
-    def cursor(self, position: int) -> int:
+    def hand_over(self, key: str) -> None:
+        """Another node owns a key."""
+        self._first_cursors.pop(key, None)
+
+    def _first(self, sampler: StoredSampler) -> int:
+        return self._first_cursors.get(claim_key(sampler), self._first_cursor)
+
+    def position(self, cursor: int, sampler: StoredSampler) -> int:
+        """How many completions a client has seen since the start."""
+        return cursor - self._first(sampler) if self._is_recent(cursor, sampler) else 0
+
+    def cursor(self, position: int, sampler: StoredSampler) -> int:
         """The cursor that the client gets for it."""
-        return self._first_cursor + position
+        return self._first(sampler) + position
 
     async def begin(self, op: Operation) -> None:
         """Record the block of a sample's number; called before the sample is accepted."""
@@ -103,7 +118,7 @@ class LostSamples:
 
         None for a client with a cursor of this start: it got them before.
         """
-        if self._is_recent(cursor):
+        if self._is_recent(cursor, sampler):
             return []
         # Asking leaves nothing behind: anybody may ask, for any copy, also after the session's end.
         client = self._clients.get(sampler.sampler_id, {}).get(clone) or _Client()
@@ -116,9 +131,9 @@ class LostSamples:
         numbers = set(range(min(lows), (last + 1) * BLOCK)) - client.unfinished
         return [f"{sampler.sampler_id}:{number}" for number in sorted(numbers)]
 
-    def _is_recent(self, cursor: int) -> bool:
-        """Whether a cursor is one of this start."""
-        return self._first_cursor <= cursor <= (int(self._clock.wall()) + 1) * _PER_S
+    def _is_recent(self, cursor: int, sampler: StoredSampler) -> bool:
+        """Whether a cursor is one of this start, or of this owner."""
+        return self._first(sampler) <= cursor <= (int(self._clock.wall()) + 1) * _PER_S
 
     def _client(self, sampler_id: str, clone: int) -> _Client:
         return self._clients.setdefault(sampler_id, {}).setdefault(clone, _Client())

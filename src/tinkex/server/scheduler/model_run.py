@@ -89,6 +89,8 @@ class RunParts:
     settings: ServerSettings
     changed: Callable[[ModelRun], None]
     start: Callable[..., None]
+    claim_epoch: Callable[[str], int | None] = lambda model_id: None
+    """The epoch under which this node owns a model; None where there is only one node."""
 
 
 @dataclass(slots=True)
@@ -116,7 +118,7 @@ class ModelRun:
         self._parts = parts
         # Mutable state: what waits; the state of the table above; the engine that has the model;
         # tries in a row that failed; why the model is not restored any more; whether it is
-        # unloaded, or leaves when nothing waits.
+        # unloaded, leaves when nothing waits, or is held because another node takes it over.
         self.queue = Queue(model_id)
         self._state: State = "absent"
         self._epoch: Epoch | None = None
@@ -124,6 +126,7 @@ class ModelRun:
         self._given_up: RequestFailedError | None = None
         self._unloaded = False
         self._leaves = False
+        self._held = False
         # Mutable state: what the snapshot lacks, and when the next try to write one is; who waits
         # for the model.
         self._unsaved: _Unsaved | None = None
@@ -166,6 +169,17 @@ class ModelRun:
     def active(self) -> bool:
         """Whether something runs for the model."""
         return self._state in _ACTIVE
+
+    @property
+    def held(self) -> bool:
+        """Whether nothing is started for it: another node takes it over."""
+        return self._held
+
+    def hold(self, held: bool) -> None:
+        """Start nothing for the model until this is undone."""
+        self._held = held
+        self.queue.busy = held or self.active
+        self._parts.changed(self)
 
     @property
     def in_engine(self) -> bool:
@@ -252,7 +266,7 @@ class ModelRun:
         if state not in _NEXT[self._state]:
             raise AssertionError(f"{self.model_id} cannot go from {self._state} to {state}")
         self._state = state
-        self.queue.busy = state in _ACTIVE
+        self.queue.busy = self._held or state in _ACTIVE
 
     def _idle(self) -> None:
         """Nothing runs any more."""
@@ -586,8 +600,8 @@ class ModelRun:
         parts = self._parts
         model = await self._model()
         # Two locations alternate, so that there is a complete snapshot at every moment.
-        first, second = _places(self.model_id)
-        location = second if model.snapshot_location == first else first
+        places = self._places()
+        location = places[model.snapshot_location == places[0]]
         epoch, engine = parts.access.epoch(), parts.access.engine
         await parts.access.guard(
             epoch, engine.save_adapter(self.model_id, location, optimizer=True)
@@ -598,11 +612,25 @@ class ModelRun:
         # From here on the snapshot counts. What cannot be deleted now, the next one deletes.
         self._unsaved = None
         await quietly(parts.store.trim_journal(self.model_id, seq_id))
-        if model.snapshot_location is not None:
-            await quietly(engine.delete_saved(model.snapshot_location))
+        old = model.snapshot_location
+        if old is not None:
+            # A former owner may also have left a part of its next one.
+            for place in [old] if old in places else _alternating(old[:-1]):
+                await quietly(engine.delete_saved(place))
+
+    def _places(self) -> tuple[str, str]:
+        """The two locations that hold the model's snapshots in turn.
+
+        Every owner has its own: a former one may still be writing when it has lost the model.
+        """
+        epoch = self._parts.claim_epoch(self.model_id)
+        return _alternating(f"snapshot/{self.model_id}@{'' if epoch is None else f'{epoch}.'}")
 
     async def _delete_snapshots(self) -> None:
-        for location in _places(self.model_id):
+        model = await self._parts.store.get_model(self.model_id)
+        last = None if model is None else model.snapshot_location
+        places = {*self._places(), *(() if last is None else _alternating(last[:-1]))}
+        for location in sorted(places):
             try:
                 await self._parts.access.engine.delete_saved(location)
             except EngineDiedError:
@@ -650,9 +678,8 @@ class ModelRun:
             )
 
 
-def _places(model_id: str) -> tuple[str, str]:
-    """The two locations that hold a model's snapshots in turn."""
-    return f"snapshot/{model_id}@0", f"snapshot/{model_id}@1"
+def _alternating(place: str) -> tuple[str, str]:
+    return f"{place}0", f"{place}1"
 
 
 def _session_over() -> RequestFailedError:

@@ -20,7 +20,7 @@ from tinkex.server.supervision import no_stray_cancellation, retry_wait_s
 from tinkex.types import Usage
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Hashable, Sequence
+    from collections.abc import Awaitable, Callable, Collection, Hashable, Sequence
 
     from tinkex.clock import Clock
     from tinkex.server.observability.meters import Meters
@@ -57,6 +57,12 @@ class Waiters:
         bell = self._bells.pop(key, None)
         if bell is not None:
             bell.set()
+
+    def ring_all(self, ids: Collection[str]) -> None:
+        """Wake all that wait for operations or samplers with these ids."""
+        for key in list(self._bells):
+            if (key[0] if isinstance(key, tuple) else key) in ids:
+                self.ring(key)
 
     async def until(
         self, key: Hashable, look: Callable[[], Awaitable[T | None]], timeout_s: float

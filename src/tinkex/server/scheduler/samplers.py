@@ -15,6 +15,7 @@ import anyio
 
 from tinkex.errors import EngineDiedError
 from tinkex.server.scheduler.engine_access import EngineRestartedError
+from tinkex.server.store.ownership import claim_key
 from tinkex.server.supervision import no_stray_cancellation, quietly, retry_wait_s
 
 if TYPE_CHECKING:
@@ -166,6 +167,20 @@ class PublishedSamplers:
                 await self._delete_file(sampler)
         gone = [s.sampler_id for s in samplers if s.sampler_id not in self._undeleted]
         await self._store.close_samplers(gone, why)
+
+    def has(self, key: str) -> bool:
+        """Whether it knows a sampler of a key."""
+        known = (each.sampler for each in self._live.values())
+        return any(claim_key(sampler) == key for sampler in (*known, *self._undeleted.values()))
+
+    async def hand_over(self, key: str) -> None:
+        """Forget the samplers of a key that another node takes over; their files stay."""
+        for sampler_id, each in list(self._live.items()):
+            if claim_key(each.sampler) == key:
+                del self._live[sampler_id]
+                if each.epoch == self._access.epoch():
+                    snapshot = each.sampler.snapshot or sampler_id
+                    await quietly(self._access.engine.drop_snapshot(snapshot))
 
     async def _delete_file(self, sampler: StoredSampler) -> None:
         saving = self._saving.get(sampler.sampler_id)

@@ -26,7 +26,7 @@ from tinkex.server.store.records import changed
 from tinkex.server.supervision import no_stray_cancellation, retry_wait_s
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator
 
     from anyio.abc import TaskGroup
 
@@ -139,9 +139,10 @@ class SampleRunner:
         self._shares = shares
         self._restored = restored
         # Mutable state: the task group of samples while there is one, the samples that run, an
-        # event for the end of the last one, and the turns of callers that run their own samples.
+        # event for the next end if one is waited for, and the turns of callers that run their own
+        # samples.
         self._group: TaskGroup | None = None
-        self._ended = anyio.Event()
+        self._ended: anyio.Event | None = None
         self._running: dict[str, tuple[Operation, anyio.CancelScope]] = {}
         self._turns: dict[str, anyio.Event] = {}
 
@@ -162,7 +163,34 @@ class SampleRunner:
     async def idle(self) -> None:
         """Return when none runs."""
         while self._running:
-            await self._ended.wait()
+            await self._next_end()
+
+    async def idle_of(self, sampler_ids: Collection[str]) -> None:
+        """Return when none of these samplers waits or runs."""
+        while self._of_samplers(sampler_ids):
+            await self._next_end()
+
+    async def _next_end(self) -> None:
+        self._ended = self._ended or anyio.Event()
+        await self._ended.wait()
+
+    def _of_samplers(self, sampler_ids: Collection[str]) -> list[Operation]:
+        running = [op for op, _ in self._running.values()]
+        return [op for op in (*running, *self._shares) if op.sampler_id in sampler_ids]
+
+    def forget_of(self, sampler_ids: Collection[str]) -> list[str]:
+        """Drop the samples of these samplers without an outcome: their clients send them again.
+
+        Returns their ids.
+        """
+        forgotten = self._of_samplers(sampler_ids)
+        for op in forgotten:
+            self._shares.withdraw(op)
+            self._load.remove(op.op_id)
+            _, scope = self._running.get(op.op_id, (op, None))
+            if scope is not None:
+                scope.cancel()
+        return [op.op_id for op in forgotten]
 
     def run_in(self, group: TaskGroup | None) -> None:
         """Start samples in a group from now on, or none at all."""
@@ -249,9 +277,9 @@ class SampleRunner:
                     del self._running[op.op_id]
                     self._shares.done(op.op_id)
                     self.start()
-                    if not self._running:
+                    if self._ended is not None:
                         self._ended.set()
-                        self._ended = anyio.Event()
+                        self._ended = None
 
     async def _finish(self, op: Operation, outcome: OperationOutcome) -> None:
         """Record an outcome; one that cannot be stored is replaced by the failure."""

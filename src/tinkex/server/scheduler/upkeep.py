@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import anyio
 
 from tinkex.server.scheduler.samplers import SESSION_OVER
+from tinkex.server.store.ownership import claim_key
 from tinkex.server.store.records import AuditEntry
 from tinkex.server.supervision import quietly
 from tinkex.types import SessionCancelled
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from tinkex.server.scheduler.samplers import PublishedSamplers
     from tinkex.server.scheduler.worker import Worker
     from tinkex.server.server_settings import ServerSettings
+    from tinkex.server.store.ownership import Claim, Ownership
     from tinkex.server.store.protocol import Store
     from tinkex.server.store.records import StoredCheckpoint, StoredSession
 
@@ -53,6 +55,7 @@ class SessionEnds:
         lost: LostSamples,
         runs: Mapping[str, ModelRun],
         run_of: Callable[[str], Awaitable[ModelRun]],
+        owned: Mapping[str, Claim] | None = None,
     ) -> None:
         self._store = store
         self._checkpoints = checkpoints
@@ -60,6 +63,7 @@ class SessionEnds:
         self._lost = lost
         self._runs = runs
         self._run_of = run_of
+        self._owned = owned
         # Mutable state: sessions to clean up after, in order, and an event for one more.
         self._ended: dict[str, None] = {}
         self._changed = anyio.Event()
@@ -91,7 +95,11 @@ class SessionEnds:
         session = await self._store.get_session(session_id)
         if session is not None and session.active:
             return  # its end was not stored
-        samplers = await self._store.samplers(session_id)
+        samplers = [
+            sampler
+            for sampler in await self._store.samplers(session_id)
+            if await self._is_ours(claim_key(sampler))
+        ]
         for sampler in samplers:
             self._lost.forget(sampler.sampler_id)
         held = [sampler for sampler in samplers if self._samplers.holds(sampler)]
@@ -106,20 +114,35 @@ class SessionEnds:
                     # It was kept for this sampler when its checkpoint was deleted.
                     await quietly(self._checkpoints.forget_location(sampler.location))
         for model in await self._store.models(session_id=session_id):
-            if not model.closed:
+            if not model.closed and (self._owned is None or model.model_id in self._owned):
                 (await self._run_of(model.model_id)).leave()
+
+    async def _is_ours(self, key: str) -> bool:
+        """Whether this node cleans up a sampler's key: it owns it, or no node ever has."""
+        if self._owned is None or key in self._owned:
+            return True
+        return await cast("Ownership", self._store).get_claim(key) is None
 
 
 class Upkeep:
-    """Ends sessions, expires checkpoints and deletes old records; `run()` never returns."""
+    """Ends sessions, expires checkpoints and deletes old records; `run()` never returns.
+
+    What is shared with other nodes is done only while this one `leads`.
+    """
 
     def __init__(
-        self, store: Store, worker: Worker, clock: Clock, settings: ServerSettings
+        self,
+        store: Store,
+        worker: Worker,
+        clock: Clock,
+        settings: ServerSettings,
+        leads: Callable[[], bool] = lambda: True,
     ) -> None:
         self._store = store
         self._worker = worker
         self._clock = clock
         self._settings = settings
+        self._leads = leads
         # Mutable state: when the last sweep ended, and on which date.
         self._swept: tuple[float, float] | None = None
 
@@ -139,8 +162,14 @@ class Upkeep:
     async def sweep(self) -> None:
         """End silent sessions, delete expired checkpoints and old results."""
         try:
-            await self._excuse_silence()
-            await self._sweep()
+            await self._worker.retry_endings()
+            if self._leads():
+                await self._excuse_silence()
+                await self._sweep()
+            # Each node has results of its own in memory.
+            old = self._clock.wall() - self._settings.result_ttl_s
+            await self._store.drop_results_before(old)
+            await self._store.forget_operations_before(old)
         finally:
             self._swept = (self._clock.now(), self._clock.wall())
 
@@ -161,7 +190,6 @@ class Upkeep:
             await self._store.touch_sessions(self._clock.wall())
 
     async def _sweep(self) -> None:
-        await self._worker.retry_endings()
         now = self._clock.wall()
         before = now - self._settings.session_timeout_s
         for session in await self._store.silent_sessions(before):
@@ -171,9 +199,6 @@ class Upkeep:
                 await quietly(self._time_out(session, detail), f"ending {session.session_id}")
         for checkpoint in await self._store.checkpoints(expired_at=now):
             await quietly(self._expire(checkpoint), f"deleting {checkpoint.path}")
-        old = now - self._settings.result_ttl_s
-        await self._store.drop_results_before(old)
-        await self._store.forget_operations_before(old)
 
     async def _time_out(self, session: StoredSession, detail: str) -> None:
         """End one session; if that fails, the next sweep tries it again."""
@@ -196,6 +221,8 @@ class Upkeep:
 
     async def prune(self) -> None:
         """End sessions of clients without heartbeats, and delete what ended `history_s` ago."""
+        if not self._leads():
+            return
         await quietly(self._end_unattended(), "ending sessions without heartbeats")
         while await self._store.prune(self._clock.wall() - self._settings.history_s, _PRUNE_BATCH):
             await self._clock.sleep(_PRUNE_PAUSE_S)

@@ -18,6 +18,7 @@ from tinkex.clock import time_limit
 from tinkex.errors import ClosedError, RequestFailedError, StorageError
 from tinkex.server.scheduler.checkpoints import Checkpoints
 from tinkex.server.scheduler.engine_access import EngineAccess
+from tinkex.server.scheduler.handover import Handover
 from tinkex.server.scheduler.jobs import Done, Jobs
 from tinkex.server.scheduler.loop import SchedulerLoop
 from tinkex.server.scheduler.lost_samples import LostSamples
@@ -38,7 +39,7 @@ from tinkex.server.supervision import (
 from tinkex.types import Usage
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Generator, Sequence
+    from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
     from contextlib import AbstractAsyncContextManager
 
     from anyio.abc import TaskGroup
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from tinkex.server.observability.meters import Meters
     from tinkex.server.scheduler.outcomes import Waiters
     from tinkex.server.server_settings import ServerSettings
+    from tinkex.server.store.ownership import Claim
     from tinkex.server.store.protocol import Store
     from tinkex.server.store.records import Operation, OpKind, StoredSession
     from tinkex.types import SessionStatus
@@ -70,7 +72,11 @@ class OperationProgress:
 
 
 class Worker:
-    """Runs accepted operations; `run()` is its one long-lived task."""
+    """Runs accepted operations; `run()` is its one long-lived task.
+
+    `owned` are the keys of this node of a cluster, which `handover` takes over one by one. A server
+    without others owns everything, and has None.
+    """
 
     def __init__(
         self,
@@ -83,11 +89,13 @@ class Worker:
         *,
         encode: Callable[[OpKind, object], bytes],
         decode: Callable[[Operation], object],
+        owned: Mapping[str, Claim] | None = None,
     ) -> None:
         self._store = store
         self._clock = clock
         self._meters = meters
         self._settings = settings
+        self._owned = owned
         self.load = Load()
         self.changes = Changes(store)
         self.lost = LostSamples(store, clock)
@@ -123,6 +131,7 @@ class Worker:
         self._runs: dict[str, ModelRun] = {}
         self._arriving: dict[str, dict[object, float]] = {}
         self._group: TaskGroup | None = None
+        self.started = anyio.Event()
         self.ended: str | None = None
         self._loop = SchedulerLoop(
             self._runs, clock, access, jobs, outcomes, settings, self._oldest_arrivals
@@ -139,9 +148,24 @@ class Worker:
             settings=settings,
             changed=self._loop.attend,
             start=self._start,
+            claim_epoch=self._claim_epoch,
         )
         self._ends = SessionEnds(
-            store, self.checkpoints, samplers, self.lost, self._runs, self._run_of
+            store, self.checkpoints, samplers, self.lost, self._runs, self._run_of, owned
+        )
+        self.handover = Handover(
+            store=store,
+            clock=clock,
+            access=access,
+            runs=self._runs,
+            loop=self._loop,
+            load=self.load,
+            lost=self.lost,
+            samplers=samplers,
+            samples=self._samples,
+            waiters=waiters,
+            ends=self._ends,
+            resume=self._resume,
         )
 
     @property
@@ -186,8 +210,13 @@ class Worker:
             _log.critical("the scheduler has ended", exc_info=error)
             self.ended = f"the scheduler has ended ({type(error).__name__})"
 
+    def _claim_epoch(self, model_id: str) -> int | None:
+        claim = None if self._owned is None else self._owned.get(model_id)
+        return None if claim is None else claim.epoch
+
     async def _run(self) -> None:
-        pending = await self._load_patiently()
+        # A node of a cluster owns nothing at its start.
+        pending = await self._load_patiently() if self._owned is None else []
         failure: Exception | None = None
         async with anyio.create_task_group() as group:
             self._group = group
@@ -202,6 +231,7 @@ class Worker:
                     by_model.setdefault(cast("str", op.model_id), []).append(op)
             for operations in by_model.values():
                 group.start_soon(self._resume, operations)
+            self.started.set()
             try:
                 with no_stray_cancellation():
                     await self._loop.run(group)
@@ -413,9 +443,14 @@ class Worker:
         finally:
             # Also after an error: the end may have been stored all the same.
             self._ends.add(session.session_id)
-        for op in self._samples.of_session(session.session_id):
-            await quietly(self._samples.cancel(op), f"cancelling {op.op_id}")
+        await self.session_ended(session.session_id)
         return True
+
+    async def session_ended(self, session_id: str) -> None:
+        """Free what a session held here; it may have been ended by another node."""
+        self._ends.add(session_id)
+        for op in self._samples.of_session(session_id):
+            await quietly(self._samples.cancel(op), f"cancelling {op.op_id}")
 
     async def retry_endings(self) -> None:
         """Retry clean-ups that a storage failure has stopped."""

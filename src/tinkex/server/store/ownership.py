@@ -12,7 +12,7 @@ Times are those of the database's clock, so that the clocks of nodes may differ.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Final, Literal, Protocol
 
 from tinkex.errors import StorageError
 
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     from tinkex.server.store.records import StoredSampler
 
+NODE_VERSION: Final = 1
+"""Of what nodes send each other and write for each other; nodes of one cluster have the same."""
 NodeState = Literal["alive", "draining", "dead", "left"]
 NodeRole = Literal["full", "api"]
 """`api` has no engine: it owns nothing, and passes requests on."""
@@ -135,6 +137,10 @@ class Ownership(Protocol):
 
         Raises `LeaseLostError` when this node was declared dead.
         """
+        ...
+
+    async def announce(self, base_models: Sequence[ServedModel]) -> None:
+        """Say which base models this node serves: its engine is ready."""
         ...
 
     async def leave(self) -> None:

@@ -30,8 +30,12 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING
 
+import anyio
+
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
+
+    from starlette.types import Receive
 
     from tinkex.clock import Clock
 
@@ -91,3 +95,29 @@ async def keep_running(what: str, work: Callable[[], Awaitable[object]], clock: 
         wait_s = retry_wait_s(failures)
         _log.error("%s ended and is started again in %g s", what, wait_s)
         await clock.sleep(wait_s)
+
+
+async def while_connected(receive: Receive, work: Callable[[], Awaitable[None]]) -> bool:
+    """Do the work unless the caller disconnects first; returns whether it was done.
+
+    The request's body must have been read: the next message after it is the disconnect.
+    """
+    failure: Exception | None = None
+    done = False
+
+    async def listen() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        group.cancel_scope.cancel()
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(listen)
+        try:
+            await work()
+            done = True
+        except Exception as error:  # noqa: BLE001 - raised below, without a group around it
+            failure = error
+        group.cancel_scope.cancel()
+    if failure is not None:
+        raise failure
+    return done

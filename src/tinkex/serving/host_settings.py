@@ -348,7 +348,9 @@ def _check_node(settings: HostSettings) -> None:
             "join",
         )
     if settings.lease_s < _SHORTEST_LEASE_S:
-        raise InputError(f"must be {_SHORTEST_LEASE_S:g} or more, got {settings.lease_s:g}", "lease_s")
+        raise InputError(
+            f"must be {_SHORTEST_LEASE_S:g} or more, got {settings.lease_s:g}", "lease_s"
+        )
     url = urlsplit(settings.node_url or "http://host")
     if url.scheme not in ("http", "https") or not url.netloc or url.path or url.query:
         raise InputError(

@@ -72,9 +72,7 @@ async def open_web(
         yield Web(app, engine, clock, settings)
 
 
-async def _join(
-    store: SqlStore, settings: HostSettings, on_lost: Callable[[str], None]
-) -> Joined:
+async def _join(store: SqlStore, settings: HostSettings, on_lost: Callable[[str], None]) -> Joined:
     """Become a node; raises why that is refused."""
     name, url = settings.node_name or "node", settings.node_url or ""
     node = Node(

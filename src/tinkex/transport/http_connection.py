@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import httptools
 
 if TYPE_CHECKING:
     import ssl
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterable, AsyncIterator
 
 # No server needs more for its headers; without a limit a reply could fill the memory.
 MAX_HEAD_BYTES = 256 * 1024
@@ -24,6 +24,8 @@ _STREAM_AHEAD_BYTES = 256 * 1024
 _TOTAL_FACTOR = 10
 # Small bodies travel in one segment with their head; large ones are not copied for that.
 _ONE_WRITE_BYTES = 64 * 1024
+# A large body is handed to the socket in pieces, so that bytes that leave count as progress.
+_PIECE_BYTES = 256 * 1024
 
 
 class BrokenReply(Exception):
@@ -48,6 +50,8 @@ class HttpConnection(asyncio.Protocol):
         self._head_complete = False
         self._headers: dict[str, str] = {}
         self._sink: Stream | None = None
+        self._write_paused = False
+        self._writable: asyncio.Future[None] | None = None
 
     # -- one exchange -------------------------------------------------------------------------
 
@@ -73,22 +77,43 @@ class HttpConnection(asyncio.Protocol):
         return self._status, self._headers, parts[0] if len(parts) == 1 else b"".join(parts)
 
     async def stream(
-        self, head: bytes, body: bytes | None, timeout_s: float
+        self, head: bytes, body: bytes | AsyncIterable[bytes] | None, timeout_s: float
     ) -> tuple[int, dict[str, str], Stream]:
-        """Status and headers as soon as they are there; `timeout_s` then bounds each silence."""
-        done = self._begin(head, body)
+        """Status and headers as soon as they are there; `timeout_s` bounds each silence.
+
+        A body that comes in parts is written as it comes, and is framed by its caller. An answer
+        that does not wait for all of it ends the writing; the connection then is not used again.
+        """
+        whole = body is None or (isinstance(body, bytes) and len(body) < _PIECE_BYTES)
+        done = self._begin(head, body if isinstance(body, bytes) and whole else None)
         if done.done():
             await done  # closed while idle: raises at once, no head will come
         sink = self._sink = Stream(self._loop, self, timeout_s)
-        self._head_done = self._loop.create_future()
+        head_done = self._head_done = self._loop.create_future()
         done.add_done_callback(lambda _: sink.end(None if done.cancelled() else done.exception()))
         try:
+            if not whole and body is not None:
+                await self._upload(_pieces(body) if isinstance(body, bytes) else body, timeout_s)
             async with asyncio.timeout(timeout_s):
-                await self._head_done
+                await head_done
         except BaseException:
             self.abort()
+            if not head_done.cancel() and not head_done.cancelled():
+                head_done.exception()  # what ended the writing is raised instead
             raise
         return self._status, self._headers, sink
+
+    async def _upload(self, parts: AsyncIterable[bytes], timeout_s: float) -> None:
+        head_done, self._uploading = self._head_done, True
+        async for part in parts:
+            if self._write_paused:
+                self._writable = self._loop.create_future()
+                async with asyncio.timeout(timeout_s):
+                    await self._writable
+            if self._transport is None or head_done is None or head_done.done():
+                return  # answered, or broken, before all of it was written
+            self._transport.write(part)
+        self._uploading = False
 
     def _begin(self, head: bytes, body: bytes | None) -> asyncio.Future[None]:
         done: asyncio.Future[None] = self._loop.create_future()
@@ -103,6 +128,7 @@ class HttpConnection(asyncio.Protocol):
         self._sink = None
         self._last_progress = 0.0
         self._unsent = 0
+        self._uploading = False
         transport = self._transport
         if transport is None or transport.is_closing():
             self.reusable = False
@@ -136,6 +162,11 @@ class HttpConnection(asyncio.Protocol):
             self._alarm = self._loop.call_at(due, self._check)
         else:
             done.set_exception(TimeoutError(f"no complete reply within {self._timeout_s:g} s"))
+
+    @property
+    def answered(self) -> bool:
+        """Whether the whole reply has arrived, or has failed."""
+        return self._done is not None and self._done.done()
 
     def abort(self) -> None:
         """Close at once; the exchange under way fails."""
@@ -198,6 +229,17 @@ class HttpConnection(asyncio.Protocol):
         if not self._head_complete and self._head_bytes > MAX_HEAD_BYTES:
             self._fail(BrokenReply("the headers of the answer do not end"))
 
+    def pause_writing(self) -> None:
+        self._write_paused = True
+
+    def resume_writing(self) -> None:
+        self._write_paused = False
+        self._wake_writer()
+
+    def _wake_writer(self) -> None:
+        if self._writable is not None and not self._writable.done():
+            self._writable.set_result(None)
+
     def eof_received(self) -> bool:
         self.reusable = False
         return False  # close; connection_lost decides what it means
@@ -205,6 +247,7 @@ class HttpConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.reusable = False
         self._transport = None
+        self._wake_writer()
         if self._alarm is not None:
             self._alarm.cancel()
             self._alarm = None
@@ -261,6 +304,7 @@ class HttpConnection(asyncio.Protocol):
         self._keep_alive = self._parser.should_keep_alive()
         if self._head_done is not None and not self._head_done.done():
             self._head_done.set_result(None)
+        self._wake_writer()
 
     def on_body(self, chunk: bytes) -> None:
         if self._done is None or self._done.done():
@@ -278,8 +322,15 @@ class HttpConnection(asyncio.Protocol):
             return
         # An answer that did not wait for the whole request leaves the rest of it in the way.
         unsent = self._transport.get_write_buffer_size() if self._transport else 0
-        self.reusable = self.reusable and self._keep_alive and not unsent
+        self.reusable = self.reusable and self._keep_alive and not unsent and not self._uploading
         self._done.set_result(None)
+
+
+async def _pieces(body: bytes) -> AsyncIterator[bytes]:
+    view = memoryview(body)
+    for start in range(0, len(view), _PIECE_BYTES):
+        # asyncio takes any buffer; slices of bytes would be copies.
+        yield cast("bytes", view[start : start + _PIECE_BYTES])
 
 
 class Stream:

@@ -130,12 +130,15 @@ async def test_samples_are_found_lost_after_the_date_was_set_back() -> None:
         session = await api.session()
         sampler = await api.sampler(session)
         await api.sampled(await api.sample(sampler, 0))
-        cursor = server._parts.worker.lost.cursor(1)
+        before = await server.store.get_sampler(sampler)
+        assert before is not None
+        cursor = server._parts.worker.lost.cursor(1, before)
     clock.set_date(-DAY_S)
     after = FakeServer(clock=clock, after=server)
     async with clock.running(), after:
         lost = after._parts.worker.lost
-        assert lost.position(cursor) == 0
         stored = await after.store.get_sampler(sampler)
-        assert f"{sampler}:0" in await lost.since(cursor, stored, 0)  # type: ignore[arg-type]
-        assert await lost.since(lost.cursor(0), stored, 0) == []  # type: ignore[arg-type]
+        assert stored is not None
+        assert lost.position(cursor, stored) == 0
+        assert f"{sampler}:0" in await lost.since(cursor, stored, 0)
+        assert await lost.since(lost.cursor(0, stored), stored, 0) == []

@@ -17,7 +17,7 @@ from tinkex.server.api.access import FULL
 from tinkex.server.api.errors import refuse
 from tinkex.server.api.limits import BodyRoom
 from tinkex.server.cluster.member import NoNodeError
-from tinkex.server.observability.requests import header_value, request_record
+from tinkex.server.observability.requests import header_value, keep_sent_body, request_record
 from tinkex.server.store.records import CheckpointKind
 from tinkex.types.bounds import (
     ID_CHARACTERS,
@@ -326,6 +326,8 @@ async def read_body(request: Request, settings: ServerSettings, uploads: Uploads
         if declared is not None and declared <= _SMALL_BYTES
         else _receive_in_turn(uploads, record.owner or "", most, declared, request)
     )
+    # Another node may have to answer; it is sent the same bytes.
+    keep_sent_body(request.scope, sent)
     protobuf = header_value(request.scope, "content-type").startswith(MEDIA_PROTOBUF)
     counts = _most_values(record.route)
 

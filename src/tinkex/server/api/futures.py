@@ -188,7 +188,9 @@ async def retrieve_futures(call: Call) -> Response:
         if not ended:
             return None
         completions = [_completion(operation) for operation in ended]
-        return FuturesRetrieveResponse(completions=completions, cursor=lost.cursor(position, sampler))
+        return FuturesRetrieveResponse(
+            completions=completions, cursor=lost.cursor(position, sampler)
+        )
 
     timeout_s = call.settings.long_poll_s
     if request.timeout is not None:

@@ -221,7 +221,9 @@ class Member:
         self._worker, self._group = worker, group
         group.start_soon(self._renew)
         if self.node.role == "full":
-            group.start_soon(keep_running, "announcing the engine", self._announce(engine), self._clock)
+            group.start_soon(
+                keep_running, "announcing the engine", self._announce(engine), self._clock
+            )
         group.start_soon(keep_running, "looking after the cluster", self._watch, self._clock)
 
     def _announce(self, engine: Engine) -> Callable[[], Awaitable[None]]:
@@ -350,9 +352,7 @@ class Member:
         for claim in await self._store.claims(node_ids) if node_ids else ():
             target = place(nodes, claim.base_model, claim.owner, key=claim.key)
             if target is None:
-                _log.error(
-                    "no node takes over %s: %s", claim.key, why_not(nodes, claim.base_model)
-                )
+                _log.error("no node takes over %s: %s", claim.key, why_not(nodes, claim.base_model))
                 continue
             await self._store.reassign(claim, target.node_id)
             nodes = [_with_one_more(n, claim) if n is target else n for n in nodes]

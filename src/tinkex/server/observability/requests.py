@@ -46,6 +46,7 @@ _PROBES = frozenset({"healthz", "readyz", "metrics"})
 _NOT_ANSWERED = 499
 _KEY = "tinkex.request"
 _HEADERS_KEY = "tinkex.headers"
+_SENT_KEY = "tinkex.sent"
 _SANE = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._:\-]{0,127}")
 _KEPT_POLLS = 20_000
 # Of any one text in a line of the log.
@@ -95,6 +96,16 @@ def header_values(scope: MutableMapping[str, Any]) -> dict[bytes, bytes]:
 def header_value(scope: MutableMapping[str, Any], name: str) -> str:
     """A header of a request, or an empty string."""
     return header_values(scope).get(name.encode(), b"").decode("latin-1")
+
+
+def keep_sent_body(scope: MutableMapping[str, Any], sent: bytes) -> None:
+    """Keep a body as it was received, until the request is answered."""
+    scope[_SENT_KEY] = sent
+
+
+def sent_body(scope: MutableMapping[str, Any]) -> bytes | None:
+    """The body as it was received; None if it was not read yet."""
+    return cast("bytes | None", scope.get(_SENT_KEY))
 
 
 def request_id_from(header: bytes | None) -> str:
@@ -180,6 +191,8 @@ class RequestObserver:
                     await running
                     _describe(span, record, answer.status)
         finally:
+            # A connection that is kept alive keeps the scope of its last request.
+            scope.pop(_SENT_KEY, None)
             self._report(scope, record, answer)
             current_request_id.reset(token)
 

@@ -17,12 +17,13 @@ from tinkex.server.openai.choice import Choice, Delta, Token
 from tinkex.server.openai.sampling import SampleOrder, sample, sampling_params
 from tinkex.server.openai.shapes import Frame, usage_of
 from tinkex.server.openai.tokenization import Detokenizer, off_the_loop
+from tinkex.server.supervision import while_connected
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
     from starlette.responses import Response
-    from starlette.types import Message, Receive, Send
+    from starlette.types import Message, Send
 
     from tinkex.engine.protocol import Best, SampleResult
     from tinkex.server.api.call import Call
@@ -304,29 +305,3 @@ class EventSender:
 
 def _encoded(event: dict[str, Any]) -> bytes:
     return b"data: %b\n\n" % msgspec.json.encode(event)
-
-
-async def while_connected(receive: Receive, work: Callable[[], Awaitable[None]]) -> bool:
-    """Do the work unless the caller disconnects first; returns whether it was done.
-
-    The request's body must have been read: the next message after it is the disconnect.
-    """
-    failure: Exception | None = None
-    done = False
-
-    async def listen() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        group.cancel_scope.cancel()
-
-    async with anyio.create_task_group() as group:
-        group.start_soon(listen)
-        try:
-            await work()
-            done = True
-        except Exception as error:  # noqa: BLE001 - raised below, without a group around it
-            failure = error
-        group.cancel_scope.cancel()
-    if failure is not None:
-        raise failure
-    return done

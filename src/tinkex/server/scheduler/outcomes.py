@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import anyio
 
@@ -61,7 +61,9 @@ class Waiters:
     def ring_all(self, ids: Collection[str]) -> None:
         """Wake all that wait for operations or samplers with these ids."""
         for key in list(self._bells):
-            if (key[0] if isinstance(key, tuple) else key) in ids:
+            # An operation's id, or a sampler's with the number of the copy.
+            name = cast("tuple[object, ...]", key)[0] if isinstance(key, tuple) else key
+            if name in ids:
                 self.ring(key)
 
     async def until(

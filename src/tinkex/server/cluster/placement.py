@@ -59,7 +59,8 @@ def place(
     between equals, so that a burst of new keys does not go to one node. `avoid` has ids of nodes.
     """
     fit = [node for node in nodes if can_take(node, base_model) and node.node_id not in avoid]
-    return min(fit, key=lambda node: _rank(node, node.load, owner, key), default=None)
+    seed = _seed(owner, key)
+    return min(fit, key=lambda node: _rank(node, owner, seed), default=None)
 
 
 def why_not(nodes: Iterable[Node], base_model: str) -> str:
@@ -132,13 +133,16 @@ def route_sample(
     fit = [name for name in nodes if loads[name] <= least + least // 4 + headroom]
     ready = [name for name in fit if name == owner.node_id or name in present]
     if ready:
-        return nodes[max(ready, key=lambda name: (_score(name, owner, version, prefix), name))]
+        seed = _seed(version, prefix)
+        return nodes[max(ready, key=lambda name: (_score(name, owner, seed), name))]
     # Without the prefix: a version is fetched by one more node at a time, not by all at once.
-    return nodes[max(fit, key=lambda name: (_hash(name, version), name))]
+    seed = _seed(version)
+    return nodes[max(fit, key=lambda name: (_hash(name, seed), name))]
 
 
-def _score(name: str, owner: Node, version: str, prefix: bytes) -> float:
-    share = (_hash(name, version, prefix) + 1) / (2**64 + 1)
+def _score(name: str, owner: Node, seed: bytes) -> float:
+    """Of weighted rendezvous hashing; the highest one wins."""
+    share = (_hash(name, seed) + 1) / (2**64 + 1)
     weight = _OWNER_WEIGHT if name == owner.node_id else 1.0
     return weight / max(-math.log(share), 1e-300)
 
@@ -146,13 +150,14 @@ def _score(name: str, owner: Node, version: str, prefix: bytes) -> float:
 # -- comparing nodes -------------------------------------------------------------------------------
 
 
-def _rank(node: Node, load: NodeLoad, owner: str, key: str) -> tuple[int, int, int, int, int]:
+def _rank(node: Node, owner: str, seed: bytes) -> tuple[int, int, int, int, int]:
     """The node with the smallest one is the best for a key."""
+    load = node.load
     return (
         -_free_eighths(load),
         load.models + load.tenants.get(owner, 0),
         _work(load),
-        -_hash(node.node_id, owner, key),
+        -_hash(node.node_id, seed),
         node.number,
     )
 
@@ -182,12 +187,17 @@ def _trouble(node: Node) -> str:
     return "is draining" if node.state == "draining" else "has no engine (its role is api)"
 
 
-def _hash(*parts: str | bytes) -> int:
-    digest = blake2b(digest_size=8)
+def _hash(node_id: str, seed: bytes) -> int:
+    """A number of 64 bits; the node with the highest one wins what the seed stands for."""
+    return int.from_bytes(blake2b(node_id.encode(), key=seed, digest_size=8).digest(), "big")
+
+
+def _seed(*parts: str | bytes) -> bytes:
+    digest = blake2b(digest_size=16)
     for part in parts:
         data = part.encode() if isinstance(part, str) else part
         digest.update(len(data).to_bytes(4, "big") + data)
-    return int.from_bytes(digest.digest(), "big")
+    return digest.digest()
 
 
 # -- moving keys -----------------------------------------------------------------------------------
@@ -235,11 +245,12 @@ class _Board:
                     yield
 
     def _for_drained(self, claim: Claim) -> Node | None:
+        seed = _seed(claim.owner, claim.key)
+
         def rank(node: Node) -> tuple[int, int, int, int]:
             at = node.node_id
             crowd = self._counts[at] + self._tenants[at, claim.owner]
-            hashed = -_hash(at, claim.owner, claim.key)
-            return (-_free_eighths(node.load), crowd, _work(node.load), hashed)
+            return (-_free_eighths(node.load), crowd, _work(node.load), -_hash(at, seed))
 
         fit = [node for node in self._takers if _serves(node, claim.base_model)]
         return min(fit, key=rank, default=None)

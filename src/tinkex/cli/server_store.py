@@ -32,7 +32,7 @@ async def server_store(args: argparse.Namespace, *, new: bool = False) -> AsyncG
         from tinkex.server.store.sql import SqlStore
         from tinkex.serving.data_dir import DATABASE
     except ModuleNotFoundError as error:
-        needs = f"the keys of a server need {error.name}"
+        needs = f"the database of a server needs {error.name}"
         raise MissingPackageError(needs, "'tinkex[server]'") from error
     settings = _settings(args)
     place: Any = settings.database

@@ -392,8 +392,8 @@ class StoreSuite:
         assert (found.public, found.expires_at) == (True, 5.0)
         assert await store.checkpoints(expired_at=4.9) == []
         assert await store.checkpoints(expired_at=5.0) == [found]
-        assert await store.delete_checkpoint(old.path)
-        assert not await store.delete_checkpoint(old.path)
+        assert await store.delete_checkpoint(old)
+        assert not await store.delete_checkpoint(old)
         assert await store.get_checkpoint(old.path) is None
 
     async def test_checkpoints_come_in_pages_and_are_counted_and_added_up(
@@ -840,7 +840,7 @@ class StoreSuite:
         kept = await store.kept("o")
         assert kept["requests"] == KeptPart(1, 3)
         assert kept["results"] == KeptPart(0, 0)
-        await store.delete_checkpoint(checkpoint("a").path)
+        await store.delete_checkpoint(checkpoint("a"))
         await store.put_checkpoint(replace(checkpoint("b"), size_bytes=9, user_metadata=None))
         await store.put_session(session("s"))
         await store.put_model(model(user_metadata={"a": "b"}))

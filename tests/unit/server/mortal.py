@@ -31,12 +31,12 @@ STORE_CALLS = (
     "submit",
     "start",
     "finish",
-    "put_model",
+    "change_model",
     "trim_journal",
     "add_sampler",
     "put_sampler",
     "put_checkpoint",
-    "put_session",
+    "end_session",
     "remember",
 )
 

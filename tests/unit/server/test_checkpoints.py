@@ -13,7 +13,6 @@ import msgspec
 import pytest
 
 from tinkex.errors import EngineDiedError
-from tinkex.server.store.changes import Changes
 from tinkex.server.store.memory import MemoryStore
 from tinkex.server.store.records import StoredCheckpoint
 from tinkex.types import AdamOptimizerConfig, LoraConfig
@@ -385,22 +384,21 @@ async def test_publishing_never_brings_back_what_is_being_overwritten(
     overwritten_first: bool,
 ) -> None:
     store = YieldingStore()
-    changes = Changes(store)
     old, new = stored("old"), stored("new")
     await store.put_checkpoint(old)
 
     async def publish() -> None:
-        await changes.change_checkpoint(old, public=True)
+        await store.change_checkpoint(old, public=True)
 
     async def overwrite() -> None:
-        await changes.put_checkpoint(new)
+        await store.put_checkpoint(new)
 
     async with anyio.create_task_group() as group:
         for do in (overwrite, publish) if overwritten_first else (publish, overwrite):
             group.start_soon(do)
     assert await store.get_checkpoint(new.path) == new
-    assert not await changes.delete_checkpoint(old)
-    assert await changes.delete_checkpoint(new)
+    assert not await store.delete_checkpoint(old)
+    assert await store.delete_checkpoint(new)
 
 
 async def test_a_deleted_checkpoint_is_gone_at_once_and_its_files_when_the_engine_can(

@@ -184,14 +184,13 @@ def _known_kinds(call: Call) -> list[CheckpointKind]:
 async def delete_checkpoint(call: Call) -> Response:
     """Delete; samplers made before keep what they have."""
     checkpoint = await _own(call)
-    rows = call.worker.changes
     # It expires now, whatever becomes of its files; the upkeep retries what fails below.
-    if not await rows.change_checkpoint(checkpoint, expires_at=call.now()):
+    if not await call.store.change_checkpoint(checkpoint, expires_at=call.now()):
         raise _gone(checkpoint.path)
     await audit(call, "checkpoint_deleted", checkpoint)
     try:
         await call.worker.checkpoints.forget_location(checkpoint.location)
-        await rows.delete_checkpoint(checkpoint)
+        await call.store.delete_checkpoint(checkpoint)
     except TinkerError as error:
         _log.warning("%s will be deleted later: %s", checkpoint.path, error)
     return reply()
@@ -210,7 +209,7 @@ async def unpublish_checkpoint(call: Call) -> Response:
 async def _set_public(call: Call, public: bool) -> Response:
     checkpoint = await _own(call)
     if checkpoint.public != public:
-        if not await call.worker.changes.change_checkpoint(checkpoint, public=public):
+        if not await call.store.change_checkpoint(checkpoint, public=public):
             raise _gone(checkpoint.path)
         event = "checkpoint_published" if public else "checkpoint_unpublished"
         await audit(call, event, checkpoint)
@@ -224,7 +223,7 @@ async def set_checkpoint_ttl(call: Call) -> Response:
     check_ttl(request.ttl_seconds)
     ttl_s = request.ttl_seconds
     expires_at = None if ttl_s is None else call.now() + ttl_s
-    if not await call.worker.changes.change_checkpoint(checkpoint, expires_at=expires_at):
+    if not await call.store.change_checkpoint(checkpoint, expires_at=expires_at):
         raise _gone(checkpoint.path)
     await audit(call, "checkpoint_ttl_set", checkpoint)
     return reply()

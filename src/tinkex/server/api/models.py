@@ -212,7 +212,7 @@ async def _take_over(call: Call, model: Model, session: StoredSession) -> None:
         )
     # Shielded: a caller that disconnects in between would leave the old session open.
     with anyio.CancelScope(shield=True):
-        if not await call.worker.changes.move_model(model, session.session_id):
+        if not await call.store.move_model(model, session.session_id):
             raise _taken(
                 f"Another program has just attached to model {model.model_id!r}, or its session "
                 "has just ended."

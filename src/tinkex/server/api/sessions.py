@@ -147,10 +147,10 @@ async def set_session_project(call: Call) -> Response:
         raise refuse(400, "project_id is empty; name the project.")
     session = await call.session(call.param("session"))
     call.access.project(request.project_id)
-    rows, project_id = call.worker.changes, request.project_id
-    await rows.change_session(session.session_id, project_id=project_id)
-    for model in await call.store.models(session_id=session.session_id):
-        await rows.change_model(model.model_id, project_id=project_id)
+    store, project_id = call.store, request.project_id
+    await store.change_session(session.session_id, project_id=project_id)
+    for model in await store.models(session_id=session.session_id):
+        await store.change_model(model.model_id, project_id=project_id)
     details = {"session_id": session.session_id, "project_id": project_id}
     await note(call, "projects", "session_moved", **details)
     return reply()

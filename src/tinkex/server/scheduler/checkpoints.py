@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from tinkex.server.scheduler.engine_access import EngineAccess, Epoch
     from tinkex.server.scheduler.room import Room
     from tinkex.server.scheduler.samplers import PublishedSamplers
-    from tinkex.server.store.changes import Changes
     from tinkex.server.store.protocol import Store
     from tinkex.server.store.records import CheckpointKind, LoadOrder, Model, Operation
     from tinkex.types import (
@@ -112,7 +111,6 @@ class Checkpoints:
     """Saves models that the engine has; holds nothing of its own."""
 
     store: Store
-    changes: Changes
     access: EngineAccess
     samplers: PublishedSamplers
     clock: Clock
@@ -276,7 +274,7 @@ class Checkpoints:
             checkpoint = record(size_bytes=size_bytes, has_optimizer=has_optimizer)
             try:
                 async with reservation.spent(size_bytes):
-                    await self.changes.put_checkpoint(checkpoint)
+                    await self.store.put_checkpoint(checkpoint)
             except RequestFailedError:
                 await self.access.engine.delete_saved(location)
                 raise

@@ -51,7 +51,6 @@ if TYPE_CHECKING:
     from tinkex.server.scheduler.outcomes import Outcomes
     from tinkex.server.scheduler.samplers import PublishedSamplers
     from tinkex.server.server_settings import ServerSettings
-    from tinkex.server.store.changes import Changes
     from tinkex.server.store.protocol import Store
     from tinkex.server.store.records import LoadOrder, Model, Operation
 
@@ -79,7 +78,6 @@ class RunParts:
     """What all runs share. `changed` plans a run again, `start` runs work in the background."""
 
     store: Store
-    changes: Changes
     clock: Clock
     access: EngineAccess
     jobs: Jobs
@@ -514,7 +512,7 @@ class ModelRun:
         # If a crash follows, this operation runs again and needs no snapshot.
         await self._delete_snapshots()
         # Without a location the model is closed: nothing can restore it.
-        await parts.changes.change_model(
+        await parts.store.change_model(
             self.model_id, snapshot_location=None, snapshot_seq=op.seq_id
         )
 
@@ -592,7 +590,7 @@ class ModelRun:
         await parts.access.guard(
             epoch, engine.save_adapter(self.model_id, location, optimizer=True)
         )
-        await parts.changes.change_model(
+        await parts.store.change_model(
             self.model_id, snapshot_location=location, snapshot_seq=seq_id
         )
         # From here on the snapshot counts. What cannot be deleted now, the next one deletes.
@@ -645,7 +643,7 @@ class ModelRun:
             last = max(self.queue.last_seq, model.snapshot_seq, 0)
             await self._parts.store.trim_journal(self.model_id, last)
             # The last step: until it is done, the next start finds the model and drops it again.
-            await self._parts.changes.change_model(
+            await self._parts.store.change_model(
                 self.model_id, snapshot_location=None, snapshot_seq=last
             )
 

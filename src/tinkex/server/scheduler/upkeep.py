@@ -192,7 +192,7 @@ class Upkeep:
     async def _expire(self, checkpoint: StoredCheckpoint) -> None:
         # The record last: if this fails, the next sweep finds by it what is left to delete.
         await self._worker.checkpoints.forget_location(checkpoint.location)
-        await self._worker.changes.delete_checkpoint(checkpoint)
+        await self._store.delete_checkpoint(checkpoint)
 
     async def prune(self) -> None:
         """End sessions of clients without heartbeats, and delete what ended `history_s` ago."""

@@ -27,7 +27,6 @@ from tinkex.server.scheduler.room import Room
 from tinkex.server.scheduler.samplers import PublishedSamplers
 from tinkex.server.scheduler.samples import SampleRunner, Shares
 from tinkex.server.scheduler.upkeep import SessionEnds
-from tinkex.server.store.changes import Changes
 from tinkex.server.store.records import OperationOutcome
 from tinkex.server.supervision import (
     keep_running,
@@ -89,7 +88,6 @@ class Worker:
         self._meters = meters
         self._settings = settings
         self.load = Load()
-        self.changes = Changes(store)
         self.lost = LostSamples(store, clock)
         self._access = access = EngineAccess(engine, settings.max_engine_deaths)
         self._samplers = samplers = PublishedSamplers(store, access, clock)
@@ -100,9 +98,7 @@ class Worker:
             max_stored_bytes=settings.max_stored_bytes,
             max_checkpoints=settings.max_checkpoints,
         )
-        self.checkpoints = Checkpoints(
-            store, self.changes, access, samplers, clock, room, settings.max_samplers
-        )
+        self.checkpoints = Checkpoints(store, access, samplers, clock, room, settings.max_samplers)
         jobs = Jobs(store, decode, bool(getattr(engine, "takes_bodies", False)))
         self._outcomes = outcomes = Outcomes(
             store, clock, waiters, meters, self.load, self.lost, encode
@@ -129,7 +125,6 @@ class Worker:
         )
         self._parts = RunParts(
             store=store,
-            changes=self.changes,
             clock=clock,
             access=access,
             jobs=jobs,
@@ -408,7 +403,7 @@ class Worker:
         False when it had ended already: the first status stays.
         """
         try:
-            if not await self.changes.end_session(session, status):
+            if not await self._store.end_session(session, status):
                 return False
         finally:
             # Also after an error: the end may have been stored all the same.

@@ -8,6 +8,8 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from tinkex.clock import SystemClock
+from tinkex.server.store.memory_ownership import MemoryOwnership, SharedNodes
+from tinkex.server.store.ownership import claim_key
 from tinkex.server.store.records import (
     HOUR_S,
     AuditEntry,
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
         StoredSession,
         UsageEntry,
     )
+    from tinkex.types import SessionStatus
 
 
 class _Answer(NamedTuple):
@@ -48,11 +51,11 @@ class _Answer(NamedTuple):
     session_id: str | None
 
 
-class MemoryStore:
+class MemoryStore(MemoryOwnership):
     """A `Store` in dictionaries. Used from one event loop, so it needs no locks."""
 
     def __init__(self, clock: Clock | None = None) -> None:
-        self._clock = clock or SystemClock()
+        super().__init__(clock or SystemClock(), SampleMemory(), SharedNodes())
         # Mutable state: one dictionary per kind of record, in order of arrival.
         self._sessions: dict[str, StoredSession] = {}
         self._models: dict[str, Model] = {}
@@ -63,19 +66,41 @@ class MemoryStore:
         self._operations: dict[str, Operation] = {}
         # Bodies of finished operations, until they are trimmed.
         self._bodies: dict[str, bytes] = {}
-        self._samples = SampleMemory()
         self._keys: dict[int, ApiKey] = {}
         self._answers: dict[tuple[str, str], _Answer] = {}
         self._audit: list[AuditEntry] = []
         self._refusals: Counter[tuple[int, Refusal]] = Counter()
         self._usage: list[UsageEntry] = []
 
+    def beside(self, clock: Clock | None = None) -> MemoryStore:
+        """Another store on the same records, as another node has; samples are not shared."""
+        other = MemoryStore(clock or self._clock)
+        own = {"_clock", "_samples", "_node_id", "_adopted", "_hints"}
+        other.__dict__.update({k: v for k, v in self.__dict__.items() if k not in own})
+        self._shared.stores.append(other)
+        return other
+
     async def put_session(self, session: StoredSession) -> None:
+        self._fence()
         self._sessions[session.session_id] = session
+        self._hint(f"session {session.session_id}")
+
+    async def change_session(self, session_id: str, **fields: Any) -> None:
+        known = self._sessions.get(session_id)
+        if known is not None:
+            await self.put_session(replace(known, **fields))
+
+    async def end_session(self, session: StoredSession, status: SessionStatus) -> bool:
+        known = self._sessions.get(session.session_id)
+        if known is None or not known.active:
+            return False
+        await self.put_session(replace(known, status=status))
+        return True
 
     async def add_session(
         self, session: StoredSession, *, max_sessions: int | None, max_kept_sessions: int
     ) -> LimitReached | None:
+        self._fence()
         ours = [s for s in self._sessions.values() if s.owner == session.owner]
         active = sum(s.active and s.heartbeats for s in ours)
         if max_sessions is not None and active >= max_sessions:
@@ -154,6 +179,7 @@ class MemoryStore:
         max_runs: int | None = None,
         silent_since: float = 0.0,
     ) -> Model | LimitReached:
+        self._fence()
         if model.model_id not in self._models:
             ours = [m for m in self._models.values() if m.owner == model.owner]
             alive = sum(self._is_alive(m, silent_since) for m in ours)
@@ -170,7 +196,26 @@ class MemoryStore:
         return session.heartbeats or model.last_request_at > silent_since
 
     async def put_model(self, model: Model) -> None:
+        self._fence()
         self._models[model.model_id] = model
+
+    async def change_model(self, model_id: str, **fields: Any) -> None:
+        owned = {"snapshot_location", "snapshot_seq", "corrupted"} & fields.keys()
+        self._check_key(model_id if owned else None)
+        known = self._models.get(model_id)
+        if known is not None:
+            self._models[model_id] = replace(known, **fields)
+
+    async def move_model(self, model: Model, session_id: str) -> bool:
+        self._fence()
+        known = self._models.get(model.model_id)
+        old = self._sessions.get(model.session_id)
+        if known is None or known.session_id != model.session_id:
+            return False
+        if old is None or not old.active:
+            return False
+        self._models[model.model_id] = replace(known, session_id=session_id)
+        return True
 
     async def get_model(self, model_id: str) -> Model | None:
         return self._models.get(model_id)
@@ -211,6 +256,7 @@ class MemoryStore:
     async def add_sampler(
         self, sampler: StoredSampler, *, max_samplers: int | None = None
     ) -> StoredSampler | LimitReached:
+        self._fence()
         have = sum(s.session_id == sampler.session_id for s in self._samplers.values())
         new = sampler.sampler_id not in self._samplers
         if new and max_samplers is not None and have >= max_samplers:
@@ -218,6 +264,7 @@ class MemoryStore:
         return self._samplers.setdefault(sampler.sampler_id, sampler)
 
     async def put_sampler(self, sampler: StoredSampler) -> None:
+        self._check_sampler(sampler)
         self._samplers[sampler.sampler_id] = sampler
 
     async def get_sampler(self, sampler_id: str) -> StoredSampler | None:
@@ -245,25 +292,43 @@ class MemoryStore:
     async def close_samplers(
         self, sampler_ids: Iterable[str], why: str = "its session is over"
     ) -> None:
-        for sampler_id in sampler_ids:
-            known = self._samplers.get(sampler_id)
-            if known is not None:
-                self._samplers[sampler_id] = replace(
-                    known, location=None, size_bytes=0, dropped=known.dropped or why
-                )
+        found = [self._samplers[name] for name in sampler_ids if name in self._samplers]
+        for known in found:
+            self._check_sampler(known)
+        for known in found:
+            self._samplers[known.sampler_id] = replace(
+                known, location=None, size_bytes=0, dropped=known.dropped or why
+            )
+
+    def _published(self, model_id: str) -> Sequence[str]:
+        return [s.sampler_id for s in self._samplers.values() if s.model_id == model_id]
 
     async def join_sampler(self, sampler_id: str) -> int:
         self._copies[sampler_id] += 1
         return self._copies[sampler_id]
 
     async def put_checkpoint(self, checkpoint: StoredCheckpoint) -> None:
+        self._fence()
         self._checkpoints[checkpoint.path] = checkpoint
 
     async def get_checkpoint(self, path: str) -> StoredCheckpoint | None:
         return self._checkpoints.get(path)
 
-    async def delete_checkpoint(self, path: str) -> bool:
-        return self._checkpoints.pop(path, None) is not None
+    async def change_checkpoint(self, checkpoint: StoredCheckpoint, **fields: Any) -> bool:
+        self._fence()
+        known = self._checkpoints.get(checkpoint.path)
+        if known is None or known.location != checkpoint.location:
+            return False
+        self._checkpoints[checkpoint.path] = replace(known, **fields)
+        return True
+
+    async def delete_checkpoint(self, checkpoint: StoredCheckpoint) -> bool:
+        self._fence()
+        known = self._checkpoints.get(checkpoint.path)
+        if known is None or known.location != checkpoint.location:
+            return False
+        del self._checkpoints[checkpoint.path]
+        return True
 
     async def checkpoints(
         self,
@@ -370,6 +435,7 @@ class MemoryStore:
         known = self._operations.get(operation.op_id)
         if known is not None:
             return known, False
+        self._check_key(operation.model_id)
         self._operations[operation.op_id] = operation
         model = self._models.get(operation.model_id or "")
         if model is not None:
@@ -379,9 +445,18 @@ class MemoryStore:
     async def get_operation(self, op_id: str) -> Operation | None:
         return self._samples.get(op_id) or self._operations.get(op_id)
 
-    async def pending(self) -> Sequence[Operation]:
+    async def pending(self, key: str | None = None) -> Sequence[Operation]:
         training = [o for o in self._operations.values() if o.state != "done"]
-        return [*training, *self._samples.pending()]
+        if self._node_id is not None:
+            training = [o for o in training if o.model_id is None or o.model_id in self._adopted]
+        found = [*training, *self._samples.pending()]
+        return found if key is None else [op for op in found if self._key_of(op) == key]
+
+    def _key_of(self, operation: Operation) -> str | None:
+        sampler = self._samplers.get(operation.sampler_id or "")
+        if operation.model_id is None and sampler is not None:
+            return claim_key(sampler)
+        return operation.model_id or operation.sampler_id
 
     async def operations(self, session_id: str) -> Sequence[Operation]:
         training = [
@@ -409,6 +484,7 @@ class MemoryStore:
         known = self._operations.get(op_id)
         if known is None or known.state == "done":
             return False
+        self._check_key(known.model_id)
         self._operations[op_id] = changed(
             known, state="done", outcome=outcome, finished_at=at, request=None, body=b""
         )
@@ -427,6 +503,7 @@ class MemoryStore:
         return sorted(found, key=lambda o: o.seq_id)
 
     async def trim_journal(self, model_id: str, through: int) -> None:
+        self._check_key(model_id)
         for op in self._operations.values():
             if op.model_id == model_id and op.seq_id <= through and op.state == "done":
                 self._bodies.pop(op.op_id, None)
@@ -542,6 +619,7 @@ class MemoryStore:
         if known is None or known.revoked_at is not None:
             return False
         self._keys[key_id] = replace(known, revoked_at=at)
+        self._hint(f"key {key_id}")
         return True
 
     async def audit(self, entry: AuditEntry) -> None:
@@ -552,7 +630,7 @@ class MemoryStore:
 
     async def forget_audit_before(self, at: float, limit: int) -> int:
         old = [entry for entry in self._audit if entry.at < at][:limit]
-        self._audit = [entry for entry in self._audit if entry not in old]
+        self._audit[:] = [entry for entry in self._audit if entry not in old]
         return len(old)
 
     def _refused_lines(self) -> list[AuditEntry]:

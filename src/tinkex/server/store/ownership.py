@@ -127,7 +127,11 @@ class Ownership(Protocol):
     """
 
     async def join(self, cluster: str, node: Node, lease_s: float) -> Membership:
-        """Become a node; raises `StorageError` for another cluster's name or another version."""
+        """Become a node; raises `StorageError` for another cluster's name or another version.
+
+        It takes the store's lock, shared with other nodes; SQLite has only one. Keys that were
+        unfinished before are not known until they are adopted.
+        """
         ...
 
     async def renew(self, lease_s: float, load: NodeLoad) -> float:
@@ -185,14 +189,18 @@ class Ownership(Protocol):
         """Read what the database has of a key into memory: this node owns it from now on."""
         ...
 
-    def give_up(self, claim: Claim) -> None:
-        """Drop what memory has of a key that this node hands over."""
+    def give_up(self, claim: Claim) -> Sequence[str]:
+        """Drop what memory has of a key that this node hands over.
+
+        Returns the ids of its samples, which are lost, so that their waiters can be woken.
+        """
         ...
 
     def on_hint(self, hint: Callable[[str], None]) -> None:
         """Call `hint` on the event loop when another node has changed something.
 
         Hints may be lost or come twice; a poll finds the same. They are `claim KEY`, `node ID`,
-        `session ID`, and `all` after a connection was lost.
+        `session ID`, `key ID` of an API key that was revoked, and `all` after a connection was
+        lost. There are none before `join`.
         """
         ...

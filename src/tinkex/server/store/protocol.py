@@ -6,7 +6,9 @@ runs. A write is durable when its method returns, as far as the implementation i
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+from tinkex.server.store.ownership import Ownership
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -29,13 +31,15 @@ if TYPE_CHECKING:
         StoredSession,
         UsageEntry,
     )
+    from tinkex.types import SessionStatus
 
 
-class Store(Protocol):
+class Store(Ownership, Protocol):
     """Memory for tests, a database for real."""
 
     # `put_*` stores or replaces. `add_*` keeps the first record of an id and returns it, so
-    # that a repeated request finds what the first one made.
+    # that a repeated request finds what the first one made. `change_*` sets some fields of a record
+    # that others change at the same time, and no change is lost.
 
     async def put_session(self, session: StoredSession) -> None: ...
     async def add_session(
@@ -45,6 +49,14 @@ class Store(Protocol):
 
         Counted and stored in one step: of requests at the same time as many succeed as fit.
         """
+        ...
+
+    async def change_session(self, session_id: str, **fields: Any) -> None:
+        """Change some fields of a session; its end is not one of them."""
+        ...
+
+    async def end_session(self, session: StoredSession, status: SessionStatus) -> bool:
+        """Let a session be over; False when it was: the first reason wins."""
         ...
 
     async def get_session(self, session_id: str) -> StoredSession | None: ...
@@ -114,6 +126,17 @@ class Store(Protocol):
         ...
 
     async def put_model(self, model: Model) -> None: ...
+    async def change_model(self, model_id: str, **fields: Any) -> None:
+        """Change some fields of a model; unknown ones stay unknown.
+
+        A node changes `snapshot_*` and `corrupted` only of a model that it has adopted.
+        """
+        ...
+
+    async def move_model(self, model: Model, session_id: str) -> bool:
+        """Give a model to another session; False when it was moved, or its session has ended."""
+        ...
+
     async def get_model(self, model_id: str) -> Model | None: ...
     async def models(
         self,
@@ -179,9 +202,19 @@ class Store(Protocol):
         """Count one more copy of a known sampling client; the first copy is 1."""
         ...
 
-    async def put_checkpoint(self, checkpoint: StoredCheckpoint) -> None: ...
+    async def put_checkpoint(self, checkpoint: StoredCheckpoint) -> None:
+        """Store a checkpoint, in place of one with the same path."""
+        ...
+
+    async def change_checkpoint(self, checkpoint: StoredCheckpoint, **fields: Any) -> bool:
+        """Change some fields of a checkpoint; False when it is gone or was overwritten."""
+        ...
+
     async def get_checkpoint(self, path: str) -> StoredCheckpoint | None: ...
-    async def delete_checkpoint(self, path: str) -> bool: ...
+    async def delete_checkpoint(self, checkpoint: StoredCheckpoint) -> bool:
+        """Forget a checkpoint; False when it is gone or was overwritten."""
+        ...
+
     async def checkpoints(
         self,
         *,
@@ -257,8 +290,11 @@ class Store(Protocol):
         """One operation: with its body while it is unfinished, with its result after that."""
         ...
 
-    async def pending(self) -> Sequence[Operation]:
-        """Everything accepted and not finished, in order of arrival."""
+    async def pending(self, key: str | None = None) -> Sequence[Operation]:
+        """Everything accepted and not finished, in order of arrival.
+
+        Of one model or sampler, if its `key` is given. On a node, only of keys it has adopted.
+        """
         ...
 
     async def operations(self, session_id: str) -> Sequence[Operation]:

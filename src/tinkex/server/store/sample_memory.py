@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from tinkex.server.store.records import changed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from tinkex.server.store.records import Operation, OperationOutcome
 
@@ -136,6 +136,15 @@ class SampleMemory:
         for client in list(self._ended):
             self._shorten(client)
         self.result_bytes = 0
+        return lost
+
+    def forget_samplers(self, sampler_ids: Collection[str]) -> list[str]:
+        """Forget every sample of these; returns their ids, to wake their waiters."""
+        both = (*self._finished.values(), *self._unfinished.values())
+        lost = [op.op_id for op in both if op.sampler_id in sampler_ids]
+        for op_id in lost:
+            if self._unfinished.pop(op_id, None) is None:
+                self._forget(op_id)
         return lost
 
     def _before(self, at: float) -> list[Operation]:

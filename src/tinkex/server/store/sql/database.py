@@ -10,26 +10,22 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections import OrderedDict
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from itertools import groupby
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, overload
 
 from sqlalchemy.exc import DBAPIError
 
 from tinkex.errors import ClosedError, StorageError
-from tinkex.server.store.sample_memory import SampleMemory
 from tinkex.server.store.sql.failures import storage_error, unreachable, was_undone
-from tinkex.server.store.sql.overflow import Overflow
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from sqlalchemy import Connection, Engine
 
-    from tinkex.server.store.records import Model, Operation, StoredSampler, StoredSession
-    from tinkex.server.store.sql.write_behind import WriteBehind
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -43,12 +39,8 @@ Durability = Literal["read", "light", "full"]
 """What a transaction survives: nothing is written (`read`), a crash of this process (`light`), or a
 power cut, too (`full`). A full one makes all earlier ones safe as well."""
 _DURABILITIES: tuple[Durability, ...] = ("read", "light", "full")
-V = TypeVar("V")
 # Databases limit the parameters of a statement, and a long transaction delays all other calls.
 AT_ONCE = 1000
-_MANY = 10_000
-_FINISHED = 2_000
-_FINISHED_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +102,22 @@ class Database:
         """Like `write`, for what can be done again: a power cut may undo it."""
         return await self._call(UnitOfWork(do, "light"), then)
 
+    @overload
+    async def write_alone(self, do: Callable[[Connection], T]) -> T: ...
+    @overload
+    async def write_alone(self, do: Callable[[Connection], T], then: Callable[[T], U]) -> U: ...
+    async def write_alone(self, do: Any, then: Any = None) -> Any:
+        """Like `write`, for what locks rows that other nodes lock, too.
+
+        On a node it has a transaction of its own: two nodes that hold the locks of several calls
+        each would wait for each other.
+        """
+        return await self._call(UnitOfWork(do, "full", alone=True), then)
+
+    def fence(self, check: Callable[[Connection], None]) -> None:
+        """Run `check` first in every transaction that writes; what it raises refuses them all."""
+        self._main.fence(check)
+
     async def _call(self, unit: UnitOfWork, then: Callable[[Any], Any] | None) -> Any:
         if self._closing.is_set():
             raise ClosedError("the store is closed")
@@ -134,6 +142,9 @@ class _Lane:
 
     def start(self) -> None:
         self._thread.start()
+
+    def fence(self, check: Callable[[Connection], None]) -> None:
+        self._connections.fence = check
 
     async def end(self) -> None:
         """Run the calls that wait; `closing` is set, so there are no new ones."""
@@ -212,6 +223,14 @@ class DatabaseDriver(Protocol):
         """Become the store's one server, or raise `StorageError`."""
         ...
 
+    def share(self, connection: Connection, lease_s: float) -> None:
+        """Become one of the store's nodes, or raise `StorageError`.
+
+        A transaction that stays idle for about the lease is undone, so that a process that was
+        stopped in the middle of one does not hold its locks for ever.
+        """
+        ...
+
     def ticket(self, connection: Connection) -> str | None:
         """What a later connection can ask about this transaction, if anything."""
         ...
@@ -235,6 +254,7 @@ class UnitOfWork:
 
     do: Callable[[Connection], Any]
     durability: Durability
+    alone: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,12 +291,20 @@ class ConnectionOwner:
         self.driver = driver
         self._closing = closing
         self._finishes = finishes
-        # Mutable state: the connection, while there is one, and whether there ever was.
+        # Mutable state: the connection, while there is one, and whether there ever was; what is
+        # checked before a write, once this is a node.
         self._connection: Connection | None = None
         self._had_one = False
+        self.fence: Callable[[Connection], None] | None = None
 
     def run(self, units: Sequence[UnitOfWork]) -> list[Any | FailedCall]:
         """Run all units in one transaction; if that fails, each in one of its own."""
+        if self.fence is None or len(units) == 1 or not any(unit.alone for unit in units):
+            return self._run(units)
+        groups = groupby(enumerate(units), key=lambda each: each[0] if each[1].alone else -1)
+        return [answer for _, some in groups for answer in self._run([unit for _, unit in some])]
+
+    def _run(self, units: Sequence[UnitOfWork]) -> list[Any | FailedCall]:
         try:
             return self._transact(units)
         except _OutOfReachError as error:
@@ -286,7 +314,7 @@ class ConnectionOwner:
                 self._drop()  # the rollback failed, too
             if len(units) == 1:
                 return [FailedCall(self._translated(error))]
-        return [answer for unit in units for answer in self.run([unit])]
+        return [answer for unit in units for answer in self._run([unit])]
 
     def close(self) -> None:
         """Close the connection and give up the lock."""
@@ -323,6 +351,8 @@ class ConnectionOwner:
         try:
             connection.execution_options(durability=durability)
             with connection.begin():
+                if self.fence is not None and durability != "read":
+                    self.fence(connection)
                 results.extend(unit.do(connection) for unit in units)
                 if durability != "read":
                     ticket = self.driver.ticket(connection)
@@ -395,67 +425,3 @@ class ConnectionOwner:
         if connection is not None:
             with suppress(DBAPIError):
                 connection.close()
-
-
-def _weightless(value: object) -> int:
-    return 0
-
-
-class Cache(Generic[V]):
-    """Values by id; the one that was used longest ago goes first."""
-
-    def __init__(
-        self, most: int, most_bytes: int = 1, size: Callable[[V], int] = _weightless
-    ) -> None:
-        self._most = most
-        self._most_bytes = most_bytes
-        self._size = size
-        # Mutable state: the values, last used last, and their size.
-        self._values: OrderedDict[str, V] = OrderedDict()
-        self._bytes = 0
-
-    def get(self, key: str) -> V | None:
-        value = self._values.get(key)
-        if value is not None:
-            self._values.move_to_end(key)
-        return value
-
-    def put(self, key: str, value: V) -> None:
-        self.discard(key)
-        self._values[key] = value
-        self._bytes += self._size(value)
-        while len(self._values) > self._most or self._bytes > self._most_bytes:
-            _, oldest = self._values.popitem(last=False)
-            self._bytes -= self._size(oldest)
-
-    def discard(self, key: str) -> None:
-        value = self._values.pop(key, None)
-        if value is not None:
-            self._bytes -= self._size(value)
-
-    def items(self) -> Iterator[tuple[str, V]]:
-        """A copy of the entries, so that they may be changed during iteration."""
-        return iter(list(self._values.items()))
-
-
-def _size(operation: Operation) -> int:
-    outcome = operation.outcome
-    return 0 if outcome is None or outcome.body is None else len(outcome.body)
-
-
-class StoreState:
-    """What all parts of the store share. Owned by the event loop; the thread never touches it."""
-
-    def __init__(self, database: Database, behind: WriteBehind) -> None:
-        self._database = database
-        self._behind = behind
-        # Mutable state: samples; every unfinished operation in order of arrival, once they were
-        # read; and caches of what the database holds.
-        self._samples = SampleMemory()
-        self._overflow = Overflow(database)
-        self._open: dict[str, Operation] = {}
-        self._open_read = False
-        self._finished: Cache[Operation] = Cache(_FINISHED, _FINISHED_BYTES, _size)
-        self._session_cache: Cache[StoredSession] = Cache(_MANY)
-        self._model_cache: Cache[Model] = Cache(_MANY)
-        self._sampler_cache: Cache[StoredSampler] = Cache(_MANY)

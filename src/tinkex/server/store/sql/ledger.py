@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import delete, or_, select, tuple_, update
 
 from tinkex.server.store.sql import operations as operations_sql
-from tinkex.server.store.sql.database import AT_ONCE, StoreState
+from tinkex.server.store.sql.database import AT_ONCE
+from tinkex.server.store.sql.hints import notify
 from tinkex.server.store.sql.operations import add_usage, usage_between
 from tinkex.server.store.sql.records import AUDIT, KEYS, insert
 from tinkex.server.store.sql.schema import (
@@ -27,6 +28,7 @@ from tinkex.server.store.sql.schema import (
     samplers,
     sessions,
 )
+from tinkex.server.store.sql.state import StoreState
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,8 +46,10 @@ class LedgerQueries(StoreState):
     """The part of the store that is only added to."""
 
     async def probe(self, size_bytes: int) -> None:
-        row = {"number": _PROBE, "finished_at": 0.0, "body": b"\0" * size_bytes}
-        gone = delete(results).where(results.c.number == _PROBE)
+        # Each node has a number of its own.
+        number = _PROBE if self._member is None else _PROBE - self._member.number
+        row = {"number": number, "finished_at": 0.0, "body": b"\0" * size_bytes}
+        gone = delete(results).where(results.c.number == number)
         # Two transactions: what one writes and deletes may never reach the disk.
         await self._database.write(lambda c: c.execute(gone) and c.execute(results.insert(), row))
         await self._database.write(lambda c: c.execute(gone) and None)
@@ -94,7 +98,14 @@ class LedgerQueries(StoreState):
         return await self._database.list(lambda c: KEYS.all(c, query))
 
     async def revoke_key(self, key_id: int, at: float) -> bool:
-        return await self._database.write(partial(_revoke, key_id=key_id, at=at))
+        def revoke(connection: Connection) -> bool:
+            found = _revoke(connection, key_id, at)
+            if found:
+                # Also from the command line, beside the nodes.
+                notify(connection, self._member and self._member.node_id, f"key {key_id}")
+            return found
+
+        return await self._database.write(revoke)
 
     async def audit(self, entry: AuditEntry) -> None:
         query = audit.insert().values(AUDIT.values(entry))
@@ -184,7 +195,7 @@ class PruningQueries(StoreState):
 
     async def prune(self, before: float, limit: int) -> int:
         do = partial(_prune, before=before, limit=min(limit, AT_ONCE))
-        return await self._database.write(do, self._forget)
+        return await self._database.write_alone(do, self._forget)
 
     def _forget(self, gone: _Forgotten) -> int:
         for session_id in gone.sessions:

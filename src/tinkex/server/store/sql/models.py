@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import and_, delete, func, or_, select, union_all
 
 from tinkex.server.store.records import KeptPart, LimitReached, row_bytes
-from tinkex.server.store.sql.database import StoreState
 from tinkex.server.store.sql.kept import COUNTED, count_kept
-from tinkex.server.store.sql.records import CHECKPOINTS, LOSSES, MODELS, beside_index
+from tinkex.server.store.sql.records import CHECKPOINTS, LOSSES, MODELS, SESSIONS, beside_index
 from tinkex.server.store.sql.schema import (
     ACTIVE,
     OPEN,
@@ -25,6 +25,7 @@ from tinkex.server.store.sql.schema import (
     samplers,
     sessions,
 )
+from tinkex.server.store.sql.state import StoreState
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -40,6 +41,10 @@ if TYPE_CHECKING:
     )
 
 
+# What only the node that owns the model may change.
+_OF_THE_OWNER = frozenset({"snapshot_location", "snapshot_seq", "corrupted"})
+
+
 class ModelQueries(StoreState):
     """The part of the store that knows what can be trained, and what was saved of it."""
 
@@ -51,30 +56,77 @@ class ModelQueries(StoreState):
         max_runs: int | None = None,
         silent_since: float = 0.0,
     ) -> Model | LimitReached:
+        version = self._model_cache.version
+
         def add(connection: Connection) -> Model | LimitReached:
             if max_models is not None or max_runs is not None:
+                self._count_alone(connection, model.owner)
                 known = MODELS.get(connection, model.model_id)
                 if known is not None:
                     return known
             reached = _reached(connection, model.owner, max_models, max_runs, silent_since)
             return reached or MODELS.add(connection, model, row_bytes=row_bytes(model))
 
-        return await self._database.write(
-            add, lambda kept: kept if isinstance(kept, LimitReached) else self._keep_model(kept)
-        )
+        def keep(kept: Model | LimitReached) -> Model | LimitReached:
+            return kept if isinstance(kept, LimitReached) else self._keep_model(kept, version)
+
+        return await self._database.write_alone(add, keep)
 
     async def put_model(self, model: Model) -> None:
-        await self._database.write(
-            lambda c: MODELS.put(c, model, row_bytes=row_bytes(model)),
-            lambda _: self._keep_model(model),
-        )
+        version = self._model_cache.version
+
+        def put(connection: Connection) -> None:
+            MODELS.put(connection, model, row_bytes=row_bytes(model))
+            self._hint(connection, f"model {model.model_id}")
+
+        await self._database.write_alone(put, lambda _: self._keep_model(model, version) and None)
+
+    async def change_model(self, model_id: str, **fields: Any) -> None:
+        version = self._model_cache.version
+        tenure = self._tenure(model_id) if _OF_THE_OWNER & fields.keys() else None
+
+        def change(connection: Connection) -> Model | None:
+            if tenure is not None:
+                tenure.check(connection)
+            known = MODELS.get(connection, model_id, lock=True)
+            return None if known is None else self._replace(connection, known, fields)
+
+        await self._database.write(change, lambda m: m and self._keep_model(m, version) and None)
+
+    async def move_model(self, model: Model, session_id: str) -> bool:
+        version = self._model_cache.version
+
+        def move(connection: Connection) -> Model | None:
+            # Locked: its end waits, and then finds that the model is no longer its own.
+            old = SESSIONS.get(connection, model.session_id, lock=True)
+            known = MODELS.get(connection, model.model_id, lock=True)
+            if old is None or not old.active:
+                return None
+            if known is None or known.session_id != model.session_id:
+                return None
+            return self._replace(connection, known, {"session_id": session_id})
+
+        def keep(moved: Model | None) -> bool:
+            if moved is not None:
+                self._keep_model(moved, version)
+            return moved is not None
+
+        return await self._database.write_alone(move, keep)
+
+    def _replace(self, connection: Connection, known: Model, fields: dict[str, Any]) -> Model:
+        new = replace(known, **fields)
+        MODELS.change(connection, known.model_id, **fields, row_bytes=row_bytes(new))
+        self._hint(connection, f"model {known.model_id}")
+        return new
 
     async def get_model(self, model_id: str) -> Model | None:
         known = self._model_cache.get(model_id)
         if known is not None:
             return known
+        version = self._model_cache.version
         return await self._database.read(
-            lambda c: MODELS.get(c, model_id), lambda m: None if m is None else self._keep_model(m)
+            lambda c: MODELS.get(c, model_id),
+            lambda m: None if m is None else self._keep_model(m, version),
         )
 
     async def models(
@@ -114,20 +166,33 @@ class ModelQueries(StoreState):
             query = query.where(beside_index(models.c.owner, owner))
         return await self._database.read(lambda c: MODELS.all(c, query))
 
-    def _keep_model(self, model: Model) -> Model:
-        self._model_cache.put(model.model_id, model)
+    def _keep_model(self, model: Model, version: int) -> Model:
+        self._model_cache.put(model.model_id, model, version)
         return model
 
     async def put_checkpoint(self, checkpoint: StoredCheckpoint) -> None:
         size = row_bytes(checkpoint)
-        await self._database.write(lambda c: CHECKPOINTS.put(c, checkpoint, row_bytes=size))
+        await self._database.write_alone(lambda c: CHECKPOINTS.put(c, checkpoint, row_bytes=size))
+
+    async def change_checkpoint(self, checkpoint: StoredCheckpoint, **fields: Any) -> bool:
+        def change(connection: Connection) -> bool:
+            known = CHECKPOINTS.get(connection, checkpoint.path, lock=True)
+            if known is None or known.location != checkpoint.location:
+                return False
+            size = row_bytes(replace(known, **fields))
+            CHECKPOINTS.change(connection, checkpoint.path, **fields, row_bytes=size)
+            return True
+
+        return await self._database.write_alone(change)
 
     async def get_checkpoint(self, path: str) -> StoredCheckpoint | None:
         return await self._database.read(lambda c: CHECKPOINTS.get(c, path))
 
-    async def delete_checkpoint(self, path: str) -> bool:
-        query = delete(checkpoints).where(checkpoints.c.path == path)
-        return await self._database.write(lambda c: c.execute(query).rowcount > 0)
+    async def delete_checkpoint(self, checkpoint: StoredCheckpoint) -> bool:
+        query = delete(checkpoints).where(
+            checkpoints.c.path == checkpoint.path, checkpoints.c.location == checkpoint.location
+        )
+        return await self._database.write_alone(lambda c: c.execute(query).rowcount > 0)
 
     async def checkpoints(
         self,
@@ -215,6 +280,7 @@ class ModelQueries(StoreState):
     ) -> StoredLoss | LimitReached:
         def add(connection: Connection) -> StoredLoss | LimitReached:
             if max_losses is not None:
+                self._count_alone(connection, loss.owner)
                 known = LOSSES.get(connection, loss.loss_id)
                 if known is not None:
                     return known
@@ -225,7 +291,7 @@ class ModelQueries(StoreState):
                     return LimitReached("max_losses", have)
             return LOSSES.add(connection, loss)
 
-        return await self._database.write(add)
+        return await self._database.write_alone(add)
 
     async def get_loss(self, loss_id: str) -> StoredLoss | None:
         return await self._database.read(lambda c: LOSSES.get(c, loss_id))

@@ -32,17 +32,21 @@ from tinkex.server.store.records import (
     UsageEntry,
     changed,
 )
-from tinkex.server.store.sql.database import AT_ONCE, StoreState
+from tinkex.server.store.sql.database import AT_ONCE
 from tinkex.server.store.sql.overflow import ROOM_BYTES, clear
 from tinkex.server.store.sql.records import insert_for
 from tinkex.server.store.sql.schema import OPEN, UNFINISHED, bodies, models, operations, results
 from tinkex.server.store.sql.schema import usage as usage_table
+from tinkex.server.store.sql.state import StoreState
+from tinkex.server.store.sql.tenure import HELD
 from tinkex.types import Usage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from sqlalchemy import ColumnElement, Connection, RowMapping, Select, TextClause
+
+    from tinkex.server.store.sql.tenure import Tenure
 
 _OUTCOME = ("size_bytes", "error", "category", "usage")
 # Of an Operation, what is not a column: the decoded request is never stored.
@@ -81,6 +85,8 @@ _FINISH = (
     )
     .returning(operations.c.number, operations.c.model_id, operations.c.owner)
 )
+# On a node: only under its claim, which it records.
+_FINISH_AS_OWNER = _FINISH.where(HELD).values(epoch=bindparam("claim_epoch"))
 _KEEP_RESULT = results.insert()
 
 _WHO = ("owner", "session_id", "base_model", "project_id", "kind")
@@ -88,8 +94,10 @@ _AMOUNTS = tuple(Usage.__struct_fields__)
 _TIMES = ("queue_s", "device_s")
 
 
-def submit(connection: Connection, operation: Operation) -> Operation:
+def submit(connection: Connection, operation: Operation, tenure: Tenure | None = None) -> Operation:
     """Keep an operation and its body, or find the one that has its id."""
+    if tenure is not None:
+        tenure.check(connection)
     values = {name: getattr(operation, name) for name in _PLAIN}
     query = _SUBMIT[connection.dialect.name]
     number = connection.execute(query, {**values, "state": "queued"}).scalar_one_or_none()
@@ -117,9 +125,11 @@ def get(connection: Connection, op_id: str) -> Operation | None:
     return _read(row, body=row["body"] if row["state"] != "done" else None, result=row["result"])
 
 
-def unfinished(connection: Connection) -> Sequence[Operation]:
-    """Everything accepted and not finished, with bodies, in order of arrival."""
+def unfinished(connection: Connection, model_id: str | None = None) -> Sequence[Operation]:
+    """Everything accepted and not finished, or of one model; with bodies, in order of arrival."""
     query = _with_bodies(UNFINISHED).order_by(operations.c.number)
+    if model_id is not None:
+        query = query.where(operations.c.model_id == model_id)
     return [_read(row, body=row["body"]) for row in connection.execute(query).mappings()]
 
 
@@ -167,14 +177,14 @@ class Ending:
     started_at: float | None
     finished_at: float
     usage: UsageEntry | None = None
+    tenure: Tenure | None = None
 
     def write(self, connection: Connection) -> bool:
         """End the operation, unless it has ended; what it used counts in the same moment."""
-        outcome = {name: getattr(self.outcome, name) for name in _OUTCOME}
-        times = {"started_at": self.started_at, "finished_at": self.finished_at}
-        values = {"id": self.op_id, "state": "done", **times, **outcome}
-        row = connection.execute(_FINISH, values).one_or_none()
+        row = self._update(connection)
         if row is None:
+            if self.tenure is not None:
+                self.tenure.check(connection)
             return False
         if self.outcome.body is not None:
             values = {"number": row.number, "finished_at": self.finished_at, "owner": row.owner}
@@ -186,6 +196,15 @@ class Ending:
         if self.usage is not None:
             add_usage(connection, self.usage)
         return True
+
+    def _update(self, connection: Connection) -> Any:
+        outcome = {name: getattr(self.outcome, name) for name in _OUTCOME}
+        times = {"started_at": self.started_at, "finished_at": self.finished_at}
+        values = {"id": self.op_id, "state": "done", **times, **outcome}
+        if self.tenure is None:
+            return connection.execute(_FINISH, values).one_or_none()
+        values |= self.tenure.parameters
+        return connection.execute(_FINISH_AS_OWNER, values).one_or_none()
 
     def applied_to(self, operation: Operation) -> Operation:
         """The operation after it."""
@@ -265,7 +284,8 @@ class OperationQueries(StoreState):
         known = await self._in_memory(operation.op_id)
         if known is not None:
             return known, False
-        return await self._database.write(lambda c: submit(c, operation), self._accepted)
+        tenure = self._tenure(operation.model_id)
+        return await self._database.write(lambda c: submit(c, operation, tenure), self._accepted)
 
     def _accepted(self, kept: Operation) -> tuple[Operation, bool]:
         first = self._open.get(kept.op_id)
@@ -275,7 +295,7 @@ class OperationQueries(StoreState):
         model = self._model_cache.get(kept.model_id or "")
         if model is not None:
             touched = replace(model, last_request_at=kept.created_at)
-            self._model_cache.put(model.model_id, touched)
+            self._model_cache.amend(model.model_id, touched)
         return kept, True
 
     async def get_operation(self, op_id: str) -> Operation | None:
@@ -292,9 +312,17 @@ class OperationQueries(StoreState):
             self._finished.put(operation.op_id, operation)
         return operation and self._open.get(operation.op_id, operation)
 
-    async def pending(self) -> Sequence[Operation]:
+    async def pending(self, key: str | None = None) -> Sequence[Operation]:
         await self._read_open()
-        return [*self._open.values(), *self._samples.pending()]
+        found = [*self._open.values(), *self._samples.pending()]
+        return found if key is None else [op for op in found if self._key_of(op) == key]
+
+    def _key_of(self, operation: Operation) -> str | None:
+        """What a node owns to run an operation."""
+        sampler_id = operation.sampler_id
+        if operation.model_id is not None or sampler_id is None:
+            return operation.model_id
+        return self._sampler_keys.get(sampler_id, sampler_id)
 
     async def operations(self, session_id: str) -> Sequence[Operation]:
         found = await self._database.list(lambda c: of_session(c, session_id))
@@ -319,7 +347,8 @@ class OperationQueries(StoreState):
         known = self._open.get(op_id)
         if known is None:
             return False
-        ending = Ending(op_id, outcome, known.started_at, at, usage)
+        tenure = self._tenure(known.model_id)
+        ending = Ending(op_id, outcome, known.started_at, at, usage, tenure)
         # A success that a power cut undoes is reached again by running the operation again; an
         # operation that failed or was withdrawn must not run after all.
         write = self._database.write if outcome.error else self._database.write_lightly
@@ -350,7 +379,14 @@ class OperationQueries(StoreState):
         return [self._newest(operation) for operation in found]
 
     async def trim_journal(self, model_id: str, through: int) -> None:
-        await self._database.write(lambda c: trim(c, model_id, through))
+        tenure = self._tenure(model_id)
+
+        def trim_owned(connection: Connection) -> None:
+            if tenure is not None:
+                tenure.check(connection)
+            trim(connection, model_id, through)
+
+        await self._database.write(trim_owned)
 
     async def last_turn(self, model_id: str) -> int:
         return await self._database.read(lambda c: last_turn(c, model_id))
@@ -434,10 +470,10 @@ def add_hourly(connection: Connection, entries: Iterable[UsageEntry]) -> None:
     """Add each entry to its hour's row, which the first of them makes."""
     for entry in entries:
         sums = {name: _sum(name, getattr(entry.usage, name)) for name in _AMOUNTS}
-        if (
-            connection.execute(update(usage_table).where(_same_hour(entry)).values(sums)).rowcount
-            == 0
-        ):
+        # Two nodes at once may make two rows; only the first of them is added to.
+        first = select(func.min(usage_table.c.number)).where(_same_hour(entry)).scalar_subquery()
+        query = update(usage_table).where(usage_table.c.number == first).values(sums)
+        if connection.execute(query).rowcount == 0:
             add_usage(connection, entry)
 
 

@@ -26,6 +26,10 @@ ROOM_BYTES: Final = 32 << 20
 """How much of samples' results is kept in memory."""
 
 
+# Results of samples that a node can number; what is left is enough for a million nodes.
+_NODE_BITS: Final = 40
+
+
 class Overflow:
     """Knows where the results of samples are that are not in memory."""
 
@@ -34,6 +38,10 @@ class Overflow:
         # Mutable state: the numbers of the results by sample, and the last one given.
         self._numbers: dict[str, int] = {}
         self._last = 0
+
+    def number_for(self, node: int) -> None:
+        """Use the numbers of one node from now on."""
+        self._last = -(node << _NODE_BITS)
 
     async def keep(
         self, sample: Operation, outcome: OperationOutcome, at: float
@@ -70,6 +78,12 @@ class Overflow:
         """Forget where results were, of all but the known samples."""
         keep = set(known)
         self._numbers = {op_id: n for op_id, n in self._numbers.items() if op_id in keep}
+
+
+def forget_node(connection: Connection, node: int) -> None:
+    """Forget what a node left."""
+    highest, lowest = -(node << _NODE_BITS), -((node + 1) << _NODE_BITS)
+    connection.execute(delete(results).where(results.c.number < highest, results.c.number > lowest))
 
 
 def clear(connection: Connection) -> None:

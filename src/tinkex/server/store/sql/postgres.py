@@ -22,6 +22,13 @@ _CONNECT = {
 }
 # One server per schema of a database; the first number is ours among all programs.
 _LOCK = "(1953918571, hashtext(current_schema()))"
+_HOLDERS = """
+    SELECT DISTINCT mode FROM pg_locks
+    WHERE locktype = 'advisory' AND granted AND classid = 1953918571
+    AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
+    AND objid::bigint = hashtext(current_schema())::bigint & 4294967295
+"""
+_SHORTEST_LEASE_S = 1.0
 _OUR_BACKEND = "SELECT pid, backend_start FROM pg_stat_activity WHERE pid = pg_backend_pid()"
 # A server may be set up to answer before a commit is safe; other choices are its owner's.
 _SYNCHRONOUS = """
@@ -45,10 +52,11 @@ class Postgres:
         shown = url.set(drivername="postgresql", query={})
         self.shown = shown.render_as_string(hide_password=True)
         self.engine = _engine(url)
-        # Mutable state: our backend, to end it when we lose sight of it, and whether this
-        # process is the store's server.
+        # Mutable state: our backend, to end it when we lose sight of it, whether this process is
+        # the store's server, and the lease if it is one of several nodes.
         self._backend: tuple[int, object] | None = None
         self._owner = False
+        self._lease_s: float | None = None
 
     def prepare(self, connection: Connection) -> None:
         """Replace the connection that was lost."""
@@ -58,22 +66,44 @@ class Postgres:
         connection.execute(text(_SYNCHRONOUS))
         row = connection.execute(text(_OUR_BACKEND)).one()
         self._backend = (row.pid, row.backend_start)
-        if self._owner:
+        if self._lease_s is not None:
+            self.share(connection, self._lease_s)
+        elif self._owner:
             self.lock(connection)
 
     def lock(self, connection: Connection) -> None:
         """Become the one server of this database, as long as the connection lives."""
         got = connection.execute(text(f"SELECT pg_try_advisory_lock{_LOCK}")).scalar_one()
         if not got:
-            error = StorageError(
-                f"The store at {self.shown} is in use by another server. End that server, or give "
-                "this one another database.",
-                self.shown,
+            raise self._taken(
+                "is in use by the nodes of a cluster. End them, start this server as one of them "
+                "(`tinkex serve --join NAME`), or give it another database."
+                if self._shared(connection)
+                else "is in use by another server. End that server, or give this one another "
+                "database."
             )
-            # The server that has just lost its connection may still be seen as the owner.
-            error.retryable = self._owner
-            raise error
         self._owner = True
+
+    def share(self, connection: Connection, lease_s: float) -> None:
+        """Become one node of several, as long as the connection lives."""
+        got = connection.execute(text(f"SELECT pg_try_advisory_lock_shared{_LOCK}")).scalar_one()
+        if not got:
+            raise self._taken(
+                "is in use by a server that is no node of a cluster. End that server, or start it "
+                "with `--join NAME`, too."
+            )
+        idle_ms = round(max(lease_s, _SHORTEST_LEASE_S) * 1000)
+        connection.execute(text(f"SET idle_in_transaction_session_timeout = {idle_ms}"))
+        self._owner, self._lease_s = True, lease_s
+
+    def _shared(self, connection: Connection) -> bool:
+        return "ShareLock" in connection.execute(text(_HOLDERS)).scalars().all()
+
+    def _taken(self, reason: str) -> StorageError:
+        error = StorageError(f"The store at {self.shown} {reason}", self.shown)
+        # The server that has just lost its connection may still be seen as the owner.
+        error.retryable = self._owner
+        return error
 
     def ticket(self, connection: Connection) -> str | None:
         """What a later connection can ask about this transaction; None when it wrote nothing."""
@@ -92,7 +122,7 @@ class Postgres:
 
     def unlock(self) -> None:
         """The connection that held the lock is gone."""
-        self._owner = False
+        self._owner, self._lease_s = False, None
 
 
 def _engine(url: URL) -> Engine:

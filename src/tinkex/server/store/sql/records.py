@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
-from sqlalchemy import Select, Table, select
+from sqlalchemy import Select, Table, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 
 from tinkex.server.store.records import (
@@ -71,8 +71,11 @@ class Kind(Generic[R]):
     def all(self, connection: Connection, query: Select[Any]) -> list[R]:
         return [self.record(**row) for row in connection.execute(query).mappings()]
 
-    def get(self, connection: Connection, key: str) -> R | None:
+    def get(self, connection: Connection, key: str, *, lock: bool = False) -> R | None:
+        """One record; with `lock`, it cannot be changed by others until the transaction ends."""
         query = self.select().where(self.table.c[self.key] == key)
+        if lock:
+            query = query.with_for_update(key_share=True)
         row = connection.execute(query).mappings().one_or_none()
         return None if row is None else self.record(**row)
 
@@ -88,8 +91,13 @@ class Kind(Generic[R]):
         query = insert(connection, self.table).values({**self.values(record), **more})
         connection.execute(query.on_conflict_do_nothing(index_elements=[self.key]))
         kept = self.get(connection, getattr(record, self.key))
-        assert kept is not None  # this is the only connection that writes
+        assert kept is not None  # no record is deleted as soon as it is made
         return kept
+
+    def change(self, connection: Connection, key: str, **columns: object) -> None:
+        """Set some columns of a record."""
+        query = update(self.table).where(self.table.c[self.key] == key)
+        connection.execute(query.values(columns))
 
 
 SESSIONS = Kind(schema.sessions, "session_id", StoredSession)

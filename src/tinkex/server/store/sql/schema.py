@@ -28,6 +28,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.types import TypeDecorator
 
+from tinkex.server.store.ownership import NodeLoad, ServedModel
 from tinkex.types import (
     CustomLossGraph,
     CustomLossInput,
@@ -94,7 +95,7 @@ def _plain(value: object) -> object:
     return dict(cast("Any", value))  # the one other thing a record holds: any Mapping
 
 
-VERSION: Final = "0004"
+VERSION: Final = "0005"
 """The newest migration: what a new database starts with."""
 
 METADATA = MetaData()
@@ -306,6 +307,8 @@ operations = Table(
     _text("error", null=True),
     _text("category", null=True),
     _json("usage", Usage, null=True),
+    # Of the claim under which a node finished it; none on a server that is not a node.
+    _whole("epoch", null=True),
     UniqueConstraint("op_id", name="operations_op_id"),
     Index("operations_session_id", "session_id"),
     Index("operations_finished_at", "finished_at"),
@@ -403,4 +406,45 @@ usage = Table(
     _time("queue_s", null=True),
     _time("device_s", null=True),
     Index("usage_owner", "owner", "at"),
+)
+
+# The cluster that the database belongs to: one row, with number 1.
+cluster = Table(
+    "cluster",
+    METADATA,
+    Column("number", NUMBER, primary_key=True, autoincrement=False),
+    _text("name"),
+    Column("secret", LargeBinary, nullable=False),
+)
+
+nodes = Table(
+    "nodes",
+    METADATA,
+    _number(),
+    _text("node_id"),
+    _text("name"),
+    _text("url"),
+    _whole("version"),
+    _text("release"),
+    _text("role"),
+    _json("base_models", tuple[ServedModel, ...]),
+    _text("state"),
+    _time("joined_at"),
+    _time("lease_until"),
+    _time("ended_at", null=True),
+    _json("load", NodeLoad),
+    UniqueConstraint("node_id", name="nodes_node_id"),
+)
+
+claims = Table(
+    "claims",
+    METADATA,
+    Column("key", PlainText, primary_key=True),
+    _text("node_id"),
+    _whole("epoch"),
+    _text("owner"),
+    _text("base_model"),
+    _time("since"),
+    _text("wanted", null=True),
+    Index("claims_node_id", "node_id"),
 )

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import func, select, update
 
+from tinkex.server.store.ownership import claim_key
 from tinkex.server.store.records import LimitReached, row_bytes
-from tinkex.server.store.sql.database import AT_ONCE, StoreState
+from tinkex.server.store.sql.database import AT_ONCE
 from tinkex.server.store.sql.kept import count_kept
 from tinkex.server.store.sql.records import SAMPLERS, SESSIONS, beside_index
 from tinkex.server.store.sql.schema import (
@@ -18,32 +19,81 @@ from tinkex.server.store.sql.schema import (
     OPEN,
     UNATTENDED,
     UNSAVED,
+    claims,
     models,
     samplers,
     sessions,
 )
+from tinkex.server.store.sql.state import StoreState
+from tinkex.server.store.sql.tenure import claim_lost
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from sqlalchemy import Connection, Select
 
     from tinkex.server.store.records import StoredSampler, StoredSession
+    from tinkex.types import SessionStatus
 
 
 class SessionQueries(StoreState):
     """The part of the store that knows sessions."""
 
     async def put_session(self, session: StoredSession) -> None:
-        await self._database.write(
-            lambda c: _put(c, session),
-            lambda _: self._session_cache.put(session.session_id, self._seen(session)),
-        )
+        version = self._session_cache.version
+
+        def put(connection: Connection) -> None:
+            _put(connection, session)
+            self._hint(connection, f"session {session.session_id}")
+
+        def keep(_: None) -> None:
+            self._session_cache.put(session.session_id, self._seen(session), version)
+
+        await self._database.write_alone(put, keep)
+
+    async def change_session(self, session_id: str, **fields: Any) -> None:
+        await self._change_session(session_id, lambda known: replace(known, **fields))
+
+    async def end_session(self, session: StoredSession, status: SessionStatus) -> bool:
+        def ended(known: StoredSession) -> StoredSession | None:
+            return replace(known, status=status) if known.active else None
+
+        return await self._change_session(session.session_id, ended)
+
+    async def _change_session(
+        self, session_id: str, change: Callable[[StoredSession], StoredSession | None]
+    ) -> bool:
+        """Replace a session by what `change` makes of it; False for None, and for an unknown one.
+
+        Its `last_seen_at` stays as it is.
+        """
+        version = self._session_cache.version
+
+        def do(connection: Connection) -> StoredSession | None:
+            known = SESSIONS.get(connection, session_id, lock=True)
+            new = None if known is None else change(known)
+            if new is not None:
+                values = SESSIONS.values(new)
+                del values["last_seen_at"]
+                more = {"active": new.active, "row_bytes": row_bytes(new)}
+                SESSIONS.change(connection, session_id, **values, **more)
+                self._hint(connection, f"session {session_id}")
+            return new
+
+        def keep(new: StoredSession | None) -> bool:
+            if new is not None:
+                self._session_cache.put(session_id, self._seen(new), version)
+            return new is not None
+
+        return await self._database.write_alone(do, keep)
 
     async def add_session(
         self, session: StoredSession, *, max_sessions: int | None, max_kept_sessions: int
     ) -> LimitReached | None:
+        version = self._session_cache.version
+
         def add(connection: Connection) -> LimitReached | None:
+            self._count_alone(connection, session.owner)
             reached = _reached(connection, session.owner, max_sessions, max_kept_sessions)
             if reached is None:
                 _put(connection, session)
@@ -51,16 +101,19 @@ class SessionQueries(StoreState):
 
         def keep(reached: LimitReached | None) -> LimitReached | None:
             if reached is None:
-                self._session_cache.put(session.session_id, session)
+                self._session_cache.put(session.session_id, session, version)
             return reached
 
-        return await self._database.write(add, keep)
+        return await self._database.write_alone(add, keep)
 
     async def get_session(self, session_id: str) -> StoredSession | None:
         known = self._session_cache.get(session_id)
         if known is not None:
             return known
-        return await self._database.read(lambda c: SESSIONS.get(c, session_id), self._keep_session)
+        version = self._session_cache.version
+        return await self._database.read(
+            lambda c: SESSIONS.get(c, session_id), lambda s: self._keep_session(s, version)
+        )
 
     async def sessions(
         self,
@@ -124,22 +177,27 @@ class SessionQueries(StoreState):
         if known is None or not known.active:
             return known
         self._behind.see(session_id, at)
-        return self._keep_session(replace(known, last_seen_at=at))
+        seen = replace(known, last_seen_at=at)
+        self._session_cache.amend(session_id, seen)
+        return seen
 
     async def touch_sessions(self, at: float) -> None:
-        await self._database.write(partial(_touch_all, at=at), lambda _: self._touched(at))
+        # Other nodes write heartbeats, too; a later one counts.
+        later = self._member is not None
+        touch = partial(_touch_all, at=at, keep_later=later)
+        await self._database.write_alone(touch, lambda _: self._touched(at))
 
     def _touched(self, at: float) -> None:
         self._behind.seen.clear()
         for session_id, session in self._session_cache.items():
             if session.active and session.heartbeats:
-                self._session_cache.put(session_id, replace(session, last_seen_at=at))
+                self._session_cache.amend(session_id, replace(session, last_seen_at=at))
 
-    def _keep_session(self, session: StoredSession | None) -> StoredSession | None:
+    def _keep_session(self, session: StoredSession | None, version: int) -> StoredSession | None:
         if session is None:
             return None
         session = self._seen(session)
-        self._session_cache.put(session.session_id, session)
+        self._session_cache.put(session.session_id, session, version)
         return session
 
     def _seen(self, session: StoredSession) -> StoredSession:
@@ -178,8 +236,10 @@ def _of(query: Select[Any], owner: str | None, *, active: bool = False) -> Selec
     return query.where(ACTIVE) if active else query
 
 
-def _touch_all(connection: Connection, at: float) -> None:
+def _touch_all(connection: Connection, at: float, keep_later: bool) -> None:
     query = update(sessions).where(ACTIVE, sessions.c.heartbeats)
+    if keep_later:
+        query = query.where(sessions.c.last_seen_at < at)
     connection.execute(query.values(last_seen_at=at))
 
 
@@ -189,8 +249,11 @@ class SamplerQueries(StoreState):
     async def add_sampler(
         self, sampler: StoredSampler, *, max_samplers: int | None = None
     ) -> StoredSampler | LimitReached:
+        version = self._sampler_cache.version
+
         def add(connection: Connection) -> StoredSampler | LimitReached:
             if max_samplers is not None:
+                self._count_alone(connection, sampler.owner)
                 known = SAMPLERS.get(connection, sampler.sampler_id)
                 if known is not None:
                     return known
@@ -201,22 +264,29 @@ class SamplerQueries(StoreState):
                     return LimitReached("max_samplers", have)
             return SAMPLERS.add(connection, sampler)
 
-        return await self._database.write(
-            add, lambda kept: kept if isinstance(kept, LimitReached) else self._keep_sampler(kept)
-        )
+        def keep(kept: StoredSampler | LimitReached) -> StoredSampler | LimitReached:
+            return kept if isinstance(kept, LimitReached) else self._keep_sampler(kept, version)
+
+        return await self._database.write_alone(add, keep)
 
     async def put_sampler(self, sampler: StoredSampler) -> None:
-        await self._database.write(
-            lambda c: SAMPLERS.put(c, sampler), lambda _: self._keep_sampler(sampler)
-        )
+        version = self._sampler_cache.version
+
+        def put(connection: Connection) -> None:
+            self._check_keys(connection, [claim_key(sampler)])
+            SAMPLERS.put(connection, sampler)
+            self._hint(connection, f"sampler {sampler.sampler_id}")
+
+        await self._database.write(put, lambda _: self._keep_sampler(sampler, version) and None)
 
     async def get_sampler(self, sampler_id: str) -> StoredSampler | None:
         known = self._sampler_cache.get(sampler_id)
         if known is not None:
             return known
+        version = self._sampler_cache.version
         return await self._database.read(
             lambda c: SAMPLERS.get(c, sampler_id),
-            lambda s: None if s is None else self._keep_sampler(s),
+            lambda s: None if s is None else self._keep_sampler(s, version),
         )
 
     async def samplers(
@@ -247,24 +317,55 @@ class SamplerQueries(StoreState):
         self, sampler_ids: Iterable[str], why: str = "its session is over"
     ) -> None:
         ids = list(sampler_ids)
-        if ids:
-            await self._database.write(
-                partial(_close, ids=ids, why=why), lambda _: self._closed(ids, why)
-            )
+        if not ids:
+            return
+
+        def close(connection: Connection) -> None:
+            if self._member is not None:
+                self._check_keys(connection, _keys(connection, ids))
+            _close(connection, ids, why)
+            for sampler_id in ids:
+                self._hint(connection, f"sampler {sampler_id}")
+
+        await self._database.write(close, lambda _: self._closed(ids, why))
 
     def _closed(self, ids: Iterable[str], why: str) -> None:
         for sampler_id in ids:
             known = self._sampler_cache.get(sampler_id)
             if known is not None:
                 dropped = known.dropped or why
-                self._keep_sampler(replace(known, location=None, size_bytes=0, dropped=dropped))
+                closed = replace(known, location=None, size_bytes=0, dropped=dropped)
+                self._sampler_cache.amend(sampler_id, closed)
 
     async def join_sampler(self, sampler_id: str) -> int:
         return await self._database.write(partial(_join, sampler_id=sampler_id))
 
-    def _keep_sampler(self, sampler: StoredSampler) -> StoredSampler:
-        self._sampler_cache.put(sampler.sampler_id, sampler)
+    def _keep_sampler(self, sampler: StoredSampler, version: int) -> StoredSampler:
+        self._sampler_cache.put(sampler.sampler_id, sampler, version)
+        if sampler.model_id is not None and sampler.model_id in self._adopted:
+            self._sampler_keys[sampler.sampler_id] = sampler.model_id
         return sampler
+
+    def _check_keys(self, connection: Connection, keys: Sequence[str]) -> None:
+        """Raise if another node owns one of these, or this one under another epoch."""
+        if self._member is None:
+            return
+        query = select(claims.c.key, claims.c.node_id, claims.c.epoch)
+        for start in range(0, len(keys), AT_ONCE):
+            some = claims.c.key.in_(keys[start : start + AT_ONCE])
+            for row in connection.execute(query.where(some)):
+                ours = row.node_id == self._member.node_id
+                if not ours or self._adopted.get(row.key, row.epoch) != row.epoch:
+                    raise claim_lost(row.key, self._member.node_id)
+
+
+def _keys(connection: Connection, ids: Sequence[str]) -> Sequence[str]:
+    found: set[str] = set()
+    key = func.coalesce(samplers.c.model_id, samplers.c.sampler_id)
+    for start in range(0, len(ids), AT_ONCE):
+        some = samplers.c.sampler_id.in_(ids[start : start + AT_ONCE])
+        found.update(connection.execute(select(key).where(some)).scalars())
+    return sorted(found)
 
 
 def _close(connection: Connection, ids: Sequence[str], why: str) -> None:

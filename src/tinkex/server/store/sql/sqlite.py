@@ -47,6 +47,16 @@ class Sqlite:
 
     def lock(self, connection: Connection) -> None:
         """Become the one server of this file; the system lets go when the process ends."""
+        self._take("End that server, or give this one another store.")
+
+    def share(self, connection: Connection, lease_s: float) -> None:
+        """Become the one node: a file is for one."""
+        self._take(
+            "SQLite holds a cluster of one node: end that server, or give all nodes a PostgreSQL "
+            "database (`--database postgresql://…`)."
+        )
+
+    def _take(self, advice: str) -> None:
         if self._lock is not None:
             return
         beside = f"{self.path}.lock"
@@ -62,7 +72,7 @@ class Sqlite:
         except OSError:
             owner = os.pread(file, 32, 0).decode(errors="replace").strip()
             os.close(file)
-            raise _taken(self.shown, f"process {owner}") from None
+            raise _taken(self.shown, f"process {owner}", advice) from None
         self._lock = file
         with suppress(OSError):  # the lock holds, whether or not its owner can be noted
             os.ftruncate(file, 0)
@@ -87,11 +97,9 @@ class Sqlite:
             self._lock = None
 
 
-def _taken(place: str, owner: str) -> StorageError:
+def _taken(place: str, owner: str, advice: str) -> StorageError:
     error = StorageError(
-        f"The store at {place} is in use by another server ({owner}). End that server, or give "
-        "this one another store.",
-        place,
+        f"The store at {place} is in use by another server ({owner}). {advice}", place
     )
     error.retryable = False
     return error

@@ -23,6 +23,7 @@ from tinkex.server.store.sql.kept import triggers
 from tinkex.server.store.sql.ledger import LedgerQueries, PruningQueries
 from tinkex.server.store.sql.models import ModelQueries
 from tinkex.server.store.sql.operations import OperationQueries
+from tinkex.server.store.sql.ownership import OwnershipQueries, living_nodes
 from tinkex.server.store.sql.schema import METADATA, VERSION, version
 from tinkex.server.store.sql.sessions import SamplerQueries, SessionQueries
 from tinkex.server.store.sql.write_behind import WriteBehind
@@ -45,7 +46,13 @@ MIGRATIONS = Path(__file__).parent / "migrations"
 
 
 class SqlStore(
-    SessionQueries, ModelQueries, SamplerQueries, OperationQueries, LedgerQueries, PruningQueries
+    SessionQueries,
+    ModelQueries,
+    SamplerQueries,
+    OperationQueries,
+    LedgerQueries,
+    PruningQueries,
+    OwnershipQueries,
 ):
     """A `Store` in SQLite or PostgreSQL. Used from the event loop it was opened on."""
 
@@ -62,14 +69,17 @@ class SqlStore(
         driver = _driver(url)
         database = Database(driver, _driver(url))
         copy = None if audit_file is None else AuditFile(audit_file)
-        behind = WriteBehind(database, clock or SystemClock(), copy)
+        clock = clock or SystemClock()
+        behind = WriteBehind(database, clock, copy)
         database.start()
+        store = cls(database, behind)
         try:
-            await database.write(lambda c: bring_up(c, driver.shown))
+            await database.write(lambda c: bring_up(c, driver.shown, clock))
             async with behind.running():
-                yield cls(database, behind)
+                yield store
         finally:
             with anyio.CancelScope(shield=True):
+                await store.stop_listening()
                 await database.close()
 
     async def lock(self) -> None:
@@ -111,7 +121,7 @@ def parse(url: str | Path) -> URL:
     return parsed.set(drivername=driver)
 
 
-def bring_up(connection: Connection, place: str) -> None:
+def bring_up(connection: Connection, place: str, clock: Clock | None = None) -> None:
     """Bring the database to today's schema, or raise why that is impossible."""
     if connection.dialect.name == "postgresql":
         # Of two programs that open a new database, one waits.
@@ -128,6 +138,13 @@ def bring_up(connection: Connection, place: str) -> None:
             place,
         )
     else:
+        alive = living_nodes(connection, (clock or SystemClock()).wall())
+        if alive:
+            raise _refused(
+                f"The store at {place} has schema {found} and this tinkex needs {VERSION}, but "
+                f"nodes of the older version are running: {', '.join(alive)}. End them all first.",
+                place,
+            )
         migrate(connection)
 
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import anyio
-from sqlalchemy import bindparam, update
+from sqlalchemy import bindparam, or_, update
 
 from tinkex.errors import StorageError
 from tinkex.server.store.records import HOUR_S, AuditEntry, Refusal
@@ -102,12 +102,16 @@ class WriteBehind:
         if failure is not None:
             raise failure
 
+    async def flush(self) -> None:
+        """Write everything now."""
+        await self.write_usage()
+        await self.write_seen()
+        await self.write_keys()
+        await self.write_refusals(self._refusals)
+
     async def _finish(self) -> None:
         try:
-            await self.write_usage()
-            await self.write_seen()
-            await self.write_keys()
-            await self.write_refusals(self._refusals)
+            await self.flush()
         except StorageError as error:
             _log.error("the last usage and heartbeats could not be written: %s", error)
 
@@ -140,7 +144,8 @@ class WriteBehind:
         used, self._keys = self._keys, {}
         if not used:
             return
-        rows = [{"id": key_id, "at": at} for key_id, at in used.items()]
+        # In one order everywhere, so that two nodes never wait for each other.
+        rows = [{"id": key_id, "at": at} for key_id, at in sorted(used.items())]
         try:
             with anyio.CancelScope(shield=True):
                 await self._database.write_lightly(lambda c: _write_keys(c, rows))
@@ -175,7 +180,9 @@ class WriteBehind:
             # Shielded: a caller that is cancelled in between would leave the entries counted twice,
             # or lost.
             with anyio.CancelScope(shield=True):
-                await self._database.write_lightly(lambda c: add_hourly(c, entries.values()))
+                # In one order everywhere, so that two nodes never wait for each other.
+                ordered = [entries[key] for key in sorted(entries, key=str)]
+                await self._database.write_lightly(lambda c: add_hourly(c, ordered))
         except StorageError:
             for entry in entries.values():
                 self.use(entry)
@@ -187,7 +194,7 @@ class WriteBehind:
         seen, self.seen = self.seen, {}
         if not seen:
             return
-        rows = [{"id": session_id, "at": at} for session_id, at in seen.items()]
+        rows = [{"id": session_id, "at": at} for session_id, at in sorted(seen.items())]
         try:
             with anyio.CancelScope(shield=True):
                 await self._database.write_lightly(lambda c: _write_seen(c, rows))
@@ -209,7 +216,9 @@ def _line(minute: int, refusal: Refusal, count: int) -> AuditEntry:
 
 
 def _write_keys(connection: Connection, rows: list[dict[str, Any]]) -> None:
-    query = update(api_keys).where(api_keys.c.key_id == bindparam("id"))
+    # Another node may have noted a later use.
+    used_before = or_(api_keys.c.last_used_at.is_(None), api_keys.c.last_used_at < bindparam("at"))
+    query = update(api_keys).where(api_keys.c.key_id == bindparam("id"), used_before)
     connection.execute(query.values(last_used_at=bindparam("at")), rows)
 
 

@@ -162,6 +162,23 @@ async def test_a_node_that_left_and_one_that_never_was_are_told_apart(place: str
         assert len((await beside("status", "--all", "-f", "json")).json["nodes"]) == 2
 
 
+async def test_a_silent_node_is_shown_and_refused_and_then_a_dead_one(place: str, beside: Any):
+    async with _member(place, _node("a", "m")) as a, _member(place, _node("b", "m")) as b:
+        await _own(a, "k1")
+        await _own(b, "k2")
+        await b.store.renew(0.0, NodeLoad())
+        shown = (await beside("status", "-f", "json")).json
+        assert shown["sum"]["states"] == {"alive": 1, "silent": 1}
+        assert "it is silent" in (await beside("move", "k1", "b")).err
+        assert await a.store.declare_dead(b.node.node_id)
+        assert "was declared dead" in (await beside("move", "k1", "b")).err
+        assert "was declared dead" in (await beside("drain", "b")).err
+        assert "is not in the cluster any more" in (await beside("move", "k2", "a")).err
+        # It still owns something, so it is shown.
+        shown = (await beside("status", "-f", "json")).json
+        assert [node["state"] for node in shown["nodes"]] == ["alive", "dead"]
+
+
 async def test_a_server_without_a_cluster_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

@@ -7,7 +7,7 @@ is wanted for a key. So a command may wait until that was done, for a bounded ti
 from __future__ import annotations
 
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 from tinkex.cli.cluster_status import base_models, show_status, state_of
 from tinkex.cli.command_errors import CommandError, misuse
@@ -34,8 +34,7 @@ _SEE_KEYS = "`tinkex cluster status --models` shows the keys."
 async def cluster_of(args: argparse.Namespace) -> AsyncGenerator[Ownership]:
     """The nodes and claims in a server's database."""
     async with server_store(args) as store:
-        # A store of one process has no such part in its protocol; databases do.
-        yield cast("Any", store)
+        yield store
 
 
 async def members(ownership: Ownership) -> Sequence[Node]:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Coroutine
     from typing import TypeVar
 
-    from tinkex.server.store.protocol import Store
+    from tinkex.server.store.sql import SqlStore
     from tinkex.serving.host_settings import HostSettings
 
     T = TypeVar("T")
@@ -26,7 +26,7 @@ _LONGEST_S = 10 * 365 * 24 * 3600
 
 
 @asynccontextmanager
-async def server_store(args: argparse.Namespace, *, new: bool = False) -> AsyncGenerator[Store]:
+async def server_store(args: argparse.Namespace, *, new: bool = False) -> AsyncGenerator[SqlStore]:
     """The store of a server, which may be running; with `new` it is created if it is missing."""
     try:
         from tinkex.server.store.sql import SqlStore

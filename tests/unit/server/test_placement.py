@@ -6,6 +6,8 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from tinkex.server.cluster.placement import moves, place, prefix_hash, route_sample, why_not
 from tinkex.server.store.ownership import Claim, Node, NodeLoad, ServedModel
 
@@ -48,8 +50,9 @@ def test_of_equal_nodes_the_one_with_fewer_models_of_the_tenant_is_chosen():
         _node("a", load=_load(models=4, tenants={"t": 3, "u": 1})),
         _node("b", load=_load(models=4, tenants={"t": 1, "u": 3})),
     ]
-    assert _name(place(nodes, "m", "t")) == "b"
-    assert _name(place(nodes, "m", "u")) == "a"
+    for number in range(20):  # whatever the hash of the key says
+        assert _name(place(nodes, "m", "t", key=str(number))) == "b"
+        assert _name(place(nodes, "m", "u", key=str(number))) == "a"
 
 
 def test_a_tenants_spread_does_not_outweigh_a_crowd():
@@ -128,6 +131,13 @@ def test_a_drained_node_is_emptied_before_anything_is_balanced():
     nodes = [_node("a", state="draining"), _node("b"), _node("c")]
     found = moves(nodes, _claims(a=2, b=9, c=1), most=2)
     assert [(move.reason, move.target.name) for move in found] == [("drain", "c")] * 2
+
+
+@pytest.mark.parametrize(
+    "changes", [{"expired": True, "state": "draining"}, {"expired": True}, {"state": "dead"}]
+)
+def test_a_node_that_cannot_hand_over_is_not_asked_to(changes: dict[str, Any]):
+    assert moves([_node("a", **changes), _node("b")], _claims(a=5), most=9) == []
 
 
 def test_a_target_that_drains_by_now_is_replaced():

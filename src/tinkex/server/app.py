@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import uuid
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import anyio
 from starlette.applications import Starlette
@@ -67,7 +67,7 @@ if TYPE_CHECKING:
     from tinkex.clock import Clock
     from tinkex.engine.protocol import Engine
     from tinkex.server.api.call import Handler
-    from tinkex.server.cluster.member import ClusterStore, Joined
+    from tinkex.server.cluster.member import Joined
     from tinkex.server.store.protocol import Store
 
     Endpoint = Callable[[Request], Awaitable[Response]]
@@ -207,8 +207,7 @@ def _connect(
     member = None
     if joined is not None:
         clock = shared = SharedDate(clock, joined.membership.now)
-        shared_store = cast("ClusterStore", store)
-        member = Member(shared_store, joined, shared, long_poll_s=settings.long_poll_s)
+        member = Member(store, joined, shared, long_poll_s=settings.long_poll_s)
     waiters = Waiters(clock)
     worker = Worker(
         store,

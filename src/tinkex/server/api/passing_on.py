@@ -31,7 +31,7 @@ async def pass_on(parts: Parts, request: Request, elsewhere: Elsewhere) -> Respo
     """
     assert parts.member is not None
     try:
-        return await parts.member.forwarder.forward(request, elsewhere)
+        return await parts.member.forwarder.forward(request, elsewhere.node)
     except (NodeUnreachable, NotOwner) as error:
         detail = f"{elsewhere.key} cannot be reached ({error}); send the request again."
         return error_reply(request, refuse(503, detail, headers={"retry-after": "1"}))

@@ -34,18 +34,14 @@ from tinkex.server.supervision import keep_running, no_stray_cancellation, quiet
 if TYPE_CHECKING:
     import ssl
     from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-    from typing import Protocol
 
     from anyio.abc import TaskGroup
 
     from tinkex.engine.protocol import Engine
     from tinkex.server.cluster.shared_date import SharedDate
     from tinkex.server.scheduler.worker import Worker
-    from tinkex.server.store.ownership import Claim, Membership, Node, Ownership
+    from tinkex.server.store.ownership import Claim, Membership, Node
     from tinkex.server.store.protocol import Store
-
-    class ClusterStore(Store, Ownership, Protocol):
-        """A store that many nodes share."""
 
 
 # How often a lease is renewed before it would run out.
@@ -85,7 +81,7 @@ class Member:
 
     def __init__(
         self,
-        store: ClusterStore,
+        store: Store,
         joined: Joined,
         clock: SharedDate,
         *,
@@ -253,7 +249,7 @@ class Member:
 
     async def stop(self) -> None:
         """Hand everything over, if other nodes can take it, and leave."""
-        await quietly(self._store.drain(self.node.name), "draining")
+        await quietly(self._store.drain(self.node_id), "draining")
         await quietly(self._look_at_nodes(), "reading the list of nodes")
         async with anyio.create_task_group() as group:
             for key in list(self.owned):
@@ -421,10 +417,10 @@ class Member:
         async with self._change(key):
             await worker.handover.hand_over(key)
             owned = self.owned.pop(key)
-            self._store.give_up(owned)
+            worker.handover.wake(self._store.give_up(owned))
             try:
                 moved = await self._store.reassign(owned, target.node_id)
-            except Exception:
+            except Exception:  # noqa: BLE001 - it is taken over again
                 _log.exception("%s could not be given to %s", key, target.name)
                 moved = None
             if moved is None:

@@ -16,7 +16,7 @@ from tinkex.server.store.ownership import claim_key
 from tinkex.server.supervision import quietly
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Awaitable, Callable, Collection, Sequence
 
     from tinkex.clock import Clock
     from tinkex.server.scheduler.engine_access import EngineAccess
@@ -120,4 +120,8 @@ class Handover:
         for sampler_id in ids:
             self.lost.forget(sampler_id)
         self.lost.hand_over(key)
-        self.waiters.ring_all({*waiting, *dropped, *ids})
+        self.wake({*waiting, *dropped, *ids})
+
+    def wake(self, ids: Collection[str]) -> None:
+        """Let polls look again that wait for operations or samplers with these ids."""
+        self.waiters.ring_all(ids)

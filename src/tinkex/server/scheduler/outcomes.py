@@ -62,9 +62,9 @@ class Waiters:
         """Wake all that wait for operations or samplers with these ids."""
         for key in list(self._bells):
             # An operation's id, or a sampler's with the number of the copy.
-            name = cast("tuple[object, ...]", key)[0] if isinstance(key, tuple) else key
-            if name in ids:
-                self.ring(key)
+            names = cast("tuple[object, ...]", key) if isinstance(key, tuple) else (key,)
+            if names[0] in ids:
+                self.ring(cast("Hashable", key))
 
     async def until(
         self, key: Hashable, look: Callable[[], Awaitable[T | None]], timeout_s: float

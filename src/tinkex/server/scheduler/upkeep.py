@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import anyio
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tinkex.server.scheduler.samplers import PublishedSamplers
     from tinkex.server.scheduler.worker import Worker
     from tinkex.server.server_settings import ServerSettings
-    from tinkex.server.store.ownership import Claim, Ownership
+    from tinkex.server.store.ownership import Claim
     from tinkex.server.store.protocol import Store
     from tinkex.server.store.records import StoredCheckpoint, StoredSession
 
@@ -121,7 +121,7 @@ class SessionEnds:
         """Whether this node cleans up a sampler's key: it owns it, or no node ever has."""
         if self._owned is None or key in self._owned:
             return True
-        return await cast("Ownership", self._store).get_claim(key) is None
+        return await self._store.get_claim(key) is None
 
 
 class Upkeep:

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy import ColumnElement, Connection, RowMapping, Select
 
+    from tinkex.server.store.ownership import ServedModel
     from tinkex.server.store.records import Operation
 
 ENDED = ("dead", "left")
@@ -92,6 +93,17 @@ class OwnershipQueries(StoreState):
             return until - lease_s
 
         return await self._database.write_lightly(renew)
+
+    async def announce(self, base_models: Sequence[ServedModel]) -> None:
+        node_id = self._me()
+        query = update(nodes).where(nodes.c.node_id == node_id)
+        query = query.values(base_models=tuple(base_models))
+
+        def announce(connection: Connection) -> None:
+            connection.execute(query)
+            notify(connection, None, f"node {node_id}")
+
+        await self._database.write(announce)
 
     async def leave(self) -> None:
         node_id = self._me()

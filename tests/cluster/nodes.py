@@ -1,0 +1,94 @@
+"""Nodes of a cluster as real processes: one PostgreSQL schema, one folder for weights."""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import psycopg
+
+from tests.e2e.serving import MODEL, Served, children, started
+from tests.patience import PATIENCE_S
+from tinkex.clock import SystemClock
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+    from pathlib import Path
+    from typing import Any
+
+LEASE_S = 3.0
+
+
+@dataclass
+class Cluster:
+    """Running nodes by name; a node that is started again gets the same name."""
+
+    folder: Path
+    database: str
+    flags: tuple[str, ...] = ()
+    nodes: dict[str, Served] = field(default_factory=dict)
+    stack: ExitStack = field(default_factory=ExitStack)
+
+    def start(self, name: str, *flags: str, wait: bool = True, model: str = MODEL) -> Served:
+        """Start a node, and return when it is ready."""
+        served = self.stack.enter_context(
+            started(
+                self.folder / name,
+                *("--join", "test", "--node-name", name, "--database", self.database),
+                *("--artifacts", f"file://{self.folder / 'weights'}"),
+                *("--base-model", model, "--threads", "1", "--port", "0", "--no-auth"),
+                *("--set", f"lease_s={LEASE_S}", *self.flags, *flags),
+            )
+        )
+        self.nodes[name] = served
+        if wait:
+            served.wait_ready()
+        return served
+
+    def kill(self, name: str) -> None:
+        """End a node and its engine without a word, as the loss of its machine does."""
+        served = self.nodes.pop(name)
+        for pid in (*children(served.pid), served.pid):
+            os.kill(pid, signal.SIGKILL)
+        served.popen.wait(PATIENCE_S)
+
+    def freeze(self, name: str) -> None:
+        served = self.nodes[name]
+        os.kill(served.pid, signal.SIGSTOP)
+
+    def query(self, statement: str) -> list[tuple[Any, ...]]:
+        """What the database has."""
+        with psycopg.connect(self.database, autocommit=True) as connection:
+            return connection.execute(statement.encode()).fetchall()
+
+    def owner_of(self, key: str) -> str:
+        """The name of the node that owns a key."""
+        ((name,),) = self.query(
+            "SELECT n.name FROM claims c JOIN nodes n ON n.node_id = c.node_id "
+            f"WHERE c.key = '{key}'"
+        )
+        return name
+
+
+def until(condition: Callable[[], object], what: str) -> None:
+    """Look until something holds."""
+    clock = SystemClock()
+    deadline = clock.now() + PATIENCE_S
+    while not condition():
+        assert clock.now() < deadline, what
+
+
+@contextmanager
+def cluster(folder: Path, database: str, *names: str) -> Generator[Cluster]:
+    """A cluster with these nodes; all of them end with the block."""
+    (folder / "weights").mkdir(parents=True)
+    found = Cluster(folder, database)
+    with found.stack:
+        for name in names:
+            found.start(name, wait=False)
+        for served in found.nodes.values():
+            served.wait_ready()
+        yield found

@@ -181,7 +181,8 @@ STRUCTS = sorted(
     {
         value
         for module in (types, bodies)
-        for value in vars(module).values()
+        for name in dir(module)  # names of `types` are loaded when they are first used
+        for value in (getattr(module, name),)
         if isinstance(value, type)
         and issubclass(value, msgspec.Struct)
         and value not in (bodies.WireBody, types.Usage)

@@ -211,7 +211,7 @@ class HttpConnection(asyncio.Protocol):
     # -- asyncio ------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # Not checked by its type: that of uvloop is another.
+        # uvloop's transports are no subclasses.
         self._transport = cast("asyncio.Transport", transport)
 
     def data_received(self, data: bytes) -> None:

@@ -42,8 +42,14 @@ def encode_sample_response(response: SampleResponse, *, deterministic: bool = Fa
     return message.SerializeToString(deterministic=deterministic)
 
 
-def decode_sample_response(data: bytes, sequence_ids: Sequence[str]) -> SampleResponse:
-    """Read a result and give its sequences the ids that came with the future."""
+def decode_sample_response(
+    data: bytes, sequence_ids: Sequence[str], *, keep_empty: bool = False
+) -> SampleResponse:
+    """Read a result and give its sequences the ids that came with the future.
+
+    Clients take an empty array for none. With `keep_empty` it stays one, so that the result is
+    encoded to the same bytes again.
+    """
     from tinkex.wire import tinkex_pb2 as pb
 
     message = parse(pb.SampleResponse, data)
@@ -55,14 +61,15 @@ def decode_sample_response(data: bytes, sequence_ids: Sequence[str]) -> SampleRe
     if message.prompt_cache_hit_tokens < 0:
         raise InputError("must not be negative", "prompt_cache_hit_tokens")
     logprobs = message.prompt_logprobs
+    some = message.HasField("prompt_logprobs") if keep_empty else bool(logprobs)
     sequences: list[SampledSequence] = []
     for index, sequence in enumerate(message.sequences):
-        sequences.append(_read_sequence(sequence, sequence_ids[index], index))
+        sequences.append(_read_sequence(sequence, sequence_ids[index], index, keep_empty))
     return SampleResponse._make(  # pyright: ignore[reportPrivateUsage] - checked above
         sequences=sequences,
-        prompt_logprobs_np=unpack(logprobs, "<f4", "prompt_logprobs") if logprobs else None,
+        prompt_logprobs_np=unpack(logprobs, "<f4", "prompt_logprobs") if some else None,
         topk_prompt_logprobs_np=(
-            _read_topk(message.topk_prompt_logprobs, "topk_prompt_logprobs")
+            _read_topk(message.topk_prompt_logprobs, "topk_prompt_logprobs", keep_empty)
             if message.HasField("topk_prompt_logprobs")
             else None
         ),
@@ -90,17 +97,20 @@ def _fill_sequence(message: pb.SampledSequence, sequence: SampledSequence) -> No
         _fill_topk(message.topk_sampled_logprobs, sequence.topk_logprobs_np)
 
 
-def _read_sequence(message: pb.SampledSequence, sequence_id: str, index: int) -> SampledSequence:
+def _read_sequence(
+    message: pb.SampledSequence, sequence_id: str, index: int, keep_empty: bool
+) -> SampledSequence:
     path = f"sequences[{index}]"
     stop_reason, packed = message.stop_reason, message.logprobs
+    some = message.HasField("logprobs") if keep_empty else bool(packed)
     if stop_reason not in (0, 1):
         raise InputError(f"unknown stop reason number {stop_reason}", path)
     tokens = unpack(message.tokens, "<i4", f"{path}.tokens")
-    logprobs = unpack(packed, "<f4", f"{path}.logprobs") if packed else None
+    logprobs = unpack(packed, "<f4", f"{path}.logprobs") if some else None
     if logprobs is not None and logprobs.size != tokens.size:
         raise InputError(f"{logprobs.size} values for {tokens.size} tokens", f"{path}.logprobs")
     topk = (
-        _read_topk(message.topk_sampled_logprobs, f"{path}.topk_sampled_logprobs")
+        _read_topk(message.topk_sampled_logprobs, f"{path}.topk_sampled_logprobs", keep_empty)
         if message.HasField("topk_sampled_logprobs")
         else None
     )
@@ -119,10 +129,10 @@ def _fill_topk(message: pb.TopkLogprobs, topk: TopkLogprobs) -> None:
     message.logprobs = pack(topk.logprobs, "<f4")
 
 
-def _read_topk(message: pb.TopkLogprobs, path: str) -> TopkLogprobs | None:
+def _read_topk(message: pb.TopkLogprobs, path: str, keep_empty: bool) -> TopkLogprobs | None:
     length, k = message.length, message.k
     size = length * k * 4
-    if size == 0:
+    if size == 0 and not keep_empty:
         return None
     if len(message.token_ids) < size or len(message.logprobs) < size:
         raise InputError(f"{length} x {k} cells need {size} bytes each", path)

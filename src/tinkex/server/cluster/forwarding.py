@@ -169,8 +169,8 @@ def _body(request: Request, uploaded: anyio.Event) -> tuple[Body, list[Header]]:
     sent = sent_body(request.scope)
     length = header_value(request.scope, "content-length")
     chunked = bool(header_value(request.scope, "transfer-encoding"))
-    if sent is None and not chunked and length in ("", "0"):
-        sent = b"" if length else None
+    if not sent and not chunked and length in ("", "0"):
+        sent = b"" if length else None  # a request without a body stays one
     elif sent is None:
         framing = (b"transfer-encoding", b"chunked")
         if not chunked:

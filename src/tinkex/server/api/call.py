@@ -244,6 +244,7 @@ class Call:
         if member is not None:
             try:
                 await member.own(key, owner=self.owner, base_model=base_model, here=here)
+                request_record(self.request.scope).epoch = member.owned[key].epoch
             except NoNodeError as error:
                 raise _no_node(error) from error
 

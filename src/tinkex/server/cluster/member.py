@@ -24,10 +24,12 @@ import anyio
 
 from tinkex.clock import time_limit
 from tinkex.errors import TinkerError
+from tinkex.server.cluster.figures import ClusterFigures
 from tinkex.server.cluster.forwarding import Elsewhere, Forwarder
 from tinkex.server.cluster.hop import Hops
 from tinkex.server.cluster.peers import Peers
 from tinkex.server.cluster.placement import place, why_not
+from tinkex.server.cluster.remote_samples import RemoteSamples
 from tinkex.server.store.ownership import LeaseLostError, NodeLoad, ServedModel
 from tinkex.server.supervision import keep_running, no_stray_cancellation, quietly
 
@@ -52,6 +54,7 @@ _AT_ONCE: Final = 8
 _LOOKS: Final = 5
 # How long a request waits for a key that is being handed over, or for the first list of nodes.
 _PATIENCE_S: Final = 20.0
+_LIVING: Final = ("alive", "draining")
 # Nodes that have ended are shown for so long.
 _REMEMBERED_S: Final = 24 * 3600.0
 
@@ -96,6 +99,8 @@ class Member:
         self.hops = Hops(membership.secret, self.node_id, clock.wall)
         self.peers = Peers(clock, long_poll_s=long_poll_s, ssl_context=joined.ssl_context)
         self.forwarder = Forwarder(self.peers, self.hops)
+        self.samples = RemoteSamples(self, clock)
+        self.figures = ClusterFigures(self)
         self._worker: Worker | None = None
         # Mutable state: the keys that are taken over, and those that are being taken over or handed
         # over, with an event for the end of that; the nodes as they were read last; since when the
@@ -117,6 +122,16 @@ class Member:
     def node(self) -> Node:
         """This node, as the database has it."""
         return self.nodes[self.node_id]
+
+    @property
+    def lease_age_s(self) -> float:
+        """How long ago the lease was renewed."""
+        return self._clock.now() - self._renewed_at
+
+    @property
+    def samples_running(self) -> int:
+        """The samples of this node's samplers that have started, here or elsewhere."""
+        return 0 if self._worker is None else self._worker.samples_running
 
     @property
     def leads(self) -> bool:
@@ -323,6 +338,7 @@ class Member:
 
     async def _look_at_nodes(self) -> None:
         self.nodes = {node.node_id: node for node in await self._store.nodes()}
+        self.peers.retain([n.node_id for n in self.nodes.values() if n.state in _LIVING])
         node = self.nodes.get(self.node_id)
         if node is None or node.state in ("dead", "left"):
             self._on_lost("another node declared this one dead, because its lease had run out")
@@ -336,7 +352,7 @@ class Member:
         since, lease_s = self._in_touch_since, self._settings.lease_s
         if since is None or self._clock.now() - since < lease_s:
             return
-        silent = [n for n in self.nodes.values() if n.expired and n.state in ("alive", "draining")]
+        silent = [n for n in self.nodes.values() if n.expired and n.state in _LIVING]
         for node in silent:
             if node.node_id != self.node_id and await self._store.declare_dead(node.node_id):
                 _log.warning("node %s (%s) was declared dead", node.name, node.url)
@@ -394,6 +410,7 @@ class Member:
             self.owned[claim.key] = claim
             try:
                 await self._worker.handover.take_over(claim)
+                self.figures.taken_over += 1
             except BaseException:
                 del self.owned[claim.key]
                 self._store.give_up(claim)
@@ -426,6 +443,7 @@ class Member:
             if moved is None:
                 self._changed.set()  # taken over again, if it is still this node's
             else:
+                self.figures.handed_over += 1
                 _log.info("%s moved to node %s", key, target.name)
 
     def _target(self, claim: Claim) -> Node | None:
@@ -472,7 +490,7 @@ class Member:
 
 
 def _is_alive(node: Node) -> bool:
-    return node.state in ("alive", "draining") and not node.expired
+    return node.state in _LIVING and not node.expired
 
 
 def _with_one_more(node: Node, claim: Claim) -> Node:

@@ -60,9 +60,7 @@ class Room:
     async def used(self, owner: str) -> dict[Part, int]:
         """The bytes of each part of what is kept for an owner."""
         kept = await self._store.kept(owner)
-        sizes: dict[Part, int] = {part: found.size_bytes for part, found in kept.items()}
-        sizes["samplers"] = self._samplers.size_bytes(owner)
-        return sizes
+        return {part: found.size_bytes for part, found in kept.items()}
 
     @asynccontextmanager
     async def reserved(
@@ -89,7 +87,7 @@ class Room:
         excess = self._total(owner, used) - replaced_bytes + size_bytes - self._most
         if excess > 0:
             await self._samplers.free(owner, excess)
-            used["samplers"] = self._samplers.size_bytes(owner)
+            used = await self.used(owner)
         total = self._total(owner, used) - replaced_bytes
         if total + size_bytes > self._most:
             now = self._clock.wall()

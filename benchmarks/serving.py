@@ -92,13 +92,13 @@ class Server:
 
 
 @contextmanager
-def serving(folder: Path, *base_models: str) -> Generator[Server]:
-    """`tinkex serve` on any port, one tenant, until the end of the block."""
+def serving(folder: Path, *base_models: str, root: Path = ROOT) -> Generator[Server]:
+    """`tinkex serve` of a checkout on any port, one tenant, until the end of the block."""
     models = [flag for model in base_models for flag in ("--base-model", model)]
     argv = [sys.executable, "-m", "tinkex.cli", "serve", "--data-dir", str(folder / "data")]
     argv += [*models, "--port", "0", "--no-auth"]
     with (folder / "serve.log").open("w") as log:
-        env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "HF_HUB_OFFLINE": "1"}
+        env = {**os.environ, "PYTHONPATH": str(root / "src"), "HF_HUB_OFFLINE": "1"}
         process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=log, text=True, env=env)
     with process:
         try:

@@ -8,6 +8,8 @@ from benchmarks.client_cost.__main__ import MEASUREMENTS
 from benchmarks.public_api.__main__ import measure
 from benchmarks.public_api.report import Row, rows, table
 from benchmarks.server_overhead import report as overhead
+from benchmarks.side_by_side import Costs
+from benchmarks.side_by_side import table as two_checkouts
 
 
 class Side:
@@ -95,3 +97,20 @@ def test_every_bar_of_the_client_is_a_ratio_to_the_official_one():
     bars = [row.bar for _, found in MEASUREMENTS.values() for row in found if row.bar]
     assert bars
     assert all(bar.met(None, 0.0) is None for bar in bars)
+
+
+def test_two_checkouts_are_compared_by_all_of_their_rounds():
+    costs = Costs()
+    for mine, other in ((1.0, 1.0), (1.2, 1.0), (1.3, 1.5), (1.5, 1.5)):
+        costs.add("sample", "this", mine)
+        costs.add("sample", "other", other)
+    costs.add("GET", "this", 2.08)
+    costs.add("GET", "other", 2.0)
+    costs.add("GET", "this", 2.08)
+    costs.add("GET", "other", 2.0)
+    assert costs.ratio("sample") == pytest.approx(1.0)
+    low, high = costs.quartiles("sample")
+    assert low < 1.0 < high
+    shown = two_checkouts(costs, 1.03).splitlines()
+    assert [line[-4:] for line in shown[1:]] == ["pass", "MISS"]
+    assert max(map(len, shown)) <= 80

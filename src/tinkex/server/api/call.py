@@ -455,11 +455,12 @@ class Uploads:
     async def run(self) -> None:
         """Watch until cancelled; asleep while nothing is being read."""
         while True:
-            await self._bell.wait()
-            self._bell = anyio.Event()
+            # First, because bodies may be open when this task is started again.
             while self._open:
                 await self._clock.sleep(next(iter(self._open.values())) - self._clock.now())
                 self._give_up_late()
+            await self._bell.wait()
+            self._bell = anyio.Event()
 
     def _give_up_late(self) -> None:
         now = self._clock.now()

@@ -211,7 +211,12 @@ class Member:
             node = place(list(self.nodes.values()), base_model, owner, key=key)
         if node is None:
             raise NoNodeError(why_not(list(self.nodes.values()), base_model))
-        return await self._store.claim(key, node.node_id, owner=owner, base_model=base_model)
+        claim = await self._store.claim(key, node.node_id, owner=owner, base_model=base_model)
+        chosen = self.nodes.get(claim.node_id)
+        if chosen is not None:
+            # It reports its load only every few seconds.
+            self.nodes[claim.node_id] = _with_one_more(chosen, claim)
+        return claim
 
     async def _is_owner(self, node_id: str) -> bool:
         """Whether a node may own something; if it is dead, its keys are given to others."""

@@ -104,13 +104,16 @@ class Member:
         self._worker: Worker | None = None
         # Mutable state: the keys that are taken over, and those that are being taken over or handed
         # over, with an event for the end of that; the nodes as they were read last; since when the
-        # database has answered without a break; and what wakes the loop.
+        # database has answered without a break; what wakes the loop, and what it was told.
         self.owned: dict[str, Claim] = {}
         self._changing: dict[str, anyio.Event] = {}
         self.nodes: dict[str, Node] = {membership.node.node_id: membership.node}
         self._in_touch_since: float | None = None
         self._renewed_at = clock.now()
         self._changed = anyio.Event()
+        self._ended_sessions: set[str] = set()
+        self._changed_keys: set[str] = set()
+        self._look_again = False
         self._known = anyio.Event()
         self._group: TaskGroup | None = None
         self._slots = anyio.Semaphore(_AT_ONCE)
@@ -262,7 +265,7 @@ class Member:
                 # Clients could not send heartbeats while there was no node.
                 await self._store.touch_sessions(self._clock.wall())
             await self._store.announce(served)
-            self._changed.set()
+            self._look_soon()
             await anyio.sleep_forever()
 
         return announce
@@ -313,20 +316,47 @@ class Member:
 
     async def _watch(self) -> None:
         """Take over, hand over and clean up, when something has changed or a while has passed."""
-        if self._worker is not None:
-            await self._worker.started.wait()
+        worker = self._worker
+        assert worker is not None
+        await worker.started.wait()
+        every_s = self._settings.lease_s / _RENEWALS
+        look_at = 0.0
         while True:
             self._changed = anyio.Event()
-            await quietly(self._reconcile(), "looking after the cluster")
-            async with time_limit(self._clock, self._settings.lease_s / _RENEWALS):
+            sessions, self._ended_sessions = self._ended_sessions, set()
+            for session_id in sessions:
+                await quietly(worker.session_ended(session_id), "a session's end")
+            keys, self._changed_keys = self._changed_keys, set()
+            for key in keys:
+                await quietly(self._look_at(key), f"looking at {key}")
+            if self._look_again or self._clock.now() >= look_at:
+                self._look_again = False
+                look_at = self._clock.now() + every_s
+                await quietly(self._reconcile(), "looking after the cluster")
+            async with time_limit(self._clock, max(look_at - self._clock.now(), 0.0)):
                 await self._changed.wait()
 
     def _hinted(self, hint: str) -> None:
+        # Only noted: this is called outside of any task.
         what, _, name = hint.partition(" ")
-        if what == "session" and self._group is not None and self._worker is not None:
-            self._group.start_soon(self._worker.session_ended, name)
+        if what == "session":
+            self._ended_sessions.add(name)
+        elif what == "claim":
+            self._changed_keys.add(name)
+        elif what in ("node", "all"):
+            self._look_again = True
         else:
-            self._changed.set()
+            return
+        self._changed.set()
+
+    def _look_soon(self) -> None:
+        self._look_again = True
+        self._changed.set()
+
+    async def _look_at(self, key: str) -> None:
+        claim = await self._store.get_claim(key)
+        if claim is not None and claim.node_id == self.node_id:
+            self._attend(claim)
 
     async def _reconcile(self) -> None:
         await self._look_at_nodes()
@@ -446,7 +476,7 @@ class Member:
                 _log.exception("%s could not be given to %s", key, target.name)
                 moved = None
             if moved is None:
-                self._changed.set()  # taken over again, if it is still this node's
+                self._look_soon()  # taken over again, if it is still this node's
             else:
                 self.figures.handed_over += 1
                 _log.info("%s moved to node %s", key, target.name)

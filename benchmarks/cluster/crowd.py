@@ -52,7 +52,7 @@ def rate(work: Sequence[Callable[[], None]], seconds: float) -> float:
             while (now := time.monotonic()) < ends:
                 work[number]()
                 counts[number] += now >= begins
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - raised below
             failures.append(error)
 
     threads = [threading.Thread(target=repeat, args=(n,)) for n in range(len(work))]

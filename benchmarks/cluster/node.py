@@ -1,4 +1,4 @@
-"""A real node whose device is simulated: `python -m benchmarks.cluster.node` takes what serve takes.
+"""`python -m benchmarks.cluster.node`: a real node with a simulated device; flags as of serve.
 
 There are fewer cores than nodes here, so nodes that computed would share them. This device takes a
 fixed time for each token and no core: one batch of training at a time, and `SLOTS` sequences of

@@ -192,8 +192,9 @@ def main() -> int:
     met = recovery <= RECOVERY_S
     for row in rows:
         scale = row.nodes / first.nodes
-        shares = row.steps_per_s / first.steps_per_s / scale, (
-            row.samples_per_s / first.samples_per_s / scale
+        shares = (
+            row.steps_per_s / first.steps_per_s / scale,
+            (row.samples_per_s / first.samples_per_s / scale),
         )
         met = met and min(shares) >= SHARE
         print(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.client_cost.__main__ import MEASUREMENTS
+from benchmarks.forwarding import report as forwarding
 from benchmarks.public_api.__main__ import measure
 from benchmarks.public_api.report import Row, rows, table
 from benchmarks.server_overhead import report as overhead
@@ -114,3 +115,16 @@ def test_two_checkouts_are_compared_by_all_of_their_rounds():
     shown = two_checkouts(costs, 1.03).splitlines()
     assert [line[-4:] for line in shown[1:]] == ["pass", "MISS"]
     assert max(map(len, shown)) <= 80
+
+
+def test_what_passing_on_adds_is_the_median_of_rounds_that_had_the_same_load():
+    rows = [
+        forwarding.Row("small", True, [1.0, 5.0, 1.0], [1.4, 5.4, 9.0]),
+        forwarding.Row("slow", True, [1.0], [2.5]),
+        forwarding.Row("large", False, [1.0], [20.0]),
+    ]
+    assert [round(row.added, 3) for row in rows] == [0.4, 1.5, 19.0]
+    assert [row.passed for row in rows] == [True, False, True]
+    lines = forwarding.table(rows).splitlines()
+    assert [line[-4:] for line in lines[1:3]] == ["pass", "MISS"]
+    assert max(map(len, lines)) <= 80

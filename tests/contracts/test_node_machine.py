@@ -166,9 +166,12 @@ class Machine(RuleBasedStateMachine):
             wrote.append(node_id)
         assert len(wrote) <= 1
         if wrote:
-            claim = self._do(self.stores[wrote[0]].get_claim(KEY))
+            store = self.stores[wrote[0]]
+            claim = self._do(store.get_claim(KEY))
             assert claim is not None
             assert claim.node_id == wrote[0]
+            states = {each.node_id: each.state for each in self._do(store.nodes())}
+            assert states[wrote[0]] == "alive"
 
 
 def check(opener: Callable[[], Callable[[], Any]], examples: int, steps: int) -> None:

@@ -137,6 +137,29 @@ async def test_all_writes_of_a_group_are_refused_and_reads_are_not(joined: Joine
     assert len(await other.sessions()) == 1
 
 
+async def test_reads_of_a_node_hold_no_lock_of_its_writes(joined: Joined) -> None:
+    store = await joined("a")
+    ticket = text("SELECT pg_current_xact_id_if_assigned()::text")
+
+    def transaction(connection: Connection) -> str | None:
+        return connection.execute(ticket).scalar_one()
+
+    database = store._database
+    hold, held = threading.Event(), threading.Event()
+    # Whatever is called while the first one runs waits together.
+    first = asyncio.create_task(database.read(lambda _: (held.set(), hold.wait(PATIENCE_S))))
+    assert await asyncio.to_thread(held.wait, PATIENCE_S)
+    calls = [database.write, database.write, database.read, database.write_alone, database.write]
+    waiting = [asyncio.create_task(call(transaction)) for call in calls]
+    await asyncio.wait(waiting, timeout=0)
+    hold.set()
+    await first
+    one, two, read, alone, last = [await task for task in waiting]
+    assert one == two
+    assert read is None
+    assert len({one, alone, last}) == 3
+
+
 async def test_a_process_frozen_in_a_transaction_does_not_stop_others(
     place: str, joined: Joined
 ) -> None:

@@ -274,7 +274,7 @@ async def test_two_tenants_live_as_told() -> None:
         "FakeEngine.delete_saved",
         "FakeEngine.drop_adapter",
         "MemoryStore.finish",
-        "MemoryStore.put_model",
+        "MemoryStore.change_model",
         "MemoryStore.put_sampler",
         "MemoryStore.trim_journal",
         "MemoryStore.close_samplers",

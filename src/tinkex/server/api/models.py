@@ -59,8 +59,8 @@ async def create_model(call: Call) -> Response:
         key = call.idempotency_key() or call.parts.new_id()
         known = await call.store.recall(call.owner, key)
         if known is None:
-            known = (await open_session(call, heartbeats=False)).session_id
-            await call.store.remember(call.owner, key, known)
+            opened = (await open_session(call, heartbeats=False)).session_id
+            known = await call.store.remember(call.owner, key, opened)
         body = {**body, "session_id": known, "model_seq_id": 0}
     request = decode_request(CreateModelRequest, encode(body))
     return await _create(call, request, here=old_client)

@@ -26,6 +26,7 @@ NOUNS = {
     "auth": "sign in and out, and see which account is in use",
     "billing": "usage of tokens and storage",
     "checkpoint": "list, share, download, export, import and delete checkpoints",
+    "cluster": "many nodes behind one address",
     "data": "view and check training data",
     "key": "the API keys of your own server",
     "model": "models to train and sample",

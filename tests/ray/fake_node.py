@@ -14,12 +14,13 @@ import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    for option in ("join", "host", "port", "data-dir", "format", "base-model", "device", "role"):
+    settings = ("host", "port", "data-dir", "format", "base-model", "device")
+    for option in ("join", "node-name", "role", *settings):
         parser.add_argument(f"--{option}")
     args = parser.parse_args()
     events = Path(os.environ["TINKEX_FAKE_EVENTS"])
@@ -30,9 +31,9 @@ def main() -> None:
 
     note("started")
     # What a careless library might log.
-    print(f"connecting to {os.environ['TINKEX_DATABASE']}", file=sys.stderr, flush=True)
+    _write(sys.stderr, f"connecting to {os.environ['TINKEX_DATABASE']}")
     if args.base_model == "fake/fails":
-        print("the model is damaged", file=sys.stderr, flush=True)
+        _write(sys.stderr, "the model is damaged")
         sys.exit(1)
 
     def leave(*_: object) -> None:
@@ -43,10 +44,15 @@ def main() -> None:
     signal.signal(signal.SIGTERM, handle)
     server = ThreadingHTTPServer((args.host, int(args.port)), _Requests)
     url = f"http://{args.host}:{server.server_address[1]}"
-    print(json.dumps({"url": url, "models": [args.base_model]}), flush=True)
+    _write(sys.stdout, json.dumps({"url": url, "models": [args.base_model]}))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     while True:
         signal.pause()
+
+
+def _write(file: TextIO, line: str) -> None:
+    file.write(f"{line}\n")
+    file.flush()
 
 
 class _Requests(BaseHTTPRequestHandler):

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from tests.patience import PATIENCE_S
 from tinkex.ray_cluster.cluster import Cluster, Limits
-from tinkex.ray_cluster.connection import Connection
 from tinkex.ray_cluster.nodes import NodeGroup, NodeSpec, node_specs
 from tinkex.ray_cluster.restarts import RestartPolicy
 from tinkex.ray_cluster.secrets import NodeSecrets
@@ -23,6 +22,8 @@ if TYPE_CHECKING:
 
     from ray.cluster_utils import Cluster as RayCluster
 
+    from tinkex.ray_cluster.connection import Connection
+
 FAKE_NODE = (sys.executable, str(Path(__file__).with_name("fake_node.py")))
 PASSWORD = "m4rk3r-of-a-secret"
 _SMALL = {"object_store_memory": 80 << 20}
@@ -30,11 +31,13 @@ POLICY = RestartPolicy(first_delay_s=0.05, longest_delay_s=0.2, quick_s=0.0, mos
 
 
 @contextmanager
-def raylets(*cpus: int, system_config: dict[str, Any] | None = None) -> Generator[RayCluster]:
-    """A head without CPUs, and a raylet with each of these numbers of CPUs."""
+def raylets(
+    first: int, *cpus: int, system_config: dict[str, Any] | None = None
+) -> Generator[RayCluster]:
+    """A head and other raylets, with these numbers of CPUs."""
     from ray.cluster_utils import Cluster as RayCluster
 
-    head: dict[str, Any] = {"num_cpus": 0, "include_dashboard": False, **_SMALL}
+    head: dict[str, Any] = {"num_cpus": first, "include_dashboard": False, **_SMALL}
     if system_config:
         head["_system_config"] = system_config
     cluster = RayCluster(initialize_head=True, head_node_args=head)

@@ -87,6 +87,7 @@ def test_up_again_adds_and_removes_and_leaves_the_others_alone(driver: MakeDrive
     assert len(some.cluster.reports()) == 1
 
 
+@pytest.mark.exhaustive
 def test_up_with_another_setting_replaces_a_node(driver: MakeDriver):
     some = driver()
     [first] = some.cluster.up(some.specs(), some.secrets)
@@ -154,6 +155,7 @@ def test_a_node_dies_with_its_actor_and_ray_starts_both_again(driver: MakeDriver
     assert ask(after.url or "")["pid"] == after.pid != before.pid
 
 
+@pytest.mark.exhaustive
 def test_a_node_that_ignores_sigterm_is_killed(driver: MakeDriver):
     some = driver(drain_s=0.5)
     [node] = some.cluster.up(some.specs("fake/stubborn"), some.secrets)
@@ -194,7 +196,7 @@ def _tables() -> list[bytes]:
     accessor: Any = state.state._connect_and_get_accessor()
     return [
         *accessor.get_actor_table(None, None),
-        *accessor.get_job_table(False, False),
+        *accessor.get_job_table(),
         *accessor.get_worker_table(),
         *accessor.get_task_events(),
     ]

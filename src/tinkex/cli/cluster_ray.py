@@ -129,6 +129,8 @@ def _specs(args: argparse.Namespace, program: Sequence[str] | None) -> list[Node
     from tinkex.ray_cluster.nodes import NodeGroup, node_specs, parse_cpu_nodes, parse_gpu_nodes
 
     name = _cluster_name(args)
+    if args.port and args.port_base:
+        raise misuse("--port and --port-base exclude each other", "Leave one of them out.")
     groups = [parse_gpu_nodes(text) for text in args.nodes or ()]
     groups += [parse_cpu_nodes(text) for text in args.cpu_nodes or ()]
     groups.append(NodeGroup(kind="api", count=args.api_nodes or 0))
@@ -137,6 +139,7 @@ def _specs(args: argparse.Namespace, program: Sequence[str] | None) -> list[Node
         groups,
         cpus=args.cpus,
         host=args.host,
+        port=args.port or 0,
         port_base=args.port_base,
         program=program,
     )
@@ -226,6 +229,7 @@ VERBS = {
         ),
         _ADDRESS,
         Argument("--host ADDRESS", "where nodes listen (default: their machine's address in Ray)"),
+        Argument("--port N", "all nodes listen on N, one on each machine", type=whole_number(1)),
         Argument("--port-base N", "nodes listen on N, N+1, … (default: any)", type=whole_number(1)),
         Argument(
             "--placement-timeout S", "for Ray to place all nodes (default: 60)", type=_SECONDS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 import threading
 from typing import TYPE_CHECKING, Final
@@ -54,7 +55,8 @@ class NodeActor:
 
     def stop(self, limit_s: float) -> None:
         """Begin to stop the node; `report` says when it has stopped."""
-        self._loop.call_soon_threadsafe(self._supervisor.stop, limit_s)
+        with contextlib.suppress(RuntimeError):  # it has stopped, and its loop is closed
+            self._loop.call_soon_threadsafe(self._supervisor.stop, limit_s)
 
     def _supervise(self) -> None:
         asyncio.run(self._run())

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
+import threading
 from collections import deque
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import IO, TYPE_CHECKING, Any, Final, cast
+
+import anyio.lowlevel
 
 from tinkex.config import process_environment
 from tinkex.ray_cluster.nodes import node_arguments
@@ -24,56 +29,74 @@ if TYPE_CHECKING:
 
 _KEPT_LINES: Final = 40
 _LINE_BYTES: Final = 4096
-_CHUNK_BYTES: Final = 65536
+_OUTPUT_S: Final = 5.0
 _LAUNCH: Final = "tinkex.ray_cluster.launch"
 
 
 class ChildProcess:
-    """A running node. `ready` is set once it has said where it listens."""
+    """A running node. `ready` is set once it has said where it listens.
+
+    Threads make the blocking calls, because asyncio's own processes end only when their output is
+    closed, and a process that the node started may keep it open.
+    """
 
     def __init__(
         self,
-        process: asyncio.subprocess.Process,
+        popen: subprocess.Popen[bytes],
         folder: Path,
         secrets: NodeSecrets,
         log: Callable[[str], None],
     ) -> None:
-        self.pid = process.pid
-        self.ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._process = process
+        self.pid = popen.pid
+        self._loop = asyncio.get_running_loop()
+        self.ready: asyncio.Future[str] = self._loop.create_future()
+        self._popen = popen
         self._folder = folder
         self._secrets = secrets
         self._log = log
         # Mutable state: the last lines of its output.
         self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
+        self._readers = [
+            threading.Thread(target=self._read, args=pair, name="tinkex-output", daemon=True)
+            for pair in ((popen.stdout, self._take_output), (popen.stderr, self._take_log))
+        ]
+        for reader in self._readers:
+            reader.start()
 
     @property
     def lines(self) -> tuple[str, ...]:
         """The last lines of its output, without secrets."""
         return tuple(self._lines)
 
+    def send(self, data: bytes) -> None:
+        """Write to its standard input and close it; an exit is reported by `wait`."""
+        assert self._popen.stdin is not None
+        with contextlib.suppress(BrokenPipeError), self._popen.stdin as stdin:
+            stdin.write(data)
+
     async def wait(self) -> int:
-        """Read its output until it exits; returns the exit status."""
-        assert self._process.stdout is not None
-        assert self._process.stderr is not None
-        async with asyncio.TaskGroup() as group:
-            readers = [
-                group.create_task(_read_lines(self._process.stdout, self._take_output)),
-                group.create_task(_read_lines(self._process.stderr, self._take_log)),
-            ]
-            status = await self._process.wait()
-            # A process that the node started may keep its output open: end it, too.
-            self.kill()
-            await asyncio.wait(readers, timeout=1.0)
-            for reader in readers:
-                reader.cancel()
-        await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
+        """Wait until it has exited and its output is read; returns the exit status."""
+        status = await asyncio.to_thread(self._popen.wait)
+        self.kill()  # the processes that it started
+        await asyncio.to_thread(self._clean_up)
+        await anyio.lowlevel.checkpoint()  # lines that the readers have handed over
         return status
+
+    def _clean_up(self) -> None:
+        for reader in self._readers:
+            reader.join(_OUTPUT_S)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _read(self, stream: IO[bytes], take: Callable[[str], None]) -> None:
+        """Hand each line to the loop; a long one in pieces."""
+        with stream:
+            while line := stream.readline(_LINE_BYTES):
+                text = line.decode(errors="replace").rstrip("\r\n")
+                self._loop.call_soon_threadsafe(take, text)
 
     def terminate(self) -> None:
         """Ask it to drain and to exit."""
-        if self._process.returncode is None:
-            self._process.send_signal(signal.SIGTERM)
+        self._popen.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
         """Kill it and the processes that it started; one that has exited is fine."""
@@ -102,25 +125,19 @@ async def start_child(
     program = spec.program or (sys.executable, "-m", "tinkex.cli", "serve")
     command = [*program, *node_arguments(spec, host=host, data_dir=str(folder))]
     order = {"command": command, "environment": secrets.environment(process_environment())}
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        _LAUNCH,
-        str(os.getpid()),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
+    child = ChildProcess(_launch(), folder, secrets, log)
+    await asyncio.to_thread(child.send, json.dumps(order).encode())
+    return child
+
+
+def _launch() -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", _LAUNCH, str(os.getpid())],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         start_new_session=True,  # its own group, so that `kill` reaches what it starts
     )
-    assert process.stdin is not None
-    child = ChildProcess(process, folder, secrets, log)
-    try:
-        process.stdin.write(json.dumps(order).encode())
-        await process.stdin.drain()
-    except (BrokenPipeError, ConnectionResetError):
-        pass  # it has exited, which `wait` reports
-    process.stdin.close()
-    return child
 
 
 def _new_folder(spec: NodeSpec) -> Path:
@@ -144,17 +161,3 @@ def _ready_url(line: str) -> str | None:
         return None
     url = cast("dict[str, Any]", said).get("url") if isinstance(said, dict) else None
     return url if isinstance(url, str) else None
-
-
-async def _read_lines(stream: asyncio.StreamReader, take: Callable[[str], None]) -> None:
-    """Call `take` with each line; a longer one is cut into pieces."""
-    rest = b""
-    while chunk := await stream.read(_CHUNK_BYTES):
-        *lines, rest = (rest + chunk).split(b"\n")
-        for line in lines:
-            take(line[:_LINE_BYTES].decode(errors="replace").rstrip("\r"))
-        if len(rest) > _LINE_BYTES:
-            take(rest[:_LINE_BYTES].decode(errors="replace"))
-            rest = b""
-    if rest:
-        take(rest.decode(errors="replace"))

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 NodeKind = Literal["gpu", "cpu", "api"]
 
 NAMESPACE: Final = "tinkex"
-_CLUSTER_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+_CLUSTER_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]{0,62}")
 _GPUS: Final = re.compile(r"([0-9]{1,4})xGPU", re.IGNORECASE)
 _NUMBER: Final = re.compile(r"[0-9]{1,4}")
 _LONGEST_SLUG: Final = 40
@@ -68,7 +68,7 @@ def check_cluster_name(name: str) -> str:
     """The name, if it can be part of an actor's name and of a folder's."""
     if not _CLUSTER_NAME.fullmatch(name):
         raise InputError(
-            f"must be letters, digits, '.', '_' and '-', 63 at most, got {name!r}", "name"
+            f"must have up to 63 letters, digits, dots and dashes, got {name!r}", "name"
         )
     return name
 
@@ -98,13 +98,14 @@ def node_specs(
     *,
     cpus: float = 1.0,
     host: str | None = None,
+    port: int = 0,
     port_base: int | None = None,
     program: Sequence[str] | None = None,
 ) -> list[NodeSpec]:
     """The nodes of these groups. The same groups always give the same names.
 
-    With `port_base` each node has a port of its own in the whole cluster, so that any number of
-    them may share a machine.
+    All of them listen on `port`; 0 is any that is free. With `port_base` each node has a port of
+    its own in the whole cluster, so that any number of them may share a machine.
     """
     specs: list[NodeSpec] = []
     for group in _merged(groups):
@@ -118,7 +119,7 @@ def node_specs(
                     cpus=cpus,
                     gpus=1.0 if group.kind == "gpu" else 0.0,
                     host=host,
-                    port=0 if port_base is None else port_base + len(specs),
+                    port=port if port_base is None else port_base + len(specs),
                     program=None if program is None else tuple(program),
                 )
             )
@@ -151,7 +152,8 @@ def _group_name(group: NodeGroup) -> str:
 
 def node_arguments(spec: NodeSpec, *, host: str, data_dir: str) -> list[str]:
     """The arguments of `tinkex serve`. Database, artifacts and keys are in its environment."""
-    arguments = ["--join", spec.cluster, "--host", host, "--port", str(spec.port)]
+    arguments = ["--join", spec.cluster, "--node-name", spec.name]
+    arguments += ["--host", host, "--port", str(spec.port)]
     arguments += ["--data-dir", data_dir, "--format", "json"]
     if spec.base_model is not None:
         arguments += ["--base-model", spec.base_model]

@@ -205,6 +205,15 @@ def ray_address(env: Mapping[str, str] | None = None) -> str | None:
     return (os.environ if env is None else env).get("RAY_ADDRESS") or None
 
 
+def keep_ray_on_loopback() -> None:
+    """Let Ray use 127.0.0.1 in this process and its children; call it before Ray is imported.
+
+    Ray replaces that address by one that other machines can reach, except on systems where it
+    supports no clusters; this is its switch for those.
+    """
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+
+
 def announce_to_children(folder: Path) -> None:
     """Let the processes that this one starts find its embedded server."""
     os.environ[_SERVER_FOLDER] = str(folder)

@@ -1,10 +1,11 @@
-"""`tinkex cluster up` and `down` on a Ray that the command starts itself."""
+"""`tinkex cluster up` and `down` on a Ray that the command starts itself, on loopback only."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator
 
 pytest.importorskip("ray")
+pytestmark = pytest.mark.exhaustive
 
 DATABASE = f"postgresql://user:{PASSWORD}@127.0.0.1/db"
 UP = ("up", "--name", "lab", "--artifacts", "file:///tmp", "--start-timeout", str(PATIENCE_S))
@@ -65,6 +67,8 @@ def test_a_cluster_on_this_machine_grows_and_ends(place: Path):
     assert ask(node["url"])["database"] == DATABASE
     assert "[1/1]" in first.stderr
     _no_secret(place, said["address"])
+    assert (said["address"].partition(":")[0], node["machine"]) == ("127.0.0.1", "127.0.0.1")
+    assert _listening(place) == {"127.0.0.1"}
 
     second = tinkex(place, *UP, f"--database={DATABASE}", "--cpu-nodes", "fake/model=2")
     assert second.returncode == 0, second.stderr
@@ -79,7 +83,6 @@ def test_a_cluster_on_this_machine_grows_and_ends(place: Path):
     assert "there is no cluster lab on this machine" in again.stderr
 
 
-@pytest.mark.exhaustive
 def test_a_failure_says_why_and_leaves_neither_nodes_nor_ray(place: Path):
     large = ("--cpu-nodes", "fake/model=1", "--cpus", "9999", "--placement-timeout", "1")
     done = tinkex(place, *UP, "--database", DATABASE, *large)
@@ -102,6 +105,39 @@ def _no_secret(place: Path, address: str) -> None:
     assert not [job for job in jobs if PASSWORD in job]
 
 
+def _listening(place: Path) -> set[str]:
+    """The addresses that processes with this folder in their environment listen on."""
+    inodes: set[str] = set()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and os.fsencode(place) in _read(entry / "environ"):
+            links = (os.readlink(link) for link in (entry / "fd").iterdir())
+            inodes |= {link[8:-1] for link in links if link.startswith("socket:[")}
+    rows = [row.split() for name in ("tcp", "tcp6") for row in _rows(Path("/proc/net") / name)]
+    # The fourth column is the state; 0A is LISTEN.
+    return {_address(row[1]) for row in rows if row[3] == "0A" and row[9] in inodes}
+
+
+def _rows(path: Path) -> list[str]:
+    return path.read_text().splitlines()[1:]
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+def _address(text: str) -> str:
+    """An address as /proc/net writes it: words in the machine's byte order."""
+    word = text.partition(":")[0]
+    raw = b"".join(bytes.fromhex(word[at : at + 8])[::-1] for at in range(0, len(word), 8))
+    if len(raw) == 4:
+        return socket.inet_ntop(socket.AF_INET, raw)
+    name = socket.inet_ntop(socket.AF_INET6, raw)
+    return name.removeprefix("::ffff:").replace("::1", "127.0.0.1")
+
+
 def _jobs(address: str) -> list[str]:
     program = (
         "import json, ray; from ray._private import state\n"
@@ -110,7 +146,11 @@ def _jobs(address: str) -> list[str]:
         "print(json.dumps([job.decode(errors='replace') for job in jobs]))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+        [sys.executable, "-c", program],
+        env={**os.environ, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"},
+        capture_output=True,
+        text=True,
+        check=True,
     )
     found: Any = json.loads(done.stdout.splitlines()[-1])
     return found

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -11,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.docs.blocks import ROOT
+from tests.patience import PATIENCE_S
 from tests.ray.raylets import PASSWORD, Driver, ask, is_running, mentions, raylets, until
 from tinkex.ray_cluster.connection import ClusterError, Connection
 
@@ -176,6 +181,37 @@ def test_secrets_are_in_no_process_list_no_log_and_no_table_of_ray(driver: MakeD
     assert some.name.encode() in b"".join(tables), "no table was read"
     assert not [table for table in tables if PASSWORD.encode() in table]
     assert PASSWORD not in repr(some.secrets)
+
+
+def test_the_command_takes_its_secrets_off_its_command_line(driver: MakeDriver):
+    """Ray lists the command line of every program that has connected."""
+    some = driver()
+    database = f"postgresql://user:{PASSWORD}@127.0.0.1/db"
+    where = ("--address", some.connection.address, "--host", "127.0.0.1", "-f", "json")
+    words = ("up", "--name", some.name, "--database", database, "--cpu-nodes", "fake/model=1")
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "tests.ray.cluster_command",
+            "-f",
+            "json",
+            "cluster",
+            *words,
+            *where,
+        ],
+        env={**os.environ, "TINKEX_FAKE_EVENTS": str(some.events)},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE_S,
+    )
+    assert done.returncode == 0, done.stderr
+    [node] = json.loads(done.stdout)["nodes"]
+    assert ask(node["url"])["database"] == database
+    assert any(b"tests.ray.cluster_command" in table for table in _tables())
+    assert not [table for table in _tables() if PASSWORD.encode() in table]
 
 
 def _parent(pid: int) -> int:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from tinkex.ray_cluster.cluster import Cluster
     from tinkex.ray_cluster.connection import Connection
+    from tinkex.ray_cluster.local_ray import LocalRay
     from tinkex.ray_cluster.nodes import NodeSpec
     from tinkex.ray_cluster.secrets import NodeSecrets
     from tinkex.ray_cluster.supervisor import NodeReport
@@ -35,7 +36,7 @@ def down(args: argparse.Namespace) -> None:
     from tinkex.ray_cluster.local_ray import LocalRay
 
     local = LocalRay(_cluster_name(args))
-    address = _address(args) or local.address()
+    address = _address(args) or _local_address(local)
     if address is None:
         raise CommandError(
             f"there is no cluster {args.name} on this machine",
@@ -73,7 +74,7 @@ def run_up(args: argparse.Namespace, program: Sequence[str] | None = None) -> No
     _leave_command_line(given, process_environment())
     secrets = NodeSecrets({**node_environment(), **given})
     local, started = LocalRay(args.name), False
-    address = _address(args) or local.address()
+    address = _address(args) or _local_address(local)
     try:
         if address is None:
             say("starting Ray on this machine")
@@ -123,6 +124,14 @@ def _address(args: argparse.Namespace) -> str | None:
     from tinkex.config import ray_address
 
     return args.address or ray_address()
+
+
+def _local_address(local: LocalRay) -> str | None:
+    """Where the Ray of this machine runs; it accepts any command, so only from this machine."""
+    from tinkex.config import keep_ray_on_loopback
+
+    keep_ray_on_loopback()
+    return local.address()
 
 
 def _specs(args: argparse.Namespace, program: Sequence[str] | None) -> list[NodeSpec]:

@@ -170,8 +170,13 @@ class Connection:
 
 
 def this_machine() -> str:
-    """The address of this machine, as Ray knows it."""
-    return str(_ray().util.get_node_ip_address())
+    """The address of this actor's machine, as it joined Ray.
+
+    `ray.util.get_node_ip_address` would guess one, also where Ray is on loopback only.
+    """
+    ray = _ray()
+    here = ray.get_runtime_context().get_node_id()
+    return next(row["NodeManagerAddress"] for row in ray.nodes() if row["NodeID"] == here)
 
 
 def _ray() -> Any:

@@ -415,8 +415,8 @@ class Member:
         if target is None:
             return
         async with self._change(key):
-            await worker.handover.hand_over(key)
-            owned = self.owned.pop(key)
+            owned = self.owned[key]
+            await worker.handover.hand_over(key, lambda: self.owned.pop(key, None))
             worker.handover.wake(self._store.give_up(owned))
             try:
                 moved = await self._store.reassign(owned, target.node_id)

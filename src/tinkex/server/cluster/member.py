@@ -323,8 +323,10 @@ class Member:
 
     async def _look_at_nodes(self) -> None:
         self.nodes = {node.node_id: node for node in await self._store.nodes()}
+        # Requests that wait for a frozen node get an answer when it is declared dead.
+        self.peers.retain({node.node_id for node in self.nodes.values() if _is_member(node)})
         node = self.nodes.get(self.node_id)
-        if node is None or node.state in ("dead", "left"):
+        if node is None or not _is_member(node):
             self._on_lost("another node declared this one dead, because its lease had run out")
             raise LeaseLostError("this node was declared dead", "")
 
@@ -341,6 +343,7 @@ class Member:
             if node.node_id != self.node_id and await self._store.declare_dead(node.node_id):
                 _log.warning("node %s (%s) was declared dead", node.name, node.url)
                 self.nodes[node.node_id] = replace(node, state="dead")
+                self.peers.drop(node.node_id)
 
     async def _give_away(self, node_ids: Sequence[str]) -> None:
         """Give the keys of nodes that have ended to others."""
@@ -471,8 +474,12 @@ class Member:
             ended.set()
 
 
+def _is_member(node: Node) -> bool:
+    return node.state in ("alive", "draining")
+
+
 def _is_alive(node: Node) -> bool:
-    return node.state in ("alive", "draining") and not node.expired
+    return _is_member(node) and not node.expired
 
 
 def _with_one_more(node: Node, claim: Claim) -> Node:

@@ -179,6 +179,13 @@ class Member:
         if claim is not None:
             await self.own(key, owner=claim.owner, base_model=claim.base_model)
 
+    async def owner(self, key: str) -> Node | None:
+        """The node that owns a key now, if one does."""
+        claim = await self._store.get_claim(key)
+        if claim is None or not await self._is_owner(claim.node_id):
+            return None
+        return self.nodes[claim.node_id]
+
     async def _wait_for(self, event: anyio.Event) -> None:
         async with time_limit(self._clock, _PATIENCE_S) as limit:
             await event.wait()

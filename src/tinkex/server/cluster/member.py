@@ -203,7 +203,11 @@ class Member:
             node = place(list(self.nodes.values()), base_model, owner, key=key)
         if node is None:
             raise NoNodeError(why_not(list(self.nodes.values()), base_model))
-        return await self._store.claim(key, node.node_id, owner=owner, base_model=base_model)
+        claim = await self._store.claim(key, node.node_id, owner=owner, base_model=base_model)
+        if claim.node_id == node.node_id:
+            # Until the node reports it, so that of a burst of new keys each has its share.
+            self.nodes[node.node_id] = _with_one_more(node, claim)
+        return claim
 
     async def _is_owner(self, node_id: str) -> bool:
         """Whether a node may own something; if it is dead, its keys are given to others."""

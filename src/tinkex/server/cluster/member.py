@@ -99,12 +99,13 @@ class Member:
         self._worker: Worker | None = None
         # Mutable state: the keys that are taken over, and those that are being taken over or handed
         # over, with an event for the end of that; the nodes as they were read last; since when the
-        # database has answered without a break; and what wakes the loop.
+        # database has answered without a break; whether it leaves; and what wakes the loop.
         self.owned: dict[str, Claim] = {}
         self._changing: dict[str, anyio.Event] = {}
         self.nodes: dict[str, Node] = {membership.node.node_id: membership.node}
         self._in_touch_since: float | None = None
         self._renewed_at = clock.now()
+        self._leaves = False
         self._changed = anyio.Event()
         self._known = anyio.Event()
         self._group: TaskGroup | None = None
@@ -259,12 +260,16 @@ class Member:
         return announce
 
     async def stop(self) -> None:
-        """Hand everything over, if other nodes can take it, and leave."""
+        """Hand everything over, if other nodes can take it."""
         await quietly(self._store.drain(self.node_id), "draining")
         await quietly(self._look_at_nodes(), "reading the list of nodes")
         async with anyio.create_task_group() as group:
             for key in list(self.owned):
                 group.start_soon(self._move_off, key)
+
+    async def leave(self) -> None:
+        """End the membership: nothing that this node writes is accepted from here on."""
+        self._leaves = True
         await quietly(self._store.leave(), "leaving the cluster")
 
     async def _renew(self) -> None:
@@ -276,16 +281,25 @@ class Member:
                     now = await self._store.renew(self._settings.lease_s, self._load())
                     self._clock.follow(now, before)
             except LeaseLostError as lost:
-                self._on_lost(str(lost))
+                self._lost(str(lost))
                 return
             except Exception as error:  # noqa: BLE001 - tried again, as long as it takes
                 self._in_touch_since = None
                 _log.error("the lease of this node cannot be renewed yet: %s", error)
             else:
+                if not self._is_in_touch():
+                    self._in_touch_since = None
                 self._renewed_at = self._clock.now()
                 if self._in_touch_since is None:
                     self._in_touch_since = self._renewed_at
             await self._clock.sleep(self._settings.lease_s / _RENEWALS)
+
+    def _is_in_touch(self) -> bool:
+        """Whether the lease was renewed lately.
+
+        The database may be out of reach although nothing has failed: calls wait for it a while.
+        """
+        return self._clock.now() - self._renewed_at < self._settings.lease_s
 
     def _load(self) -> NodeLoad:
         worker = self._worker
@@ -338,8 +352,12 @@ class Member:
         self.peers.retain({node.node_id for node in self.nodes.values() if _is_member(node)})
         node = self.nodes.get(self.node_id)
         if node is None or not _is_member(node):
-            self._on_lost("another node declared this one dead, because its lease had run out")
+            self._lost("another node declared this one dead, because its lease had run out")
             raise LeaseLostError("this node was declared dead", "")
+
+    def _lost(self, reason: str) -> None:
+        if not self._leaves:
+            self._on_lost(reason)
 
     async def _bury(self) -> None:
         """Declare nodes dead whose leases have run out.
@@ -347,7 +365,7 @@ class Member:
         Not while this node has only just reached the database again: the others may not have yet.
         """
         since, lease_s = self._in_touch_since, self._settings.lease_s
-        if since is None or self._clock.now() - since < lease_s:
+        if since is None or not self._is_in_touch() or self._clock.now() - since < lease_s:
             return
         silent = [n for n in self.nodes.values() if n.expired and n.state in ("alive", "draining")]
         for node in silent:

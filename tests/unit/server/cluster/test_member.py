@@ -13,15 +13,17 @@ import pytest
 from tinkex.clock import SystemClock
 from tinkex.server.app import create_app, running
 from tinkex.server.cluster.member import Joined
+from tinkex.server.server_settings import ServerSettings
 from tinkex.server.store.memory import MemoryStore
-from tinkex.server.store.ownership import NODE_VERSION, Node, ServedModel
-from tinkex.testing import FakeEngine
+from tinkex.server.store.ownership import NODE_VERSION, Node, NodeLoad, ServedModel
+from tinkex.testing import FakeClock, FakeEngine
 from tinkex.testing.asgi import AsgiTransport
 from tinkex.transport.base import HttpRequest, Pool, Reply
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
+    from tinkex.clock import Clock
     from tinkex.server.api.call import Parts
     from tinkex.server.store.records import Operation
 
@@ -57,12 +59,15 @@ async def add_node(store: MemoryStore, name: str) -> None:
 
 
 @asynccontextmanager
-async def running_node(store: MemoryStore) -> AsyncGenerator[tuple[Parts, AsgiTransport]]:
-    clock = SystemClock()
-    membership = await store.join("test", node("a"), LEASE_S)
+async def running_node(
+    store: MemoryStore, clock: Clock | None = None, lease_s: float = LEASE_S, grace_s: float = 0.0
+) -> AsyncGenerator[tuple[Parts, AsgiTransport]]:
+    clock = clock or SystemClock()
+    membership = await store.join("test", node("a"), lease_s)
     lost: list[str] = []
-    joined = Joined(membership=membership, lease_s=LEASE_S, on_lost=lost.append)
-    app = create_app(store, FakeEngine(clock), clock=clock, joined=joined)
+    joined = Joined(membership=membership, lease_s=lease_s, on_lost=lost.append)
+    settings = ServerSettings(grace_s=grace_s)
+    app = create_app(store, FakeEngine(clock), settings, clock, joined=joined)
     async with running(app.state.parts):
         yield app.state.parts, AsgiTransport(app)
     assert lost == []
@@ -116,3 +121,44 @@ async def test_a_request_that_is_kept_during_a_handover_is_left_to_the_next_owne
         ]
         assert parts.worker.held()["models"] == 0
         assert len(parts.worker.queue_lengths()) == 0
+
+
+class DistantStore(MemoryStore):
+    """A renewal waits for the database for a while, and succeeds."""
+
+    away_s = 0.0
+
+    async def renew(self, lease_s: float, load: NodeLoad) -> float:
+        await self._clock.sleep(self.away_s)
+        return await super().renew(lease_s, load)
+
+
+async def test_no_node_is_declared_dead_just_after_the_database_was_out_of_reach() -> None:
+    clock = FakeClock()
+    store = DistantStore(clock)
+    async with clock.running(), running_node(store, clock, lease_s=9.0):
+        other = store.beside()
+        await other.join("test", node("b"), 9.0)
+        await clock.sleep(5.0)
+        store.away_s = 20.0
+        # Longer than the lease of both nodes; the other one is the last to reach it again.
+        await clock.sleep(27.0)
+        store.away_s = 0.0
+        assert (await other.nodes())[1].state == "alive"
+        await other.renew(9.0, NodeLoad())
+        # From then on it is silent.
+        await clock.sleep(30.0)
+        assert (await store.nodes())[1].state == "dead"
+
+
+async def test_the_last_node_saves_its_models_before_it_leaves() -> None:
+    store = MemoryStore()
+    async with running_node(store, grace_s=60.0) as (_, transport):
+        model_id = await created(transport)
+        body = {"model_id": model_id, "seq_id": 1, "adam_params": {"learning_rate": 0.1}}
+        future = msgspec.json.decode((await post(transport, "/optim_step", body)).body)
+        assert (await post(transport, "/retrieve_future", future)).status == 200
+    model = await store.get_model(model_id)
+    assert model is not None
+    assert model.snapshot_seq == 1
+    assert [each.state for each in await store.nodes()] == ["left"]

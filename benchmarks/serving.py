@@ -92,26 +92,28 @@ class Server:
 
 
 @contextmanager
-def serving(folder: Path, *base_models: str) -> Generator[Server]:
-    """`tinkex serve` on any port, one tenant, until the end of the block."""
+def serving(folder: Path, *base_models: str, root: Path = ROOT) -> Generator[Server]:
+    """`tinkex serve` of a checkout on any port, one tenant, until the end of the block."""
     models = [flag for model in base_models for flag in ("--base-model", model)]
     argv = [sys.executable, "-m", "tinkex.cli", "serve", "--data-dir", str(folder / "data")]
     argv += [*models, "--port", "0", "--no-auth"]
     with (folder / "serve.log").open("w") as log:
-        env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "HF_HUB_OFFLINE": "1"}
+        env = {**os.environ, "PYTHONPATH": str(root / "src"), "HF_HUB_OFFLINE": "1"}
         process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=log, text=True, env=env)
     with process:
         try:
-            yield Server(_ready_url(process, folder), process.pid)
+            yield Server(ready_url(process, folder / "serve.log"), process.pid)
         finally:
             process.terminate()
 
 
-def _ready_url(process: subprocess.Popen[str], folder: Path) -> str:
+def ready_url(process: subprocess.Popen[str], log: Path | None = None) -> str:
+    """The address in the first line that a server prints."""
     assert process.stdout is not None
     ready, _, _ = select.select([process.stdout], [], [], START_S)
     line = process.stdout.readline() if ready else ""
     found = re.search(r"on (http://\S+)", line)
     if found is None:
-        raise SystemExit(f"the server did not start: {(folder / 'serve.log').read_text()[-2000:]}")
+        why = "" if log is None else f": {log.read_text()[-2000:]}"
+        raise SystemExit(f"the server did not start{why}")
     return found[1]

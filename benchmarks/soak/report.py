@@ -60,10 +60,17 @@ def _of_process(name: str) -> list[Resource]:
     def field(what: str) -> Callable[[Reading], float | None]:
         return lambda reading: getattr(process(reading), what, None)
 
+    def own_descriptors(reading: Reading) -> float | None:
+        """Those besides clients' connections, whose number depends on how long answers take."""
+        found, clients = process(reading), reading.metrics.get("tinkex_connections_open")
+        if found is None or (name == "server" and clients is None):
+            return None
+        return found.descriptors - (clients or 0.0 if name == "server" else 0.0)
+
     return [
         Resource(f"{name}: memory_mib", field("memory_mib"), pid, 12.0, 0.05),
         Resource(f"{name}: threads", field("threads"), pid, 2.0, 0.0),
-        Resource(f"{name}: descriptors", field("descriptors"), pid, 8.0, 0.0),
+        Resource(f"{name}: descriptors", own_descriptors, pid, 8.0, 0.0),
     ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import urllib.request
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -63,6 +64,14 @@ class Cluster:
         """What the database has."""
         with psycopg.connect(self.database, autocommit=True) as connection:
             return connection.execute(statement.encode()).fetchall()
+
+    def metric(self, name: str, metric: str) -> float:
+        """The value of a node's metric."""
+        with urllib.request.urlopen(f"{self.nodes[name].url}/metrics", timeout=30) as reply:
+            lines = reply.read().decode().splitlines()
+        return sum(
+            float(line.split()[-1]) for line in lines if line.split("{")[0].split()[0] == metric
+        )
 
     def owner_of(self, key: str) -> str:
         """The name of the node that owns a key."""

@@ -16,6 +16,7 @@ import pytest
 from tests.contracts.store_suite import (
     DONE,
     checkpoint,
+    key,
     model,
     sample,
     sampler,
@@ -462,6 +463,13 @@ class ClusterSuite(OwnershipSuite):
         await heard.until(f"claim {KEY}")
         assert await command.drain("a")
         await heard.until("node a-1")
+
+    async def test_revoked_keys_are_heard_of(self, cluster: Cluster) -> None:
+        first, command = await cluster.joined("a"), await cluster.store()
+        heard = Heard(first)
+        added = await command.add_key(key())
+        assert await command.revoke_key(added.key_id, 9.0)
+        await heard.until(f"key {added.key_id}")
 
     async def test_records_that_another_node_changed_are_read_again(self, cluster: Cluster) -> None:
         first, second = await cluster.joined("a"), await cluster.joined("b")

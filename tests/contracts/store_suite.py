@@ -514,8 +514,8 @@ class StoreSuite:
 
     async def test_the_first_answer_to_a_key_is_remembered_per_owner(self, store: Store) -> None:
         assert await store.recall("o", "k") is None
-        await store.remember("o", "k", "first")
-        await store.remember("o", "k", "second")
+        assert await store.remember("o", "k", "first") == "first"
+        assert await store.remember("o", "k", "second") == "first"
         assert await store.recall("o", "k") == "first"
         assert await store.recall("p", "k") is None
 

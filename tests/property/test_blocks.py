@@ -133,7 +133,7 @@ class Batching(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.batcher = Batcher(BlockPool(6, 3), max_tokens=5, max_sequences=4)
+        self.batcher = Batcher(BlockPool(6, 3), max_tokens=5, max_sequences=4, min_share=1)
         self.alive: list[TokenSequence] = []
         self.number = 0
 
@@ -143,9 +143,16 @@ class Batching(RuleBasedStateMachine):
         samples=st.integers(1, 3),
         version=st.sampled_from("ab"),
         scored=st.booleans(),
+        owner=st.sampled_from("xyz"),
     )
     def submit(
-        self, prompt: list[int], new_tokens: int, samples: int, version: str, scored: bool
+        self,
+        prompt: list[int],
+        new_tokens: int,
+        samples: int,
+        version: str,
+        scored: bool,
+        owner: str,
     ) -> None:
         for k in range(samples):
             one = sequence(
@@ -155,6 +162,7 @@ class Batching(RuleBasedStateMachine):
                 sample=k,
                 version=version,
                 reusable=0 if scored and k == 0 else None,
+                cache_salt=owner,
             )
             self.alive.append(one)
             self.batcher.add(one)
@@ -212,13 +220,25 @@ TestBatching.settings = settings(max_examples=60, stateful_step_count=30, deadli
     blocks=st.integers(20, 40),
     size=st.integers(1, 5),
     max_tokens=st.integers(4, 20),
+    owners=st.integers(1, 4),
+    min_share=st.integers(1, 6),
 )
 @settings(max_examples=60, deadline=None)
 def test_tokens_do_not_depend_on_the_batch(
-    jobs: list[tuple[list[int], int]], blocks: int, size: int, max_tokens: int
+    jobs: list[tuple[list[int], int]],
+    blocks: int,
+    size: int,
+    max_tokens: int,
+    owners: int,
+    min_share: int,
 ) -> None:
-    batcher = Batcher(BlockPool(blocks, size), max_tokens=max_tokens, max_sequences=4)
-    together = [sequence(i, prompt, count) for i, (prompt, count) in enumerate(jobs)]
+    batcher = Batcher(
+        BlockPool(blocks, size), max_tokens=max_tokens, max_sequences=4, min_share=min_share
+    )
+    together = [
+        sequence(i, prompt, count, cache_salt=str(i % owners))
+        for i, (prompt, count) in enumerate(jobs)
+    ]
     for one in together:
         batcher.add(one)
     while len(batcher):

@@ -215,6 +215,20 @@ def strings_that_must_be_unescaped(world: World) -> None:
     _refused(answer)
 
 
+def a_large_body_as_it_is(world: World) -> None:
+    """Not compressed: it arrives in very many pieces."""
+    session = world.attacker.session()
+    model = world.attacker.model(session)
+    tokens = _field(1, _field(1, _field(1, b"\1\0\0\0" * 15_000_000)))
+    body = _field(1, model.encode()) + b"\x10\x01" + _field(3, tokens) + _field(4, b"cross_entropy")
+    for _ in range(2):
+        answer = world.attacker.request(
+            "POST", "forward_backward", body, {"content-type": PROTOBUF}
+        )
+        _settled(world, answer)
+    world.attacker.finish(session)
+
+
 # -- 4: counts ---------------------------------------------------------------------------------
 
 
@@ -245,6 +259,22 @@ def counts_of_samples(world: World) -> None:
         )
     ):
         _settled(world, world.attacker.post("asample", _sample(sampler, seq_id=number, **members)))
+    world.attacker.finish(session)
+
+
+def prompts_as_long_as_the_context(world: World) -> None:
+    """All at once: one tenant's prompts must not be computed before those of all others."""
+    session = world.attacker.session()
+    sampler = world.attacker.sampler(session)
+    asked: list[str] = []
+    for number in range(12):
+        tokens = [(number * 31 + i * 7) % 250 for i in range(8_000)]
+        prompt = {"chunks": [{"type": "encoded_text", "tokens": tokens}]}
+        answer = world.attacker.post("asample", _sample(sampler, seq_id=number, prompt=prompt))
+        assert answer.status == 200, answer.body[:300]
+        asked.append(json.loads(answer.body)["request_id"])
+    for request_id in asked:
+        assert "error" not in str(world.attacker.result(request_id))[:300]
     world.attacker.finish(session)
 
 
@@ -522,8 +552,14 @@ ATTACKS: dict[str, tuple[Attack, ...]] = {
         millions_of_lists_and_objects,
         deep_nesting,
         strings_that_must_be_unescaped,
+        a_large_body_as_it_is,
     ),
-    "4 counts": (counts_of_samples, ranks_and_models, lists_of_ids),
+    "4 counts": (
+        counts_of_samples,
+        prompts_as_long_as_the_context,
+        ranks_and_models,
+        lists_of_ids,
+    ),
     "5 rows": (metadata_of_megabytes, custom_losses_of_megabytes),
     "6 connections": (
         half_sent_heads,

@@ -42,6 +42,7 @@ from tinkex.server.api.identity import Caller, Identity
 from tinkex.server.api.limits import TenantLimits
 from tinkex.server.api.passing_on import admit, pass_on
 from tinkex.server.api.submit import decode_operation
+from tinkex.server.cluster import remote_samples
 from tinkex.server.cluster.forwarding import Elsewhere
 from tinkex.server.cluster.member import Member
 from tinkex.server.cluster.shared_date import SharedDate
@@ -132,6 +133,7 @@ def create_app(
             Route(f"{PREFIX}/files/{{token}}/{{name:path}}", _files(parts), methods=["GET"]),
             *operator_pages.routes(parts),
             *openai.routes(parts),
+            *_internal(parts),
         ],
         middleware=[
             Middleware(
@@ -208,6 +210,7 @@ def _connect(
     if joined is not None:
         clock = shared = SharedDate(clock, joined.membership.now)
         member = Member(store, joined, shared, long_poll_s=settings.long_poll_s)
+        meters.registry.register(member.figures)
     waiters = Waiters(clock)
     worker = Worker(
         store,
@@ -219,6 +222,7 @@ def _connect(
         encode=futures.encode_value,
         decode=decode_operation,
         owned=None if member is None else member.owned,
+        elsewhere=None if member is None else member.samples.sample,
     )
     return Parts(
         store=store,
@@ -265,6 +269,13 @@ def _endpoint(parts: Parts, route: Any) -> Endpoint:
             return error_reply(request, error)
 
     return endpoint
+
+
+def _internal(parts: Parts) -> list[Route]:
+    """The routes between nodes."""
+    if parts.member is None:
+        return []
+    return [remote_samples.route(parts.member, parts.worker, parts.engine)]
 
 
 def _route(route: Any, endpoint: Endpoint) -> Route:

@@ -15,6 +15,7 @@
 | watcher of uploads (`Uploads`)         | `keep_running`                                          |
 | usage and heartbeats (`WriteBehind`)   | kept and written in the next round; `keep_running`      |
 | thread of the database                 | raised at the calls that wait; it continues             |
+| thread that hears hints (`Listener`)   | connects again; until then a node caches no records     |
 | supervisor of the engine process       | the process exits with an error and is started again    |
 | engine process, and what reads from it | killed and started again; calls get `EngineDiedError`   |
 | one engine call                        | raised at its caller                                    |

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -106,6 +107,9 @@ class Web:
         self._gate = Gate(cast("Any", app), engine, clock)
         self._tls = settings.tls()
         names = settings.allowed_hosts
+        if names and settings.node_url is not None:
+            # What other nodes send names this node by its own URL.
+            names = (*names, urlsplit(settings.node_url).hostname or "")
         # Without keys of its own, whoever can name the server can use it.
         loopback = app.state.parts.settings.key_mode != "stored"
         checked = HostCheck(self._gate, names, loopback=loopback) if names or loopback else None

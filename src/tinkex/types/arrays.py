@@ -28,22 +28,23 @@ _NO_NUMBERS: Final = (str, bytes, bytearray, memoryview)
 
 def is_torch(value: object) -> bool:
     """Whether `value` is a torch tensor."""
-    torch = sys.modules.get("torch")
-    # A partly imported torch has no Tensor yet, and then no tensor exists.
-    tensor = getattr(torch, "Tensor", None)
-    return tensor is not None and isinstance(value, tensor)
+    return _is_one(value, "torch", "Tensor")
 
 
 def is_numpy(value: object) -> bool:
     """Whether `value` is a numpy array."""
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, numpy.ndarray)
+    return _is_one(value, "numpy", "ndarray")
 
 
 def is_numpy_scalar(value: object) -> bool:
     """Whether `value` is a single number of numpy's, such as `np.float32(1)`."""
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, numpy.generic)
+    return _is_one(value, "numpy", "generic")
+
+
+def _is_one(value: object, module: str, name: str) -> bool:
+    # A module that another thread is just importing may lack the type, and then no value has it.
+    kind = getattr(sys.modules.get(module), name, None)
+    return kind is not None and isinstance(value, kind)
 
 
 def is_number(value: object) -> bool:

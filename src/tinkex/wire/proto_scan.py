@@ -10,14 +10,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tinkex.errors import InputError
-from tinkex.types.bounds import ID_CHARACTERS, TENSOR_DIMENSIONS
+from tinkex.types.bounds import ID_CHARACTERS, LISTS, TENSOR_DIMENSIONS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 # The members of a training request, a datum, an entry of its map, and a tensor: see tinkex.proto.
-_DATA, _LOSS_INPUTS, _NAME, _VALUE, _SHAPE = 3, 2, 1, 2, 4
+_DATA, _CHUNKS, _LOSS_INPUTS, _NAME, _VALUE, _SHAPE = 3, 1, 2, 1, 2, 4
+_TEXT, _TOKENS = 1, 1
+_TOKEN_BYTES = 4
 # A dimension takes ten bytes at most.
 _SHAPE_BYTES = 10 * TENSOR_DIMENSIONS
 
@@ -50,14 +52,33 @@ def without_data(data: bytes) -> bytes:
 
 
 def check_shapes(data: bytes) -> None:
-    """Raise InputError if a tensor of a training request has too many dimensions."""
+    """Raise InputError if a tensor of a training request has too many dimensions, or text tokens.
+
+    A list of tokens is made in one step, which lets no other thread run.
+    """
     index = 0
     for number, start, end in _fields(data, 0, len(data)):
         if number == _DATA:
+            chunk = 0
             for kind, first, last in _fields(data, start, end):
                 if kind == _LOSS_INPUTS:
                     _check_entry(data, first, last, index)
+                elif kind == _CHUNKS:
+                    if last - first > _TOKEN_BYTES * LISTS["tokens"]:
+                        _check_tokens(
+                            data, first, last, f"data[{index}].model_input.chunks[{chunk}]"
+                        )
+                    chunk += 1
             index += 1
+
+
+def _check_tokens(data: bytes, start: int, end: int, path: str) -> None:
+    most = LISTS["tokens"]
+    for kind, first, last in _fields(data, start, end):
+        if kind == _TEXT:
+            for number, begin, stop in _fields(data, first, last):
+                if number == _TOKENS and stop - begin > _TOKEN_BYTES * most:
+                    raise InputError(f"a chunk may have {most} tokens", f"{path}.tokens")
 
 
 def _check_entry(data: bytes, start: int, end: int, index: int) -> None:

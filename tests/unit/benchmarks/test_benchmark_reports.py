@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.client_cost.__main__ import MEASUREMENTS
+from benchmarks.forwarding import report as forwarding
 from benchmarks.public_api.__main__ import measure
 from benchmarks.public_api.report import Row, rows, table
 from benchmarks.server_overhead import report as overhead
+from benchmarks.side_by_side import Costs
+from benchmarks.side_by_side import table as two_checkouts
 
 
 class Side:
@@ -95,3 +98,33 @@ def test_every_bar_of_the_client_is_a_ratio_to_the_official_one():
     bars = [row.bar for _, found in MEASUREMENTS.values() for row in found if row.bar]
     assert bars
     assert all(bar.met(None, 0.0) is None for bar in bars)
+
+
+def test_two_checkouts_are_compared_by_all_of_their_rounds():
+    costs = Costs()
+    for mine, other in ((1.0, 1.0), (1.2, 1.0), (1.3, 1.5), (1.5, 1.5)):
+        costs.add("sample", "this", mine)
+        costs.add("sample", "other", other)
+    costs.add("GET", "this", 2.08)
+    costs.add("GET", "other", 2.0)
+    costs.add("GET", "this", 2.08)
+    costs.add("GET", "other", 2.0)
+    assert costs.ratio("sample") == pytest.approx(1.0)
+    low, high = costs.quartiles("sample")
+    assert low < 1.0 < high
+    shown = two_checkouts(costs, 1.03).splitlines()
+    assert [line[-4:] for line in shown[1:]] == ["pass", "MISS"]
+    assert max(map(len, shown)) <= 80
+
+
+def test_what_passing_on_adds_is_the_median_of_rounds_that_had_the_same_load():
+    rows = [
+        forwarding.Row("small", True, [1.0, 5.0, 1.0], [1.4, 5.4, 9.0]),
+        forwarding.Row("slow", True, [1.0], [2.5]),
+        forwarding.Row("large", False, [1.0], [20.0]),
+    ]
+    assert [round(row.added, 3) for row in rows] == [0.4, 1.5, 19.0]
+    assert [row.passed for row in rows] == [True, False, True]
+    lines = forwarding.table(rows).splitlines()
+    assert [line[-4:] for line in lines[1:3]] == ["pass", "MISS"]
+    assert max(map(len, lines)) <= 80

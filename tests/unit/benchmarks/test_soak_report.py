@@ -47,6 +47,17 @@ def test_a_leak_is_seen_across_the_lives_of_a_killed_process():
     assert not growth(readings(leaking, killed_every=6)).flat
 
 
+def test_connections_of_clients_are_no_leak_of_descriptors():
+    def reading(number: int, descriptors: int, clients: float) -> Reading:
+        server = Process(1, 100.0, 7, descriptors)
+        return Reading(10.0 * number, server, None, metrics={"tinkex_connections_open": clients})
+
+    busier = [reading(n, 20 + 2 * n, 2.0 * n) for n in range(12)]
+    assert growth(busier, "server: descriptors").flat
+    leaking = [reading(n, 20 + 2 * n, 3.0) for n in range(12)]
+    assert not growth(leaking, "server: descriptors").flat
+
+
 def test_what_is_kept_by_contract_is_not_judged():
     assert "operations: rows" in LINES
     assert "usage: rows" not in LINES

@@ -11,6 +11,7 @@ from tinkex.errors import APIStatusError, InputError
 from tinkex.server import Settings
 from tinkex.server.api.identity import LOCAL, Identity, fingerprint, make_key
 from tinkex.server.store.memory import MemoryStore
+from tinkex.server.store.ownership import Node
 from tinkex.testing import FakeClock
 
 from .conftest import Api, Start
@@ -133,6 +134,21 @@ async def test_using_a_key_all_the_time_does_not_keep_it_alive() -> None:
         await who.owner(key)
     await clock.advance(0.5)
     assert (await refused(who, key)).status_code == 401
+
+
+async def test_a_key_that_another_node_revokes_is_out_when_it_is_heard_of() -> None:
+    store = MemoryStore()
+    other = store.beside()
+    for name, each in (("a", store), ("b", other)):
+        await each.join("c", Node(node_id=name, name=name, url="", version=1), 60.0)
+    who = identity("stored", store=store)
+    key, kept = await make_key(store, 1.0, owner="o")
+    spare, _ = await make_key(store, 1.0, owner="o")
+    for each in (key, spare):
+        assert await who.owner(each) == "o"
+    await other.revoke_key(kept.key_id, 2.0)
+    await refused(who, key)
+    assert await who.owner(spare) == "o"
 
 
 async def test_an_unknown_and_a_revoked_key_are_told_the_same() -> None:

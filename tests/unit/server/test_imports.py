@@ -324,24 +324,27 @@ async def test_a_declared_length_above_the_limit_is_refused_before_anything_is_r
         assert b"max_import_bytes" in body
 
 
-async def test_a_tenant_over_its_quota_is_told_so_before_the_weights_are_read(
+async def test_an_adapter_larger_than_the_quota_is_refused_before_its_weights_are_read(
     start: Start, scratch: Path
 ) -> None:
     async with start(max_stored_bytes=4000) as api:
         body = WHOLE[: WHOLE.index(b"lora_B") + 400]  # the rest never comes
         status, detail = await refused(api, scratch, await upload(api, body))
+        # Larger than the whole quota: waiting would not help.
         assert status == 400
+        assert "takes 8200 bytes" in detail
         assert "max_stored_bytes" in detail
 
 
-async def test_what_turns_out_larger_than_the_room_left_is_not_kept(
+async def test_an_import_that_does_not_fit_now_is_put_off_and_not_kept(
     start: Start, scratch: Path
 ) -> None:
     # The fake engine keeps eight bytes for each of the 1024 tokens.
     async with start(max_stored_bytes=8200) as api:
         path = await imported(api)
-        status = (await upload(api)).status
-        assert status == 400
+        reply = await upload(api)
+        assert (reply.status, reply.headers["x-should-retry"]) == (429, "false")
+        assert path in reply.body.decode()
         listed = (await api.get("/checkpoints"))["checkpoints"]
         assert [one["tinker_path"] for one in listed] == [path]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -213,13 +214,52 @@ async def test_a_save_that_does_not_fit_fails_and_says_what_to_delete(start: Sta
         # Replacing one takes no more than there was.
         assert "path" in await save(api, model, 4, "b", overwrite=True)
         copied = await api.call("POST", "/copy_weights", {"source_path": first})
-        assert copied.status == 400
-        assert "max_stored_bytes" in text(copied)
+        check_full(copied, "max_stored_bytes", first)
         other = api.other()
         assert "path" in await save(other, await other.model(), 1, "a")
         url = f"/training_runs/{model}/checkpoints/weights/a"
         assert (await api.call("DELETE", url)).status == 200
         assert "path" in await save(api, model, 5, "c")
+
+
+def check_full(reply: Reply, *words: str) -> None:
+    """The answer to a copy or an import: 429, and clients raise it at once."""
+    assert reply.status == 429, reply
+    assert 0 < float(reply.headers["retry-after"]) <= 60
+    assert reply.headers["x-should-retry"] == "false"
+    assert text(reply)[0].isupper()
+    assert all(word in text(reply) for word in words), text(reply)
+
+
+async def test_a_copy_above_the_number_of_checkpoints_is_put_off_until_one_is_deleted(
+    start: Start,
+) -> None:
+    async with start(max_checkpoints=2) as api:
+        model = await api.model()
+        first = (await save(api, model, 1, "a"))["path"]
+        await save(api, model, 2, "b")
+        check_full(
+            await api.call("POST", "/copy_weights", {"source_path": first}),
+            "You have 2 checkpoints",
+            "max_checkpoints",
+        )
+        assert "max_checkpoints" in (await save(api, model, 3, "c"))["error"]
+        url = f"/training_runs/{model}/checkpoints/weights/b"
+        assert (await api.call("DELETE", url)).status == 200
+        assert (await api.call("POST", "/copy_weights", {"source_path": first})).status == 200
+
+
+async def test_a_copy_larger_than_the_whole_quota_is_wrong_and_not_put_off(start: Start) -> None:
+    """Deleting everything would not help, so no client may wait for it."""
+    async with start(max_stored_bytes=60_000) as api:
+        path = (await save(api, await api.model(), 1, "a"))["path"]
+        store = api.server.store
+        checkpoint = await store.get_checkpoint(path)
+        await store.put_checkpoint(replace(checkpoint, size_bytes=60_001))
+        reply = await api.call("POST", "/copy_weights", {"source_path": path})
+        assert reply.status == 400
+        assert "takes 60001 bytes" in text(reply)
+        assert "max_stored_bytes" in text(reply)
 
 
 async def test_losses_over_the_quota_are_put_off_like_other_work(start: Start) -> None:

@@ -17,6 +17,7 @@ from tinkex import types
 from tinkex.errors import InputError, quoted, shortened
 from tinkex.types import bounds
 from tinkex.wire import bodies
+from tinkex.wire import tinkex_pb2 as pb
 from tinkex.wire.bounded import _struct_check, check_bounds, integer_bounds, whole_number
 from tinkex.wire.json_requests import (
     TRAINING_BODIES,
@@ -26,7 +27,11 @@ from tinkex.wire.json_requests import (
 )
 from tinkex.wire.json_scan import Counts, count_values
 from tinkex.wire.proto_scan import check_shapes, without_data
-from tinkex.wire.proto_training import decode_head, encode_forward_backward
+from tinkex.wire.proto_training import (
+    decode_forward_backward,
+    decode_head,
+    encode_forward_backward,
+)
 from tinkex.wire.routes import ROUTES
 
 
@@ -342,6 +347,25 @@ def packed_shape(count: int) -> bytes:
     tensor = field(1, bytes(8)) + b"\x18\x02" + field(4, b"\x01" * count)
     entry = field(1, b"weights") + field(2, tensor)
     return field(1, b"m") + b"\x10\x01" + field(3, field(2, entry)) + field(4, b"cross_entropy")
+
+
+def test_a_chunk_of_very_many_tokens_is_refused_before_it_is_parsed() -> None:
+    most = bounds.LISTS["tokens"]
+    for count, refused in ((most, False), (most + 1, True)):
+        request = pb.ForwardBackwardRequest(model_id="m", loss_fn="cross_entropy")
+        request.data.add()
+        chunks = request.data.add().model_input
+        chunks.add().encoded_text.tokens = b"\0" * 4
+        chunks.add().encoded_text.tokens = b"\0" * (4 * count)
+        data = request.SerializeToString()
+        if not refused:
+            check_shapes(data)
+            continue
+        for check in (check_shapes, decode_forward_backward):
+            with pytest.raises(InputError) as caught:
+                check(data)
+            assert "data[1].model_input.chunks[1].tokens" in str(caught.value)
+            assert str(most) in str(caught.value)
 
 
 def test_a_tensor_of_very_many_dimensions_is_refused_before_it_is_parsed() -> None:

@@ -1,7 +1,10 @@
+from typing import Any
+
 import pytest
 
 from tinkex.errors import InputError
-from tinkex.wire.compression import compress, decompress
+from tinkex.wire import compression
+from tinkex.wire.compression import PIECE_BYTES, compress, decompress
 
 TEXT = b"forward_backward " * 1000
 
@@ -44,3 +47,31 @@ def test_content_over_the_limit_is_refused_when_no_size_is_declared():
 def test_a_body_that_is_not_one_frame_is_an_input_error(body: bytes):
     with pytest.raises(InputError):
         decompress(body, 10 * len(TEXT))
+
+
+def test_large_content_is_made_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library copies what one call returns while it holds the interpreter's lock."""
+    asked: list[int] = []
+    decompressor = compression.zstd.ZstdDecompressor
+
+    class Recorded:
+        def __init__(self, **options: Any) -> None:
+            self.inner = decompressor(**options)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.inner, name)
+
+        def decompress(self, data: bytes, max_length: int = -1) -> bytes:
+            asked.append(max_length)
+            return self.inner.decompress(data, max_length)
+
+    monkeypatch.setattr(compression.zstd, "ZstdDecompressor", Recorded)
+    content = bytes(range(251)) * 50_000
+    for most in (len(content), 1 << 30):
+        assert decompress(compress(content), most) == content
+    compressor = compression.zstd.ZstdCompressor()
+    frame = compressor.compress(content) + compressor.flush()  # which says no size
+    with pytest.raises(InputError, match=str(len(content) - 1)):
+        decompress(frame, len(content) - 1)
+    assert min(asked) > 0
+    assert max(asked) <= PIECE_BYTES < len(content) / 4

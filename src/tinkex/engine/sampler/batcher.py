@@ -1,18 +1,22 @@
 """Which sequences run next, and how many of their tokens.
 
 Each pass takes the sequences that decode first, so that running streams never wait for a
-long prompt, and fills the rest of its token budget with prompts, in pieces where needed.
+long prompt, and fills the rest of its token budget with prompts, in pieces where needed. Owners
+with prompts share that budget equally, so that no owner waits for the long prompts of another; the
+prompts of one owner are computed in turn, because sharing would delay the first and speed up none.
+
 When blocks run out, the running sequence with the last turn is preempted and recomputed later. The
-running sequence with the first turn always makes progress, and no sequence starts before a waiting
-one with an earlier turn, so every sequence ends. No tensors.
+running sequence with the first turn always makes progress, and a sequence that starts before a
+waiting one with an earlier turn leaves room for that one, so every sequence ends. No tensors.
 """
 
 from __future__ import annotations
 
+import heapq
 from bisect import insort
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +25,11 @@ if TYPE_CHECKING:
     from tinkex.engine.sampler.sequence import TokenSequence
 
 _turn = attrgetter("turn")
+
+# Smaller pieces would not use the device well: every piece reads all of its sequence's cache.
+_MIN_SHARE = 64
+
+Start = Literal["started", "waits", "no room"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,7 +52,9 @@ class Piece:
 class Batcher:
     """Continuous batching over one pool of blocks.
 
-    `fits` tells whether the weights of some versions fit on the device together.
+    `fits` tells whether the weights of some versions fit on the device together. An owner's share
+    of a pass is never less than `min_share` tokens, unless it wants less; when there are too many
+    owners, the first in turn has a share, and those that want least have the others.
     """
 
     def __init__(
@@ -52,6 +63,7 @@ class Batcher:
         *,
         max_tokens: int,
         max_sequences: int,
+        min_share: int = _MIN_SHARE,
         fits: Callable[[set[str]], bool] | None = None,
     ) -> None:
         if not 1 <= max_sequences <= max_tokens:
@@ -60,23 +72,26 @@ class Batcher:
         self.pool = pool
         self.max_tokens = max_tokens
         self.max_sequences = max_sequences
+        self._min_share = min_share
         self._fits = fits
         self.preemptions = 0
-        # All mutable state: both lists by turn, and the sequence that is computing each block.
+        # All mutable state: the sequences by turn, those that wait by owner, and the sequence that
+        # is computing each block.
         self._running: list[TokenSequence] = []
-        self._waiting: list[TokenSequence] = []
+        self._waiting: dict[str, list[TokenSequence]] = {}
         self._filling: dict[bytes, TokenSequence] = {}
 
     def __len__(self) -> int:
-        return len(self._running) + len(self._waiting)
+        return len(self._running) + sum(map(len, self._waiting.values()))
 
     def __iter__(self) -> Iterator[TokenSequence]:
         yield from self._running
-        yield from self._waiting
+        for queue in self._waiting.values():
+            yield from queue
 
     def add(self, sequence: TokenSequence) -> None:
         """Add a sequence; the caller has checked that it fits into the empty pool."""
-        insort(self._waiting, sequence, key=_turn)
+        insort(self._waiting.setdefault(sequence.owner, []), sequence, key=_turn)
 
     def plan(self) -> list[Piece]:
         """Choose the next pass and give its sequences the blocks they need.
@@ -89,17 +104,13 @@ class Batcher:
         prefilling: list[TokenSequence] = []
         for sequence in self._running:
             (decoding if sequence.pending == 1 else prefilling).append(sequence)
-        for sequence in decoding + prefilling:
-            if budget == 0 or not sequence.running:  # it may just have been preempted
-                continue
-            start = sequence.computed
-            stop = start + min(sequence.pending, budget)
-            if stop > len(sequence.blocks) * self.pool.block_size:
-                self._make_room(sequence, stop, pieces)
-            if sequence.running:
-                pieces[sequence] = Piece(sequence, start, stop)
-                budget -= stop - start
-        self._admit(pieces, budget)
+        for sequence in decoding:
+            budget -= self._advance(sequence, budget, pieces)
+        budget = self._share(prefilling, budget, pieces)
+        if budget:  # all of it with one owner, or what no share could use: in turn
+            for sequence in [one for one in self._running if one.pending > 1]:
+                budget -= self._advance(sequence, budget, pieces)
+        self._admit(budget, pieces)
         return list(pieces.values())
 
     def ahead(self, sequences: Sequence[TokenSequence]) -> list[Piece] | None:
@@ -133,17 +144,83 @@ class Batcher:
         """Remove a finished or cancelled sequence and free its blocks."""
         if sequence.running:
             self._stop(sequence)
-        elif sequence in self._waiting:
-            self._waiting.remove(sequence)
+        elif sequence in self._waiting.get(sequence.owner, ()):
+            self._leave_queue(sequence)
 
     def check(self) -> None:
         """Raise `AssertionError` if the state is inconsistent."""
         self.pool.check(sequence.blocks for sequence in self._running)
-        assert all(not s.blocks and s.computed == 0 and not s.running for s in self._waiting)
         assert sorted(self._running, key=_turn) == self._running
-        assert sorted(self._waiting, key=_turn) == self._waiting
+        for owner, queue in self._waiting.items():
+            assert all(not s.blocks and s.computed == 0 and not s.running for s in queue)
+            assert all(s.owner == owner for s in queue)
+            assert queue
+            assert sorted(queue, key=_turn) == queue
         assert all(sequence.running for sequence in self._running)
         assert all(owner.running for owner in self._filling.values())
+
+    def _advance(
+        self, sequence: TokenSequence, most: int, pieces: dict[TokenSequence, Piece]
+    ) -> int:
+        """Add up to `most` tokens of a running sequence to the pass; return how many."""
+        planned = pieces.get(sequence)
+        start = sequence.computed if planned is None else planned.stop
+        stop = min(len(sequence.tokens), start + most)
+        if stop == start or not sequence.running:  # it may just have been preempted
+            return 0
+        if stop > len(sequence.blocks) * self.pool.block_size:
+            self._make_room(sequence, stop, pieces)
+        if not sequence.running:
+            return 0
+        pieces[sequence] = Piece(sequence, sequence.computed, stop)
+        return stop - start
+
+    def _share(
+        self, prefilling: list[TokenSequence], budget: int, pieces: dict[TokenSequence, Piece]
+    ) -> int:
+        """Split a budget between the owners that have prompts, if several; return what is left.
+
+        Owners that want little come first, and what they leave is split between the others: so all
+        get the same, or all they want. Something is kept for the oldest prompt meanwhile.
+        """
+        queues = self._queues(prefilling) if budget else {}
+        if len(queues) < 2:
+            return budget
+        wants = {owner: _wanted(queue, budget) for owner, queue in queues.items()}
+        oldest = min(prefilling or [queue[0] for queue in queues.values()], key=_turn).owner
+        kept = min(wants[oldest], self._min_share)
+        first = self._first_waiting()
+        owners = sorted(queues, key=lambda owner: (wants[owner], queues[owner][0].turn))
+        for place, owner in enumerate(owners):
+            kept = 0 if owner == oldest else kept
+            share = max(budget // (len(owners) - place), self._min_share)
+            share = min(share, wants[owner], budget - kept)
+            if share < min(wants[owner], self._min_share) and owner != oldest:
+                break  # too little for the others, too, which want more
+            for sequence in queues[owner]:
+                if share <= 0:
+                    break
+                if not sequence.running:
+                    if self._start(sequence, first) != "started":
+                        continue
+                    first = self._first_waiting() if sequence is first else first
+                count = self._advance(sequence, share, pieces)
+                share -= count
+                budget -= count
+        return budget
+
+    def _queues(self, prefilling: list[TokenSequence]) -> dict[str, list[TokenSequence]]:
+        """What each owner could compute next, in its order; empty if there is one owner at most."""
+        waiting = self._waiting if len(self._running) < self.max_sequences else {}
+        owners = waiting.keys() | {sequence.owner for sequence in prefilling}
+        if len(owners) < 2:
+            return {}
+        queues: dict[str, list[TokenSequence]] = {owner: [] for owner in owners}
+        for sequence in prefilling:
+            queues[sequence.owner].append(sequence)
+        for owner, queue in waiting.items():
+            queues[owner] += queue
+        return queues
 
     def _make_room(
         self, sequence: TokenSequence, tokens: int, pieces: dict[TokenSequence, Piece]
@@ -164,7 +241,7 @@ class Batcher:
     def _preempt(self, sequence: TokenSequence) -> None:
         self.preemptions += 1
         self._stop(sequence)
-        insort(self._waiting, sequence, key=_turn)
+        self.add(sequence)
 
     def _stop(self, sequence: TokenSequence) -> None:
         self._running.remove(sequence)
@@ -176,36 +253,79 @@ class Batcher:
         sequence.blocks = []
         sequence.computed = 0
 
-    def _admit(self, pieces: dict[TokenSequence, Piece], budget: int) -> None:
+    def _admit(self, budget: int, pieces: dict[TokenSequence, Piece]) -> None:
         """Start waiting sequences in turn, until one does not fit."""
-        # Copied, because starting a sequence removes it from the list; empty when none can start.
-        waiting = list(self._waiting) if budget and len(self._running) < self.max_sequences else ()
-        for sequence in waiting:
-            if budget == 0 or len(self._running) >= self.max_sequences:
+        if budget == 0 or len(self._running) >= self.max_sequences:
+            return
+        # Copied, because starting a sequence removes it from its queue.
+        for sequence in heapq.merge(*map(list, self._waiting.values()), key=_turn):
+            started = self._start(sequence)
+            if started == "no room":
                 return
-            if sequence.waits_for in self._filling or sequence.held_back:
-                continue
-            if not self._has_room(sequence.version):
-                return
-            found = self._shared_prefix(sequence)
-            if sequence.waits_for is not None:
-                continue
-            # Running sequences have their blocks already, unless the budget was used up.
-            if self._needs(sequence, found) > self.pool.available:
-                return
-            self._start(sequence, found)
-            count = min(sequence.pending, budget)
-            stop = sequence.computed + count
-            sequence.blocks += self.pool.take(self.pool.blocks_for(stop) - len(sequence.blocks))
-            pieces[sequence] = Piece(sequence, sequence.computed, stop)
-            budget -= count
+            if started == "started":
+                budget -= self._advance(sequence, budget, pieces)
+                if budget == 0:
+                    return
 
-    def _has_room(self, version: str) -> bool:
-        """Whether the weights of a version fit with the running ones; a single one always fits."""
+    def _start(self, sequence: TokenSequence, first: TokenSequence | None = None) -> Start:
+        """Let a waiting sequence run, unless it must wait for blocks of another, or for room.
+
+        `first` is the waiting sequence with the first turn while shares are given out; after that,
+        sequences start in turn.
+        """
+        if self._must_wait(sequence):
+            return "waits"
+        found = self._shared_prefix(sequence)
+        if sequence.waits_for is not None:
+            return "waits"
+        overtaken = [] if first is None or first is sequence else [first]
+        blocks = 0 if first is None else self._missing_blocks()
+        if not self._has_room(sequence, found, blocks, overtaken):
+            return "no room"
+        self._run(sequence, found)
+        return "started"
+
+    def _must_wait(self, sequence: TokenSequence) -> bool:
+        return sequence.waits_for in self._filling or sequence.held_back
+
+    def _first_waiting(self) -> TokenSequence | None:
+        """The waiting sequence with the first turn of those that need nothing but room."""
+        found = (
+            next((one for one in queue if not self._must_wait(one)), None)
+            for queue in self._waiting.values()
+        )
+        return min((one for one in found if one is not None), key=_turn, default=None)
+
+    def _missing_blocks(self) -> int:
+        """Blocks that the prompts of running sequences will take when the next shares come."""
+        lengths = ((self.pool.blocks_for(len(s.tokens)), len(s.blocks)) for s in self._running)
+        return sum(max(wanted - held, 0) for wanted, held in lengths)
+
+    def _has_room(
+        self,
+        sequence: TokenSequence,
+        found: list[int],
+        blocks: int,
+        overtaken: list[TokenSequence],
+    ) -> bool:
+        """Whether a sequence fits now beside `blocks` more and one that it overtakes.
+
+        Otherwise it would be preempted, or the overtaken one would never start.
+        """
+        if len(self._running) + len(overtaken) >= self.max_sequences:
+            return False
+        if not self._weights_fit({sequence.version, *(one.version for one in overtaken)}):
+            return False
+        blocks += sum(self._needs(one, self._shared_prefix(one)) for one in overtaken)
+        return blocks + self._needs(sequence, found) <= self.pool.available
+
+    def _weights_fit(self, versions: set[str]) -> bool:
+        """Whether the weights of versions fit with the running ones; a single one always fits."""
         if self._fits is None:
             return True
         running = {sequence.version for sequence in self._running}
-        return not running or version in running or self._fits(running | {version})
+        together = running | versions
+        return len(together) == 1 or together == running or self._fits(together)
 
     def _shared_prefix(self, sequence: TokenSequence) -> list[int]:
         """The cached prefix; sets `waits_for` when another sequence computes the next block."""
@@ -222,8 +342,14 @@ class Batcher:
         tokens = min(len(sequence.tokens) + 1, sequence.cache_length)
         return self.pool.blocks_for(tokens) - len(found) + self.pool.idle_among(found)
 
-    def _start(self, sequence: TokenSequence, found: list[int]) -> None:
-        self._waiting.remove(sequence)
+    def _leave_queue(self, sequence: TokenSequence) -> None:
+        queue = self._waiting[sequence.owner]
+        queue.remove(sequence)
+        if not queue:
+            del self._waiting[sequence.owner]
+
+    def _run(self, sequence: TokenSequence, found: list[int]) -> None:
+        self._leave_queue(sequence)
         insort(self._running, sequence, key=_turn)
         sequence.running = True
         self.pool.share(found)
@@ -233,3 +359,13 @@ class Batcher:
             sequence.cached = min(sequence.computed, sequence.prompt_length)
         for key in sequence.keys(self.pool.block_size)[len(found) :]:
             self._filling.setdefault(key, sequence)
+
+
+def _wanted(queue: Sequence[TokenSequence], most: int) -> int:
+    """How many tokens of these are to be computed; `most` stands for more."""
+    wanted = 0
+    for sequence in queue:
+        wanted += sequence.pending
+        if wanted >= most:
+            return most
+    return wanted

@@ -32,7 +32,8 @@ class TokenSequence:
     tokens: list[int]
     reusable: int
     cache_salt: str = ""
-    """Part of the hash of its blocks: only sequences with the same salt share them."""
+    """Its owner, and part of the hash of its blocks: only sequences with the same salt share them.
+    """
     logprobs: list[float] = field(default_factory=list[float])
     blocks: list[int] = field(default_factory=list[int])
     computed: int = 0
@@ -45,6 +46,11 @@ class TokenSequence:
     first: TokenSequence | None = None
     """The first sample of the same request, if this is another."""
     _keys: list[bytes] = field(default_factory=list[bytes])
+
+    @property
+    def owner(self) -> str:
+        """Who shares passes with other owners."""
+        return self.cache_salt
 
     @property
     def pending(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
@@ -244,6 +245,7 @@ class Call:
         if member is not None:
             try:
                 await member.own(key, owner=self.owner, base_model=base_model, here=here)
+                request_record(self.request.scope).epoch = member.owned[key].epoch
             except NoNodeError as error:
                 raise _no_node(error) from error
 
@@ -386,14 +388,14 @@ def _limits(request: Request, settings: ServerSettings) -> tuple[int, int]:
 
 
 async def _receive(request: Request, most: int) -> bytes:
-    parts: list[bytes] = []
-    size = 0
+    # Joining a list of parts would copy a large body in one step of the event loop; this copies
+    # each part when it arrives, and its content is returned without another copy.
+    whole = io.BytesIO()
     async for part in request.stream():
-        size += len(part)
-        if size > most:
+        if whole.tell() + len(part) > most:
             raise _too_large(most)
-        parts.append(part)
-    return b"".join(parts)
+        whole.write(part)
+    return whole.getvalue()
 
 
 def _count_protobuf(body: bytes) -> Counts:
@@ -454,11 +456,12 @@ class Uploads:
     async def run(self) -> None:
         """Watch until cancelled; asleep while nothing is being read."""
         while True:
-            await self._bell.wait()
-            self._bell = anyio.Event()
+            # First, because bodies may be open when this task is started again.
             while self._open:
                 await self._clock.sleep(next(iter(self._open.values())) - self._clock.now())
                 self._give_up_late()
+            await self._bell.wait()
+            self._bell = anyio.Event()
 
     def _give_up_late(self) -> None:
         now = self._clock.now()

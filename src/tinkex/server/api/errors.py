@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import traceback
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 from starlette.responses import Response
@@ -25,13 +25,18 @@ from tinkex.errors import (
     status_error,
 )
 from tinkex.server.observability.requests import request_record
+from tinkex.server.scheduler.room import NoRoomError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from starlette.requests import Request
 
 _log = logging.getLogger(__name__)
 
 _SOON = {"retry-after": "1"}
+FULL: Final[Mapping[str, str]] = {"retry-after": "30"}
+"""The headers of a refusal because the tenant's quota is full."""
 _NO_SPACE = (
     "The server cannot store this now: its disk is full, read-only or failing. Nothing was kept of "
     "this request. Its operator sees why; send it again later."
@@ -54,6 +59,8 @@ def error_reply(request: Request, error: Exception) -> Response:
         return _reply(error.status_code, error.body, error.response.headers)
     if isinstance(error, InputError):
         return _reply(400, {"detail": str(error)})
+    if isinstance(error, NoRoomError):
+        return no_room_reply(error)
     if isinstance(error, RequestFailedError):
         return _reply(400 if error.category == "user" else 500, {"detail": str(error)})
     if isinstance(error, StorageError):
@@ -65,6 +72,23 @@ def error_reply(request: Request, error: Exception) -> Response:
         detail = "The server is being started again; send the request again in a moment."
         return _reply(503, {"detail": detail}, _SOON)
     return _surprise(request, error)
+
+
+def no_room_reply(error: NoRoomError) -> Response:
+    """A copy or an import that does not fit now: 429, as for other work, but not to be repeated.
+
+    It is not a 400: the request is right and succeeds once something is deleted. But the caller
+    is mostly the one that has to delete something, and a client that waits for it on its own hides
+    what to delete. So clients are told to raise the error at once; those that ignore the header
+    (the official one) give up after five minutes.
+    """
+    return _reply(429, {"detail": full_detail(error)}, {**FULL, "x-should-retry": "false"})
+
+
+def full_detail(error: NoRoomError) -> str:
+    """What the tenant is told: a sentence."""
+    said = str(error)
+    return f"{said[0].upper()}{said[1:]}."
 
 
 def _forget_locals(error: BaseException | None) -> None:

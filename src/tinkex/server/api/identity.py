@@ -91,6 +91,7 @@ class Identity:
         self._found: dict[str | int, tuple[Caller, float]] = {}
         # When the last use of a key was noted.
         self._noted: dict[int, float] = {}
+        store.on_hint(self._hint)
 
     async def owner(self, credential: str | None, address: str = "") -> str:
         """The tenant of a request; raises a 401 that says what to do.
@@ -139,6 +140,18 @@ class Identity:
         await self._store.revoke_key(key.key_id, self._clock.wall())
         self._found.pop(key.key_hash, None)
         self._found.pop(key.key_id, None)
+
+    def _hint(self, hint: str) -> None:
+        """Look again, when another node has revoked a key."""
+        kind, _, number = hint.partition(" ")
+        if kind == "key":
+            self._found = {
+                name: (caller, until)
+                for name, (caller, until) in self._found.items()
+                if caller.key is None or str(caller.key.key_id) != number
+            }
+        elif kind == "all":
+            self._found.clear()
 
     def make_link(self, claims: dict[str, str], key_id: int | None = None) -> tuple[str, float]:
         """A token for a download link, and when it expires.

@@ -2,6 +2,8 @@
 
 Official clients wait after a 429 and send again, some for ever. So only limits that are freed
 without the client's help are refused with it, and never a request that was accepted before.
+A full quota is one of them for work that can wait: results and old sessions are deleted after some
+time. A copy or an import must not wait for that: see `no_room_reply` in `api.errors`.
 """
 
 from __future__ import annotations
@@ -14,9 +16,8 @@ from typing import TYPE_CHECKING, Literal
 
 import anyio
 
-from tinkex.errors import RequestFailedError
-from tinkex.server.api.errors import refuse
-from tinkex.server.scheduler.room import no_room
+from tinkex.server.api.errors import FULL, full_detail, refuse
+from tinkex.server.scheduler.room import NoRoomError, no_room
 from tinkex.server.store.records import LimitReached
 
 if TYPE_CHECKING:
@@ -162,7 +163,7 @@ class TenantLimits:
         try:
             async with reserved as room, room.spent(size_bytes):
                 kept = await self._store.add_loss(loss, max_losses=self._settings.max_losses)
-        except RequestFailedError as full:
+        except NoRoomError as full:
             raise _full(full) from full
         if isinstance(kept, LimitReached):
             raise self._reached(kept)
@@ -248,9 +249,9 @@ def _over(
     )
 
 
-def _full(why: RequestFailedError) -> APIStatusError:
+def _full(why: NoRoomError) -> APIStatusError:
     """The refusal of more work while the quota is full."""
-    return refuse(429, f"W{str(why)[1:]}.", headers={"retry-after": "30"})
+    return refuse(429, full_detail(why), headers=dict(FULL))
 
 
 class Throttle:

@@ -52,17 +52,21 @@ if TYPE_CHECKING:
 async def create_model(call: Call) -> Response:
     """Start a training run. Clients before sessions get one made for them."""
     body = decode_object(await call.body())
-    if body.get("session_id") is None:
+    old_client = body.get("session_id") is None
+    if old_client:
+        # Before a session is made, which another node would make again.
+        call.at_engine(call.base_model(str(body.get("base_model"))).name)
         key = call.idempotency_key() or call.parts.new_id()
         known = await call.store.recall(call.owner, key)
         if known is None:
-            known = (await open_session(call, heartbeats=False)).session_id
-            await call.store.remember(call.owner, key, known)
+            opened = (await open_session(call, heartbeats=False)).session_id
+            known = await call.store.remember(call.owner, key, opened)
         body = {**body, "session_id": known, "model_seq_id": 0}
-    return await _create(call, decode_request(CreateModelRequest, encode(body)))
+    request = decode_request(CreateModelRequest, encode(body))
+    return await _create(call, request, here=old_client)
 
 
-async def _create(call: Call, request: CreateModelRequest) -> Response:
+async def _create(call: Call, request: CreateModelRequest, *, here: bool) -> Response:
     spec = call.base_model(request.base_model)
     lora = request.lora_config or LoraConfig(rank=32)
     _check_lora(lora)
@@ -74,7 +78,7 @@ async def _create(call: Call, request: CreateModelRequest) -> Response:
         user_metadata=as_strings(request.user_metadata),
         project_id=session.project_id,
     )
-    return await submit_run(call, run, "create_model", request, encode(request))
+    return await submit_run(call, run, "create_model", request, encode(request), here=here)
 
 
 def _check_lora(lora: LoraConfig) -> None:

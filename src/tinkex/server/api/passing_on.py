@@ -11,6 +11,7 @@ from tinkex.errors import APIStatusError
 from tinkex.server.api.errors import error_reply, refuse
 from tinkex.server.cluster.forwarding import NotOwner
 from tinkex.server.cluster.peers import NodeUnreachable
+from tinkex.server.observability.requests import request_record
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -21,7 +22,10 @@ if TYPE_CHECKING:
 
 def admit(parts: Parts, request: Request) -> bool:
     """Whether another node has passed a request on; raises a 403 for one that only says so."""
-    return parts.member is not None and parts.member.hops.admit(request.scope) is not None
+    hop = None if parts.member is None else parts.member.hops.admit(request.scope)
+    if hop is not None:
+        request_record(request.scope).passed_by = hop.node_id
+    return hop is not None
 
 
 async def pass_on(parts: Parts, request: Request, elsewhere: Elsewhere) -> Response:
@@ -29,10 +33,16 @@ async def pass_on(parts: Parts, request: Request, elsewhere: Elsewhere) -> Respo
 
     Clients send a request again after a 503, and by then the claim names its new owner.
     """
-    assert parts.member is not None
+    member = parts.member
+    assert member is not None
+    request_record(request.scope).passed_to = elsewhere.node.name
     try:
-        return await parts.member.forwarder.forward(request, elsewhere.node)
+        reply = await member.forwarder.forward(request, elsewhere.node)
+        member.figures.passed_on["answered"] += 1
+        return reply
     except (NodeUnreachable, NotOwner) as error:
+        outcome = "not_owner" if isinstance(error, NotOwner) else "unreachable"
+        member.figures.passed_on[outcome] += 1
         detail = f"{elsewhere.key} cannot be reached ({error}); send the request again."
         return error_reply(request, refuse(503, detail, headers={"retry-after": "1"}))
     except APIStatusError as error:

@@ -107,7 +107,9 @@ async def asample(call: Call) -> Response:
     if not 1 <= request.num_samples <= most:
         raise refuse(400, f"num_samples must lie between 1 and {most}, not {request.num_samples}.")
     sampler = await _sampler_of(call, request)
-    await call.own(claim_key(sampler), sampler.base_model)
+    # The oldest clients have a sampler for every request, which is best answered where it is.
+    here = request.sampling_session_id is None
+    await call.own(claim_key(sampler), sampler.base_model, here=here)
     seq_id = request.seq_id
     number = str(seq_id) if seq_id is not None else await _number_of(call)
     op_id = f"{sampler.sampler_id}:{number}"
@@ -173,6 +175,7 @@ async def _sampler_of(call: Call, request: SampleRequest) -> StoredSampler:
     if request.sampling_session_id is not None:
         return await own_sampler(call, request.sampling_session_id)
     # Clients before sampling sessions name the weights in every request.
+    call.at_engine(request.base_model)
     session = await open_session(call, heartbeats=False)
     return await _sampler(call, f"{session.session_id}:sample:0", session.session_id, request)
 

@@ -160,10 +160,10 @@ def new_run(
 
 
 async def submit_run(
-    call: Call, run: Model, kind: OpKind, request: object, body: bytes
+    call: Call, run: Model, kind: OpKind, request: object, body: bytes, *, here: bool = False
 ) -> Response:
     """Add a run that is not known yet, and queue its first operation, which makes the model."""
-    await call.own(run.model_id, run.base_model)
+    await call.own(run.model_id, run.base_model, here=here)
     run = await call.parts.limits.add_model(run)
     operation = Operation(
         op_id=f"{run.model_id}:0",

@@ -24,10 +24,12 @@ import anyio
 
 from tinkex.clock import time_limit
 from tinkex.errors import TinkerError
+from tinkex.server.cluster.figures import ClusterFigures
 from tinkex.server.cluster.forwarding import Elsewhere, Forwarder
 from tinkex.server.cluster.hop import Hops
 from tinkex.server.cluster.peers import Peers
 from tinkex.server.cluster.placement import place, why_not
+from tinkex.server.cluster.remote_samples import RemoteSamples
 from tinkex.server.store.ownership import LeaseLostError, NodeLoad, ServedModel
 from tinkex.server.supervision import keep_running, no_stray_cancellation, quietly
 
@@ -52,6 +54,7 @@ _AT_ONCE: Final = 8
 _LOOKS: Final = 5
 # How long a request waits for a key that is being handed over, or for the first list of nodes.
 _PATIENCE_S: Final = 20.0
+_LIVING: Final = ("alive", "draining")
 # Nodes that have ended are shown for so long.
 _REMEMBERED_S: Final = 24 * 3600.0
 
@@ -96,16 +99,21 @@ class Member:
         self.hops = Hops(membership.secret, self.node_id, clock.wall)
         self.peers = Peers(clock, long_poll_s=long_poll_s, ssl_context=joined.ssl_context)
         self.forwarder = Forwarder(self.peers, self.hops)
+        self.samples = RemoteSamples(self, clock)
+        self.figures = ClusterFigures(self)
         self._worker: Worker | None = None
         # Mutable state: the keys that are taken over, and those that are being taken over or handed
         # over, with an event for the end of that; the nodes as they were read last; since when the
-        # database has answered without a break; and what wakes the loop.
+        # database has answered without a break; what wakes the loop, and what it was told.
         self.owned: dict[str, Claim] = {}
         self._changing: dict[str, anyio.Event] = {}
         self.nodes: dict[str, Node] = {membership.node.node_id: membership.node}
         self._in_touch_since: float | None = None
         self._renewed_at = clock.now()
         self._changed = anyio.Event()
+        self._ended_sessions: set[str] = set()
+        self._changed_keys: set[str] = set()
+        self._look_again = False
         self._known = anyio.Event()
         self._group: TaskGroup | None = None
         self._slots = anyio.Semaphore(_AT_ONCE)
@@ -117,6 +125,16 @@ class Member:
     def node(self) -> Node:
         """This node, as the database has it."""
         return self.nodes[self.node_id]
+
+    @property
+    def lease_age_s(self) -> float:
+        """How long ago the lease was renewed."""
+        return self._clock.now() - self._renewed_at
+
+    @property
+    def samples_running(self) -> int:
+        """The samples of this node's samplers that have started, here or elsewhere."""
+        return 0 if self._worker is None else self._worker.samples_running
 
     @property
     def leads(self) -> bool:
@@ -196,7 +214,12 @@ class Member:
             node = place(list(self.nodes.values()), base_model, owner, key=key)
         if node is None:
             raise NoNodeError(why_not(list(self.nodes.values()), base_model))
-        return await self._store.claim(key, node.node_id, owner=owner, base_model=base_model)
+        claim = await self._store.claim(key, node.node_id, owner=owner, base_model=base_model)
+        chosen = self.nodes.get(claim.node_id)
+        if chosen is not None:
+            # It reports its load only every few seconds.
+            self.nodes[claim.node_id] = _with_one_more(chosen, claim)
+        return claim
 
     async def _is_owner(self, node_id: str) -> bool:
         """Whether a node may own something; if it is dead, its keys are given to others."""
@@ -242,7 +265,7 @@ class Member:
                 # Clients could not send heartbeats while there was no node.
                 await self._store.touch_sessions(self._clock.wall())
             await self._store.announce(served)
-            self._changed.set()
+            self._look_soon()
             await anyio.sleep_forever()
 
         return announce
@@ -293,20 +316,47 @@ class Member:
 
     async def _watch(self) -> None:
         """Take over, hand over and clean up, when something has changed or a while has passed."""
-        if self._worker is not None:
-            await self._worker.started.wait()
+        worker = self._worker
+        assert worker is not None
+        await worker.started.wait()
+        every_s = self._settings.lease_s / _RENEWALS
+        look_at = 0.0
         while True:
             self._changed = anyio.Event()
-            await quietly(self._reconcile(), "looking after the cluster")
-            async with time_limit(self._clock, self._settings.lease_s / _RENEWALS):
+            sessions, self._ended_sessions = self._ended_sessions, set()
+            for session_id in sessions:
+                await quietly(worker.session_ended(session_id), "a session's end")
+            keys, self._changed_keys = self._changed_keys, set()
+            for key in keys:
+                await quietly(self._look_at(key), f"looking at {key}")
+            if self._look_again or self._clock.now() >= look_at:
+                self._look_again = False
+                look_at = self._clock.now() + every_s
+                await quietly(self._reconcile(), "looking after the cluster")
+            async with time_limit(self._clock, max(look_at - self._clock.now(), 0.0)):
                 await self._changed.wait()
 
     def _hinted(self, hint: str) -> None:
+        # Only noted: this is called outside of any task.
         what, _, name = hint.partition(" ")
-        if what == "session" and self._group is not None and self._worker is not None:
-            self._group.start_soon(self._worker.session_ended, name)
+        if what == "session":
+            self._ended_sessions.add(name)
+        elif what == "claim":
+            self._changed_keys.add(name)
+        elif what in ("node", "all"):
+            self._look_again = True
         else:
-            self._changed.set()
+            return
+        self._changed.set()
+
+    def _look_soon(self) -> None:
+        self._look_again = True
+        self._changed.set()
+
+    async def _look_at(self, key: str) -> None:
+        claim = await self._store.get_claim(key)
+        if claim is not None and claim.node_id == self.node_id:
+            self._attend(claim)
 
     async def _reconcile(self) -> None:
         await self._look_at_nodes()
@@ -323,6 +373,7 @@ class Member:
 
     async def _look_at_nodes(self) -> None:
         self.nodes = {node.node_id: node for node in await self._store.nodes()}
+        self.peers.retain([n.node_id for n in self.nodes.values() if n.state in _LIVING])
         node = self.nodes.get(self.node_id)
         if node is None or node.state in ("dead", "left"):
             self._on_lost("another node declared this one dead, because its lease had run out")
@@ -336,7 +387,7 @@ class Member:
         since, lease_s = self._in_touch_since, self._settings.lease_s
         if since is None or self._clock.now() - since < lease_s:
             return
-        silent = [n for n in self.nodes.values() if n.expired and n.state in ("alive", "draining")]
+        silent = [n for n in self.nodes.values() if n.expired and n.state in _LIVING]
         for node in silent:
             if node.node_id != self.node_id and await self._store.declare_dead(node.node_id):
                 _log.warning("node %s (%s) was declared dead", node.name, node.url)
@@ -394,6 +445,7 @@ class Member:
             self.owned[claim.key] = claim
             try:
                 await self._worker.handover.take_over(claim)
+                self.figures.taken_over += 1
             except BaseException:
                 del self.owned[claim.key]
                 self._store.give_up(claim)
@@ -424,8 +476,9 @@ class Member:
                 _log.exception("%s could not be given to %s", key, target.name)
                 moved = None
             if moved is None:
-                self._changed.set()  # taken over again, if it is still this node's
+                self._look_soon()  # taken over again, if it is still this node's
             else:
+                self.figures.handed_over += 1
                 _log.info("%s moved to node %s", key, target.name)
 
     def _target(self, claim: Claim) -> Node | None:
@@ -472,7 +525,7 @@ class Member:
 
 
 def _is_alive(node: Node) -> bool:
-    return node.state in ("alive", "draining") and not node.expired
+    return node.state in _LIVING and not node.expired
 
 
 def _with_one_more(node: Node, claim: Claim) -> Node:

@@ -154,7 +154,10 @@ class Peers:
                 raise BrokenReply("the reply does not say where it ends")
         except (OSError, BrokenReply) as error:
             release()
-            raise NodeUnreachable(node, describe(error, node.url, _WHERE), received=True) from error
+            reason = describe(error, node.url, _WHERE)
+            if isinstance(error, TimeoutError) and error.errno is None:
+                reason = f"nothing was sent or received for {self._silence_s:g} s"
+            raise NodeUnreachable(node, reason, received=True) from error
         except BaseException:
             connection.abort()
             release()

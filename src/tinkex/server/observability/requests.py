@@ -64,6 +64,11 @@ class RequestRecord:
     route: str = "unknown"
     owner: str | None = None
     model_id: str | None = None
+    # In a cluster: the node that answers instead of this one, or that passed the request on, and
+    # under which epoch this node owns the model.
+    passed_to: str | None = None
+    passed_by: str | None = None
+    epoch: int | None = None
     storage_error: str | None = None
     # The session, and the operation or sampler in it, that a poll waited for.
     polled: tuple[str, str] | None = None
@@ -230,6 +235,9 @@ class RequestObserver:
             "ms": round(seconds * 1000, 3),
             "owner": None if record.owner is None else owner_hash(record.owner),
             "model_id": record.model_id,
+            "passed_to": record.passed_to,
+            "passed_by": record.passed_by,
+            "epoch": record.epoch,
         }
         fields = {
             name: value[:_MOST_LOGGED] if isinstance(value, str) else value
@@ -305,7 +313,9 @@ def _describe(span: Any, record: RequestRecord, status: int) -> None:
 
     span.update_name(f"server.{record.route}")
     span.set_attribute("http.response.status_code", status)
-    if record.model_id is not None:
-        span.set_attribute("tinkex.model_id", record.model_id)
+    for name in ("model_id", "passed_to", "passed_by", "epoch"):
+        value = getattr(record, name)
+        if value is not None:
+            span.set_attribute(f"tinkex.{name}", value)
     if status >= 500:
         span.set_status(Status(StatusCode.ERROR))

@@ -34,6 +34,13 @@ _HOW_TO_FREE: Final[Mapping[Part, str]] = {
 }
 
 
+class NoRoomError(RequestFailedError):
+    """Something does not fit now, but would after something else is deleted or has expired."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, None, "user")
+
+
 class Room:
     """Accepts what fits. Used from one event loop."""
 
@@ -60,9 +67,7 @@ class Room:
     async def used(self, owner: str) -> dict[Part, int]:
         """The bytes of each part of what is kept for an owner."""
         kept = await self._store.kept(owner)
-        sizes: dict[Part, int] = {part: found.size_bytes for part, found in kept.items()}
-        sizes["samplers"] = self._samplers.size_bytes(owner)
-        return sizes
+        return {part: found.size_bytes for part, found in kept.items()}
 
     @asynccontextmanager
     async def reserved(
@@ -71,6 +76,7 @@ class Room:
         """Hold room while something is written, or refuse it with what could be deleted.
 
         Samplers that may go make room. What is written is stored within `Reservation.spent`.
+        Raises `NoRoomError`, or another error for what could never fit.
         """
         taken = Reservation(self, owner, replaced_bytes, checkpoints)
         try:
@@ -85,11 +91,18 @@ class Room:
         self, owner: str, size_bytes: int, replaced_bytes: int, checkpoints: int
     ) -> None:
         """Refuse what does not fit, even without samplers that may go."""
+        if size_bytes > self._most:
+            raise RequestFailedError(
+                f"this takes {size_bytes} bytes, more than the {self._most} that a tenant may keep "
+                "here in all (max_stored_bytes)",
+                None,
+                "user",
+            )
         used = await self.used(owner)
         excess = self._total(owner, used) - replaced_bytes + size_bytes - self._most
         if excess > 0:
             await self._samplers.free(owner, excess)
-            used["samplers"] = self._samplers.size_bytes(owner)
+            used = await self.used(owner)
         total = self._total(owner, used) - replaced_bytes
         if total + size_bytes > self._most:
             now = self._clock.wall()
@@ -102,11 +115,9 @@ class Room:
         kept = await self._store.kept(owner)
         have = kept["checkpoints"].count + self._checkpoints[owner]
         if have >= self._most_checkpoints:
-            raise RequestFailedError(
+            raise NoRoomError(
                 f"you have {have} checkpoints; a tenant may have {self._most_checkpoints} here "
-                "(max_checkpoints): delete some, or give new ones a TTL",
-                None,
-                "user",
+                "(max_checkpoints): delete some, or give new ones a TTL"
             )
 
     def _total(self, owner: str, used: Mapping[Part, int]) -> int:
@@ -170,7 +181,7 @@ class Reservation:
 
 def no_room(
     used: Mapping[Part, int], total: int, most: int, kept: Iterable[StoredCheckpoint] = ()
-) -> RequestFailedError:
+) -> NoRoomError:
     """Says what takes up the room, and what could be deleted."""
     some: list[Part] = [part for part, size in used.items() if size]
     parts = sorted(some, key=lambda part: -used[part])
@@ -180,10 +191,8 @@ def no_room(
     steps = [_HOW_TO_FREE[part] for part in parts[:2]]
     if named:
         steps.append(f"the largest checkpoints are {named}")
-    return RequestFailedError(
+    return NoRoomError(
         f"what is kept for you takes up {total} of the {most} bytes a tenant may keep here "
         f"(max_stored_bytes), so {max(most - total, 0)} more would fit. In bytes: {shown}. To free "
-        f"some: {'; '.join(steps) or 'ask the operator of this server for more room'}",
-        None,
-        "user",
+        f"some: {'; '.join(steps) or 'ask the operator of this server for more room'}"
     )

@@ -31,12 +31,16 @@ if TYPE_CHECKING:
     from anyio.abc import TaskGroup
 
     from tinkex.clock import Clock
+    from tinkex.engine.protocol import SampleOp, SampleResult
     from tinkex.server.scheduler.engine_access import EngineAccess
     from tinkex.server.scheduler.jobs import Done, Jobs
     from tinkex.server.scheduler.outcomes import Load, Outcomes
     from tinkex.server.scheduler.samplers import PublishedSamplers
     from tinkex.server.store.protocol import Store
     from tinkex.server.store.records import Operation, OperationOutcome
+
+    # Computes a sample on another node, or returns None.
+    Elsewhere = Callable[[SampleOp, Weights], Awaitable["SampleResult | None"]]
 
 _log = logging.getLogger(__name__)
 
@@ -115,7 +119,10 @@ class Shares:
 
 
 class SampleRunner:
-    """The samples in flight; `restored` returns when the engine has a model."""
+    """The samples in flight; `restored` returns when the engine has a model.
+
+    `elsewhere` may have another node compute a sample whose weights that node can load.
+    """
 
     def __init__(
         self,
@@ -128,9 +135,11 @@ class SampleRunner:
         load: Load,
         shares: Shares,
         restored: Callable[[str], Awaitable[None]],
+        elsewhere: Elsewhere | None = None,
     ) -> None:
         self._store = store
         self._clock = clock
+        self._elsewhere = elsewhere
         self._jobs = jobs
         self._access = access
         self._samplers = samplers
@@ -155,6 +164,11 @@ class SampleRunner:
     def waiting(self) -> int:
         """Samples that have not started."""
         return len(self._shares)
+
+    @property
+    def running(self) -> int:
+        """Samples that have started."""
+        return len(self._running)
 
     def is_running(self, op_id: str) -> bool:
         """Whether a sample has started."""
@@ -312,28 +326,38 @@ class SampleRunner:
 
     async def _sample(self, op: Operation) -> Done:
         with self._samplers.using(op.sampler_id or ""):
-            weights = await self._weights(op)
+            weights, shared = await self._weights(op)
+            sample_op = self._jobs.sample_op(op, weights)
+            if self._elsewhere is not None and shared is not None:
+                result = await self._elsewhere(sample_op, shared)
+                if result is not None:
+                    return sampled(result)
             async with self._access.running((op.op_id,)):
                 epoch = await self._access.ready()
                 if weights.snapshot and not self._samplers.in_engine(op.sampler_id or ""):
                     raise EngineRestartedError("the engine was started again")
-                call = self._access.engine.sample(self._jobs.sample_op(op, weights))
+                call = self._access.engine.sample(sample_op)
                 return sampled(await self._access.guard(epoch, call))
 
-    async def _weights(self, op: Operation) -> Weights:
+    async def _weights(self, op: Operation) -> tuple[Weights, Weights | None]:
+        """What to sample from: in this engine, and anywhere, as far as it is in a file."""
         sampler_id = cast("str", op.sampler_id)
         sampler = await self._store.get_sampler(sampler_id)
         if sampler is None:
             raise failure(f"there is no sampling session {sampler_id!r}")
         if sampler.snapshot is None:
-            return Weights(base_model=sampler.base_model, location=sampler.location)
+            weights = Weights(base_model=sampler.base_model, location=sampler.location)
+            return weights, weights
         if not self._samplers.in_engine(sampler_id) and sampler.location is None:
             if sampler.dropped is None:
                 await self._restored(sampler.model_id or "")
             sampler = await self._store.get_sampler(sampler_id) or sampler
+        saved = None
+        if sampler.location is not None:
+            saved = Weights(base_model=sampler.base_model, location=sampler.location)
         if self._samplers.in_engine(sampler_id):
-            return Weights(base_model=sampler.base_model, snapshot=sampler.snapshot)
-        if sampler.location is None:
+            return Weights(base_model=sampler.base_model, snapshot=sampler.snapshot), saved
+        if saved is None:
             why = sampler.dropped or "their session has ended"
             raise failure(f"these sampling weights are gone: {why}")
-        return Weights(base_model=sampler.base_model, location=sampler.location)
+        return saved, saved

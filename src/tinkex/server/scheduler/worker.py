@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from tinkex.engine.protocol import Engine
     from tinkex.server.observability.meters import Meters
     from tinkex.server.scheduler.outcomes import Waiters
+    from tinkex.server.scheduler.samples import Elsewhere
     from tinkex.server.server_settings import ServerSettings
     from tinkex.server.store.ownership import Claim
     from tinkex.server.store.protocol import Store
@@ -73,8 +74,9 @@ class OperationProgress:
 class Worker:
     """Runs accepted operations; `run()` is its one long-lived task.
 
-    `owned` are the keys of this node of a cluster, which `handover` takes over one by one. A server
-    without others owns everything, and has None.
+    `owned` are the keys of this node of a cluster, which `handover` takes over one by one, and
+    `elsewhere` has other nodes compute samples. A server without others owns everything, and has
+    neither.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class Worker:
         encode: Callable[[OpKind, object], bytes],
         decode: Callable[[Operation], object],
         owned: Mapping[str, Claim] | None = None,
+        elsewhere: Elsewhere | None = None,
     ) -> None:
         self._store = store
         self._clock = clock
@@ -121,6 +124,7 @@ class Worker:
             self.load,
             Shares(settings.max_sequences_running),
             self._restored,
+            elsewhere,
         )
         # Mutable state: the run of every model that is alive; training requests that are being
         # read, by owner and oldest first; where background work runs; why nothing runs any more.
@@ -167,6 +171,11 @@ class Worker:
     def samples_in_flight(self) -> int:
         """Samples accepted and not finished."""
         return len(self._samples)
+
+    @property
+    def samples_running(self) -> int:
+        """Samples that have started and not finished."""
+        return self._samples.running
 
     def queue_lengths(self) -> dict[str, int]:
         """How many operations wait for their turn, by kind."""

@@ -589,9 +589,9 @@ class MemoryStore(MemoryOwnership):
 
     async def remember(
         self, owner: str, key: str, answer: str, *, session_id: str | None = None
-    ) -> None:
+    ) -> str:
         given = _Answer(answer, self._clock.wall(), session_id)
-        self._answers.setdefault((owner, key), given)
+        return self._answers.setdefault((owner, key), given).answer
 
     async def add_key(self, key: ApiKey) -> ApiKey:
         kept = replace(key, key_id=len(self._keys) + 1)

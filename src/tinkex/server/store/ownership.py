@@ -76,6 +76,11 @@ class Node:
     load: NodeLoad = field(default_factory=NodeLoad)
 
     @property
+    def silent(self) -> bool:
+        """Whether its lease has run out, and no other node has noticed yet."""
+        return self.expired and self.state in ("alive", "draining")
+
+    @property
     def serving(self) -> bool:
         """Whether it may be given work."""
         return self.state == "alive" and not self.expired

@@ -374,8 +374,11 @@ class Store(Ownership, Protocol):
 
     async def remember(
         self, owner: str, key: str, answer: str, *, session_id: str | None = None
-    ) -> None:
-        """Keep the first answer: as long as a session is known, or until it is pruned by age."""
+    ) -> str:
+        """Keep the first answer: as long as a session is known, or until it is pruned by age.
+
+        Returns the one that counts, which another node may have given at the same moment.
+        """
         ...
 
     async def add_key(self, key: ApiKey) -> ApiKey:

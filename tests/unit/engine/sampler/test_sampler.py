@@ -117,6 +117,24 @@ def test_requests_that_arrive_while_others_run_change_nothing(
         compare(answer(run), alone[run.op.op_id])
 
 
+def test_results_do_not_depend_on_owners_that_share_the_passes(
+    alone: dict[str, SampleResult],
+) -> None:
+    target = sampler(pass_tokens=256, max_sequences=16)
+    long = [target.submit(op(text(900, 7 + i), extra={"cache_salt": f"z{i}"})) for i in range(2)]
+    target.step()
+    # Both are computed in pieces, and neither takes a whole pass.
+    assert [run.sequences[0].computed for run in long] == [128, 128]
+    ops = mixed_ops()
+    runs = [target.submit(replace(one, cache_salt=one.op_id)) for one in ops]
+    target.step()
+    # Prompts of others are complete in one pass, and begin to answer.
+    assert all(len(run.sequences[0].generated) == 1 for run in runs)
+    drive(target)
+    for run in runs:
+        compare(answer(run), alone[run.op.op_id])
+
+
 @pytest.mark.parametrize("schedule", range(6))
 def test_any_order_of_arrivals_and_cancellations_leaves_the_other_results_alone(
     schedule: int, alone: dict[str, SampleResult]

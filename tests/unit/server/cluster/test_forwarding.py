@@ -523,6 +523,7 @@ async def test_a_node_that_never_answers_is_given_up():
         await soon(gone)
     assert isinstance(outcome, NodeUnreachable)
     assert outcome.received
+    assert str(outcome) == "node b: nothing was sent or received for 0.2 s"
 
 
 async def test_a_node_that_falls_silent_in_mid_reply_is_given_up():

@@ -282,6 +282,13 @@ class _BrokenError(Exception):
         self.results = results
 
 
+def _transaction(place: int, unit: UnitOfWork) -> int:
+    """Units next to each other with the same number share a transaction on a node."""
+    if unit.alone:
+        return place
+    return -1 if unit.durability == "read" else -2
+
+
 class ConnectionOwner:
     """Runs transactions on the one connection. Everything here blocks and belongs to one thread."""
 
@@ -298,10 +305,14 @@ class ConnectionOwner:
         self.fence: Callable[[Connection], None] | None = None
 
     def run(self, units: Sequence[UnitOfWork]) -> list[Any | FailedCall]:
-        """Run all units in one transaction; if that fails, each in one of its own."""
-        if self.fence is None or len(units) == 1 or not any(unit.alone for unit in units):
+        """Run all units in one transaction; if that fails, each in one of its own.
+
+        On a node, writes do not share one with reads: a process that was stopped while it
+        received a large answer would hold the lock of the fence for as long.
+        """
+        if self.fence is None or len(units) == 1:
             return self._run(units)
-        groups = groupby(enumerate(units), key=lambda each: each[0] if each[1].alone else -1)
+        groups = groupby(enumerate(units), key=lambda each: _transaction(*each))
         return [answer for _, some in groups for answer in self._run([unit for _, unit in some])]
 
     def _run(self, units: Sequence[UnitOfWork]) -> list[Any | FailedCall]:

@@ -60,7 +60,7 @@ class LedgerQueries(StoreState):
 
     async def remember(
         self, owner: str, key: str, answer: str, *, session_id: str | None = None
-    ) -> None:
+    ) -> str:
         row = {
             "owner": owner,
             "key": key,
@@ -68,7 +68,7 @@ class LedgerQueries(StoreState):
             "created_at": self._behind.clock.wall(),
             "session_id": session_id,
         }
-        await self._database.write(partial(_remember, row=row))
+        return await self._database.write(partial(_remember, row=row))
 
     async def add_key(self, key: ApiKey) -> ApiKey:
         return await self._database.write(partial(_add_key, key=key))
@@ -153,8 +153,14 @@ class LedgerQueries(StoreState):
         return await self._database.list(lambda c: usage_between(c, owner, start, end))
 
 
-def _remember(connection: Connection, row: dict[str, Any]) -> None:
-    connection.execute(insert(connection, answers).values(row).on_conflict_do_nothing())
+def _remember(connection: Connection, row: dict[str, Any]) -> str:
+    query = insert(connection, answers).values(row).on_conflict_do_nothing()
+    kept = connection.execute(query.returning(answers.c.answer)).scalar_one_or_none()
+    if kept is not None:
+        return kept
+    ours = (answers.c.owner == row["owner"], answers.c.key == row["key"])
+    first = connection.execute(select(answers.c.answer).where(*ours)).scalar_one_or_none()
+    return row["answer"] if first is None else first
 
 
 def _add_key(connection: Connection, key: ApiKey) -> ApiKey:

@@ -174,9 +174,10 @@ class OwnershipQueries(StoreState):
         def add(connection: Connection) -> Claim:
             new = {**values, "epoch": 1, "since": self._clock_of(connection)}
             query = insert(connection, claims).values(new).on_conflict_do_nothing()
+            query = query.returning(claims.c.epoch)
             # A claim that was in the way may be released before it is read.
             for _ in range(3):
-                if connection.execute(query).rowcount:
+                if connection.execute(query).one_or_none() is not None:
                     notify(connection, self._origin, f"claim {key}")
                 kept = _get(connection, key)
                 if kept is not None:

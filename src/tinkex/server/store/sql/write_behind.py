@@ -8,7 +8,8 @@ many of them cannot fill the audit log.
 from __future__ import annotations
 
 import logging
-from contextlib import asynccontextmanager
+from collections import Counter
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +21,10 @@ from tinkex.server.store.records import HOUR_S, AuditEntry, Refusal
 from tinkex.server.store.sql.operations import add_hourly
 from tinkex.server.store.sql.records import AUDIT
 from tinkex.server.store.sql.schema import api_keys, audit, sessions
-from tinkex.server.supervision import keep_running
+from tinkex.server.supervision import keep_running, no_stray_cancellation
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Iterable
+    from collections.abc import AsyncGenerator, Callable, Generator, Iterable
 
     from sqlalchemy import Connection
 
@@ -39,6 +40,8 @@ MINUTE_S = 60.0
 MOST_REFUSALS = 256
 """Different refused attempts that are told apart within a minute."""
 SEEN_EVERY_S = 5.0
+# So often in a row entries may fail for unknown reasons; then they are dropped.
+_MOST_FAILURES = 5
 
 
 class WriteBehind:
@@ -51,12 +54,14 @@ class WriteBehind:
         self.clock = clock
         self.audit_file = audit_file
         self._bell = anyio.Event()
-        # Mutable state: what is not written yet, and when sessions were written last.
+        # Mutable state: what is not written yet, when sessions were written last, and how often
+        # in a row each kind of entry could not be written for unknown reasons.
         self.seen: dict[str, float] = {}
         self._usage: dict[tuple[Any, ...], UsageEntry] = {}
         self._keys: dict[int, float] = {}
         self._refusals: dict[tuple[int, Refusal], int] = {}
         self._seen_at = clock.now()
+        self._failures: Counter[str] = Counter()
 
     def see(self, session_id: str, at: float) -> None:
         """Note a heartbeat."""
@@ -116,18 +121,44 @@ class WriteBehind:
             _log.error("the last usage and heartbeats could not be written: %s", error)
 
     async def _run(self) -> None:
+        # What there was when this task was started again has no other event.
+        self._bell.set()
         while True:
             await self._bell.wait()
             self._bell = anyio.Event()
             await self.clock.sleep(USAGE_EVERY_S)
             try:
-                await self._round()
+                with no_stray_cancellation():
+                    await self._round()
             except StorageError as error:
                 # It is all kept for the next round.
                 _log.warning("usage and heartbeats are not written yet: %s", error)
                 self._bell.set()
             except Exception:  # noqa: BLE001 - one round ends here; the next may succeed
                 _log.exception("usage and heartbeats could not be written")
+                self._bell.set()
+
+    @contextmanager
+    def _restoring(self, kind: str, restore: Callable[[], None]) -> Generator[None]:
+        """Call `restore` if what is written within the block has to be tried again.
+
+        A database that fails is waited for. Another error may be of a value that no database
+        takes, which would hold up the others for ever.
+        """
+        try:
+            # Shielded: a caller that is cancelled in between would leave entries counted twice, or
+            # lost.
+            with anyio.CancelScope(shield=True):
+                yield
+        except BaseException as error:
+            if not isinstance(error, StorageError):
+                self._failures[kind] += 1
+            if self._failures[kind] < _MOST_FAILURES:
+                restore()
+            else:
+                del self._failures[kind]
+            raise
+        self._failures.pop(kind, None)
 
     async def _round(self) -> None:
         await self.write_usage()
@@ -146,12 +177,12 @@ class WriteBehind:
             return
         # In one order everywhere, so that two nodes never wait for each other.
         rows = [{"id": key_id, "at": at} for key_id, at in sorted(used.items())]
-        try:
-            with anyio.CancelScope(shield=True):
-                await self._database.write_lightly(lambda c: _write_keys(c, rows))
-        except StorageError:
+
+        def restore() -> None:
             self._keys = {**used, **self._keys}
-            raise
+
+        with self._restoring("keys", restore):
+            await self._database.write_lightly(lambda c: _write_keys(c, rows))
 
     async def write_refusals(self, names: Iterable[tuple[int, Refusal]]) -> None:
         """Write how often each of these was refused in its minute."""
@@ -160,14 +191,12 @@ class WriteBehind:
             return
         lines = [_line(*name, count) for name, count in counts.items()]
         rows = [AUDIT.values(line) for line in lines]
-        try:
-            with anyio.CancelScope(shield=True):
-                await self._database.write_lightly(
-                    lambda c: c.execute(audit.insert(), rows) and None
-                )
-        except StorageError:
+
+        def restore() -> None:
             self._refusals = {**counts, **self._refusals}
-            raise
+
+        with self._restoring("refusals", restore):
+            await self._database.write_lightly(lambda c: c.execute(audit.insert(), rows) and None)
         if self.audit_file is not None:
             await self.audit_file.write(lines)
 
@@ -176,17 +205,15 @@ class WriteBehind:
         entries, self._usage = self._usage, {}
         if not entries:
             return
-        try:
-            # Shielded: a caller that is cancelled in between would leave the entries counted twice,
-            # or lost.
-            with anyio.CancelScope(shield=True):
-                # In one order everywhere, so that two nodes never wait for each other.
-                ordered = [entries[key] for key in sorted(entries, key=str)]
-                await self._database.write_lightly(lambda c: add_hourly(c, ordered))
-        except StorageError:
+
+        def restore() -> None:
             for entry in entries.values():
                 self.use(entry)
-            raise
+
+        with self._restoring("usage", restore):
+            # In one order everywhere, so that two nodes never wait for each other.
+            ordered = [entries[key] for key in sorted(entries, key=str)]
+            await self._database.write_lightly(lambda c: add_hourly(c, ordered))
 
     async def write_seen(self) -> None:
         """Write when sessions were last seen."""
@@ -195,12 +222,12 @@ class WriteBehind:
         if not seen:
             return
         rows = [{"id": session_id, "at": at} for session_id, at in sorted(seen.items())]
-        try:
-            with anyio.CancelScope(shield=True):
-                await self._database.write_lightly(lambda c: _write_seen(c, rows))
-        except StorageError:
+
+        def restore() -> None:
             self.seen = {**seen, **self.seen}
-            raise
+
+        with self._restoring("sessions", restore):
+            await self._database.write_lightly(lambda c: _write_seen(c, rows))
 
 
 def _line(minute: int, refusal: Refusal, count: int) -> AuditEntry:

@@ -1,0 +1,1 @@
+"""How a cluster scales, and how soon it is whole again."""

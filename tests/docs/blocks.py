@@ -20,8 +20,8 @@ _REASON = re.compile(r"^<!-- not run: (.+) -->$")
 
 
 def page_named(name: str) -> Path:
-    """The page of this name, wherever below docs/ it lies; a name is used once."""
-    (page,) = [page for page in PAGES if page.name == name]
+    """The page of this name, wherever below docs/ it lies; with its folder if two have the name."""
+    (page,) = [page for page in PAGES if page.name == name or page == DOCS / name]
     return page
 
 

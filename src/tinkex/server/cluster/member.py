@@ -116,6 +116,7 @@ class Member:
         self._ended_sessions: set[str] = set()
         self._changed_keys: set[str] = set()
         self._look_again = False
+        self._all_claimed = False
         self._known = anyio.Event()
         self._group: TaskGroup | None = None
         self._slots = anyio.Semaphore(_AT_ONCE)
@@ -386,7 +387,9 @@ class Member:
         if self.leads:
             ended = [n.node_id for n in self.nodes.values() if n.state in ("dead", "left")]
             await self._give_away(ended)
-            await self._adopt_unclaimed()
+            if not self._all_claimed:
+                await self._claim_open_models()
+                self._all_claimed = True
             await self._store.forget_nodes(self._clock.wall() - _REMEMBERED_S)
         for claim in await self._store.claims([self.node_id]):
             self._attend(claim)
@@ -431,7 +434,7 @@ class Member:
             await self._store.reassign(claim, target.node_id)
             nodes = [_with_one_more(n, claim) if n is target else n for n in nodes]
 
-    async def _adopt_unclaimed(self) -> None:
+    async def _claim_open_models(self) -> None:
         """Claim open models that a server without a cluster has left in this database."""
         claimed = {claim.key for claim in await self._store.claims()}
         for model in await self._store.open_models():
@@ -520,16 +523,23 @@ class Member:
     async def _release_ended(self) -> None:
         """Forget the claims of keys of ended sessions that nothing is left of."""
         worker = self._worker
+        if worker is None:
+            return
+        held = worker.handover.held_keys()
         for key, claim in list(self.owned.items()):
-            if worker is None or key in self._changing or worker.handover.holds(key):
+            if key in held or key in self._changing or not await self._is_over(key):
                 continue
-            if await self._is_over(key):
-                async with self._change(key):
-                    if not worker.handover.holds(key) and await self._store.release(claim):
-                        del self.owned[key]
-                        self._store.give_up(claim)
+            async with self._change(key):
+                still_held = key in worker.handover.held_keys()
+                if not still_held and await self._store.release(claim):
+                    del self.owned[key]
+                    self._store.give_up(claim)
 
     async def _is_over(self, key: str) -> bool:
+        # A key begins with its session, which is in memory: of most keys nothing else is read.
+        session = await self._store.get_session(key.rsplit(":", 2)[0])
+        if session is not None and session.active:
+            return False
         model = await self._store.get_model(key)
         if model is not None and not model.closed:
             return False

@@ -52,6 +52,8 @@ _AT_ONCE: Final = 8
 _LOOKS: Final = 5
 # How long a request waits for a key that is being handed over, or for the first list of nodes.
 _PATIENCE_S: Final = 20.0
+# How often a node looks whether others have ended sessions without its hearing of that.
+_SESSIONS_S: Final = 60.0
 # Nodes that have ended are shown for so long.
 _REMEMBERED_S: Final = 24 * 3600.0
 
@@ -99,13 +101,16 @@ class Member:
         self._worker: Worker | None = None
         # Mutable state: the keys that are taken over, and those that are being taken over or handed
         # over, with an event for the end of that; the nodes as they were read last; since when the
-        # database has answered without a break; whether it leaves; and what wakes the loop.
+        # database has answered without a break; whether it leaves; sessions that others have ended,
+        # and when to look for more, because hints may be lost; and what wakes the loop.
         self.owned: dict[str, Claim] = {}
         self._changing: dict[str, anyio.Event] = {}
         self.nodes: dict[str, Node] = {membership.node.node_id: membership.node}
         self._in_touch_since: float | None = None
         self._renewed_at = clock.now()
         self._leaves = False
+        self._ended_sessions: set[str] = set()
+        self._look_at_sessions_at = clock.now() + _SESSIONS_S
         self._changed = anyio.Event()
         self._known = anyio.Event()
         self._group: TaskGroup | None = None
@@ -327,11 +332,13 @@ class Member:
                 await self._changed.wait()
 
     def _hinted(self, hint: str) -> None:
+        # Called by the event loop and not by a task, so it can start none.
         what, _, name = hint.partition(" ")
-        if what == "session" and self._group is not None and self._worker is not None:
-            self._group.start_soon(self._worker.session_ended, name)
-        else:
-            self._changed.set()
+        if what == "session":
+            self._ended_sessions.add(name)
+        elif what == "all":
+            self._look_at_sessions_at = self._clock.now()
+        self._changed.set()
 
     async def _reconcile(self) -> None:
         await self._look_at_nodes()
@@ -344,7 +351,30 @@ class Member:
             await self._store.forget_nodes(self._clock.wall() - _REMEMBERED_S)
         for claim in await self._store.claims([self.node_id]):
             self._attend(claim)
+        await self._end_sessions()
         await self._release_ended()
+
+    async def _end_sessions(self) -> None:
+        """Free what sessions held here that other nodes have ended."""
+        worker = self._worker
+        if worker is None:
+            return
+        if self._clock.now() >= self._look_at_sessions_at:
+            self._look_at_sessions_at = self._clock.now() + _SESSIONS_S
+            for key in list(self.owned):
+                session_id = await self._session_of(key)
+                if session_id is not None and not await self._is_active(session_id):
+                    self._ended_sessions.add(session_id)
+        while self._ended_sessions:
+            await worker.session_ended(self._ended_sessions.pop())
+
+    async def _session_of(self, key: str) -> str | None:
+        record = await self._store.get_model(key) or await self._store.get_sampler(key)
+        return None if record is None else record.session_id
+
+    async def _is_active(self, session_id: str) -> bool:
+        session = await self._store.get_session(session_id)
+        return session is not None and session.active
 
     async def _look_at_nodes(self) -> None:
         self.nodes = {node.node_id: node for node in await self._store.nodes()}
@@ -490,8 +520,7 @@ class Member:
         if record is None:
             # Claimed for a request that was refused, or is still on its way.
             return self._clock.wall() - self.owned[key].since > 2 * self._settings.lease_s
-        session = await self._store.get_session(record.session_id)
-        return session is None or not session.active
+        return not await self._is_active(record.session_id)
 
     @asynccontextmanager
     async def _change(self, key: str) -> AsyncGenerator[None]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +21,10 @@ from tinkex.server.store.ownership import NODE_VERSION, Node, NodeLoad, ServedMo
 from tinkex.testing import FakeClock, FakeEngine
 from tinkex.testing.asgi import AsgiTransport
 from tinkex.transport.base import HttpRequest, Pool, Reply
+from tinkex.types import SessionCancelled
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncGenerator, Callable
 
     from tinkex.clock import Clock
     from tinkex.server.api.call import Parts
@@ -162,3 +165,27 @@ async def test_the_last_node_saves_its_models_before_it_leaves() -> None:
     assert model is not None
     assert model.snapshot_seq == 1
     assert [each.state for each in await store.nodes()] == ["left"]
+
+
+class DeafStore(MemoryStore):
+    """Hints come when the test sends them, as those of PostgreSQL do: from no task."""
+
+    def on_hint(self, hint: Callable[[str], None]) -> None:
+        self.hear = hint
+
+
+@pytest.mark.parametrize("heard", [True, False])
+async def test_a_session_that_another_node_has_ended_holds_nothing_here(heard: bool) -> None:
+    clock = FakeClock()
+    store = DeafStore(clock)
+    async with clock.running(), running_node(store, clock, lease_s=9.0) as (parts, transport):
+        session_id = (await created(transport)).partition(":")[0]
+        session = await store.get_session(session_id)
+        assert session is not None
+        assert await store.beside().end_session(session, SessionCancelled(detail=""))
+        if heard:
+            loop, elsewhere = asyncio.get_running_loop(), contextvars.Context()
+            loop.call_soon(store.hear, f"session {session_id}", context=elsewhere)
+        await clock.sleep(5.0 if heard else 120.0)
+        assert parts.worker.held()["models"] == 0
+        assert await store.claims() == []

@@ -448,9 +448,12 @@ class Member:
 
     async def _take_over(self, claim: Claim) -> None:
         """Read what there is of a key; others wait for the end of that."""
-        if self._worker is None or claim.key in self._changing or claim.key in self.owned:
+        if self._worker is None:
             return
         await self._worker.started.wait()
+        # Nothing is awaited between this and the note of the change: one task makes it.
+        if claim.key in self._changing or claim.key in self.owned:
+            return
         async with self._change(claim.key):
             await self._store.adopt(claim)
             self.owned[claim.key] = claim
@@ -474,7 +477,8 @@ class Member:
         if claim is None or claim.node_id != self.node_id:
             return
         target = self._target(claim)
-        if target is None:
+        # Again, because it may have changed during the await above.
+        if target is None or key in self._changing or key not in self.owned:
             return
         async with self._change(key):
             owned = self.owned[key]
@@ -505,13 +509,13 @@ class Member:
         for key, claim in list(self.owned.items()):
             if worker is None or key in self._changing or worker.handover.holds(key):
                 continue
-            if await self._is_over(key):
+            if await self._is_over(key, claim) and key not in self._changing:
                 async with self._change(key):
                     if not worker.handover.holds(key) and await self._store.release(claim):
                         del self.owned[key]
                         self._store.give_up(claim)
 
-    async def _is_over(self, key: str) -> bool:
+    async def _is_over(self, key: str, claim: Claim) -> bool:
         model = await self._store.get_model(key)
         if model is not None and not model.closed:
             return False
@@ -519,7 +523,7 @@ class Member:
         record = model or sampler
         if record is None:
             # Claimed for a request that was refused, or is still on its way.
-            return self._clock.wall() - self.owned[key].since > 2 * self._settings.lease_s
+            return self._clock.wall() - claim.since > 2 * self._settings.lease_s
         return not await self._is_active(record.session_id)
 
     @asynccontextmanager

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from tinkex.clock import Clock
     from tinkex.server.api.call import Parts
+    from tinkex.server.store.ownership import Claim
     from tinkex.server.store.records import Operation
 
 pytestmark = pytest.mark.anyio
@@ -96,6 +97,36 @@ async def created(transport: AsgiTransport) -> str:
     future = msgspec.json.decode((await post(transport, "/create_model", body)).body)
     result = await post(transport, "/retrieve_future", future)
     return msgspec.json.decode(result.body)["model_id"]
+
+
+class WaitingStore(MemoryStore):
+    """Reading what there is of a key takes a while, as it does in a database."""
+
+    async def adopt(self, claim: Claim) -> None:
+        for _ in range(10):
+            await anyio.lowlevel.checkpoint()
+        await super().adopt(claim)
+
+
+async def test_requests_that_arrive_together_take_a_new_key_over_once() -> None:
+    store = WaitingStore()
+    async with running_node(store) as (_, transport):
+        session_id = (await created(transport)).partition(":")[0]
+        body = {
+            "session_id": session_id,
+            "model_seq_id": 1,
+            "base_model": MODEL,
+            "lora_config": {"rank": 4},
+        }
+        replies: list[Reply] = []
+
+        async def create() -> None:
+            replies.append(await post(transport, "/create_model", body))
+
+        async with anyio.create_task_group() as group:
+            for _ in range(8):
+                group.start_soon(create)
+        assert [reply.status for reply in replies] == [200] * 8
 
 
 async def test_a_request_that_is_kept_during_a_handover_is_left_to_the_next_owner() -> None:

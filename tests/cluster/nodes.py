@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import urllib.request
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ class Cluster:
     folder: Path
     database: str
     flags: tuple[str, ...] = ()
+    artifacts: str | None = None
     nodes: dict[str, Served] = field(default_factory=dict)
     stack: ExitStack = field(default_factory=ExitStack)
 
@@ -38,8 +40,9 @@ class Cluster:
         served = self.stack.enter_context(
             started(
                 self.folder / name,
-                *("--join", "test", "--node-name", name, "--database", self.database),
-                *("--artifacts", f"file://{self.folder / 'weights'}"),
+                *("--join", "test", "--node-name", name),
+                *("--database", f"{self.database}&application_name=node-{name}"),
+                *("--artifacts", self.artifacts or f"file://{self.folder / 'weights'}"),
                 *("--base-model", model, "--threads", "1", "--port", "0", "--no-auth"),
                 *("--set", f"lease_s={LEASE_S}", *self.flags, *flags),
             )
@@ -88,16 +91,27 @@ def until(condition: Callable[[], object], what: str) -> None:
     deadline = clock.now() + PATIENCE_S
     while not condition():
         assert clock.now() < deadline, what
+        # Each look is a query; the nodes need the processor, too.
+        threading.Event().wait(0.05)
 
 
 @contextmanager
-def cluster(folder: Path, database: str, *names: str) -> Generator[Cluster]:
-    """A cluster with these nodes; all of them end with the block."""
+def cluster(
+    folder: Path,
+    database: str,
+    *names: str,
+    gateway: str | None = None,
+    flags: tuple[str, ...] = (),
+    artifacts: str | None = None,
+) -> Generator[Cluster]:
+    """A cluster with these nodes, and one without an engine; all of them end with the block."""
     (folder / "weights").mkdir(parents=True)
-    found = Cluster(folder, database)
+    found = Cluster(folder, database, flags, artifacts)
     with found.stack:
         for name in names:
             found.start(name, wait=False)
+        if gateway is not None:
+            found.start(gateway, "--role", "api", wait=False)
         for served in found.nodes.values():
             served.wait_ready()
         yield found

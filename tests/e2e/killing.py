@@ -15,7 +15,7 @@ import signal
 import threading
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from tests.e2e.serving import children, started, wait_gone
 
@@ -113,10 +113,19 @@ class Mortal:
                 self.start()
 
 
+class Target(Protocol):
+    """What a relay passes bytes on to; counts requests, and dies or not at some of them."""
+
+    @property
+    def port(self) -> int: ...
+    def count(self) -> Any: ...
+    def kill(self, moment: Any) -> None: ...
+
+
 class Relay:
     """Passes bytes between clients and whatever server there is."""
 
-    def __init__(self, mortal: Mortal) -> None:
+    def __init__(self, mortal: Target) -> None:
         self._mortal = mortal
         self.port = 0
         self._ready = threading.Event()

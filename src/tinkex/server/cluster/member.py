@@ -55,6 +55,8 @@ _LOOKS: Final = 5
 # How long a request waits for a key that is being handed over, or for the first list of nodes.
 _PATIENCE_S: Final = 20.0
 _LIVING: Final = ("alive", "draining")
+# How often a node looks whether others have ended sessions without its hearing of that.
+_SESSIONS_S: Final = 60.0
 # Nodes that have ended are shown for so long.
 _REMEMBERED_S: Final = 24 * 3600.0
 
@@ -105,13 +107,14 @@ class Member:
         # Mutable state: the keys that are taken over, and those that are being taken over or handed
         # over, with an event for the end of that; the nodes as they were read last; since when the
         # database has answered without a break; whether it leaves; what wakes the loop, and what
-        # it was told.
+        # it was told; when to look for ended sessions, because hints may be lost.
         self.owned: dict[str, Claim] = {}
         self._changing: dict[str, anyio.Event] = {}
         self.nodes: dict[str, Node] = {membership.node.node_id: membership.node}
         self._in_touch_since: float | None = None
         self._renewed_at = clock.now()
         self._leaves = False
+        self._look_at_sessions_at = clock.now() + _SESSIONS_S
         self._changed = anyio.Event()
         self._ended_sessions: set[str] = set()
         self._changed_keys: set[str] = set()
@@ -366,6 +369,8 @@ class Member:
             self._changed_keys.add(name)
         elif what in ("node", "all"):
             self._look_again = True
+            if what == "all":
+                self._look_at_sessions_at = self._clock.now()
         else:
             return
         self._changed.set()
@@ -390,7 +395,30 @@ class Member:
             await self._store.forget_nodes(self._clock.wall() - _REMEMBERED_S)
         for claim in await self._store.claims([self.node_id]):
             self._attend(claim)
+        await self._end_sessions()
         await self._release_ended()
+
+    async def _end_sessions(self) -> None:
+        """Free what sessions held here that other nodes have ended."""
+        worker = self._worker
+        if worker is None:
+            return
+        if self._clock.now() >= self._look_at_sessions_at:
+            self._look_at_sessions_at = self._clock.now() + _SESSIONS_S
+            for key in list(self.owned):
+                session_id = await self._session_of(key)
+                if session_id is not None and not await self._is_active(session_id):
+                    self._ended_sessions.add(session_id)
+        while self._ended_sessions:
+            await worker.session_ended(self._ended_sessions.pop())
+
+    async def _session_of(self, key: str) -> str | None:
+        record = await self._store.get_model(key) or await self._store.get_sampler(key)
+        return None if record is None else record.session_id
+
+    async def _is_active(self, session_id: str) -> bool:
+        session = await self._store.get_session(session_id)
+        return session is not None and session.active
 
     async def _look_at_nodes(self) -> None:
         self.nodes = {node.node_id: node for node in await self._store.nodes()}
@@ -464,9 +492,12 @@ class Member:
 
     async def _take_over(self, claim: Claim) -> None:
         """Read what there is of a key; others wait for the end of that."""
-        if self._worker is None or claim.key in self._changing or claim.key in self.owned:
+        if self._worker is None:
             return
         await self._worker.started.wait()
+        # Nothing is awaited between this and the note of the change: one task makes it.
+        if claim.key in self._changing or claim.key in self.owned:
+            return
         async with self._change(claim.key):
             await self._store.adopt(claim)
             self.owned[claim.key] = claim
@@ -491,7 +522,8 @@ class Member:
         if claim is None or claim.node_id != self.node_id:
             return
         target = self._target(claim)
-        if target is None:
+        # Again, because it may have changed during the await above.
+        if target is None or key in self._changing or key not in self.owned:
             return
         async with self._change(key):
             owned = self.owned[key]
@@ -523,13 +555,13 @@ class Member:
         for key, claim in list(self.owned.items()):
             if worker is None or key in self._changing or worker.handover.holds(key):
                 continue
-            if await self._is_over(key):
+            if await self._is_over(key, claim) and key not in self._changing:
                 async with self._change(key):
                     if not worker.handover.holds(key) and await self._store.release(claim):
                         del self.owned[key]
                         self._store.give_up(claim)
 
-    async def _is_over(self, key: str) -> bool:
+    async def _is_over(self, key: str, claim: Claim) -> bool:
         model = await self._store.get_model(key)
         if model is not None and not model.closed:
             return False
@@ -537,9 +569,8 @@ class Member:
         record = model or sampler
         if record is None:
             # Claimed for a request that was refused, or is still on its way.
-            return self._clock.wall() - self.owned[key].since > 2 * self._settings.lease_s
-        session = await self._store.get_session(record.session_id)
-        return session is None or not session.active
+            return self._clock.wall() - claim.since > 2 * self._settings.lease_s
+        return not await self._is_active(record.session_id)
 
     @asynccontextmanager
     async def _change(self, key: str) -> AsyncGenerator[None]:

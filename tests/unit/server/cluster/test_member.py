@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -19,12 +21,14 @@ from tinkex.server.store.ownership import NODE_VERSION, Node, NodeLoad, ServedMo
 from tinkex.testing import FakeClock, FakeEngine
 from tinkex.testing.asgi import AsgiTransport
 from tinkex.transport.base import HttpRequest, Pool, Reply
+from tinkex.types import SessionCancelled
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncGenerator, Callable
 
     from tinkex.clock import Clock
     from tinkex.server.api.call import Parts
+    from tinkex.server.store.ownership import Claim
     from tinkex.server.store.records import Operation
 
 pytestmark = pytest.mark.anyio
@@ -95,6 +99,36 @@ async def created(transport: AsgiTransport) -> str:
     return msgspec.json.decode(result.body)["model_id"]
 
 
+class WaitingStore(MemoryStore):
+    """Reading what there is of a key takes a while, as it does in a database."""
+
+    async def adopt(self, claim: Claim) -> None:
+        for _ in range(10):
+            await anyio.lowlevel.checkpoint()
+        await super().adopt(claim)
+
+
+async def test_requests_that_arrive_together_take_a_new_key_over_once() -> None:
+    store = WaitingStore()
+    async with running_node(store) as (_, transport):
+        session_id = (await created(transport)).partition(":")[0]
+        body = {
+            "session_id": session_id,
+            "model_seq_id": 1,
+            "base_model": MODEL,
+            "lora_config": {"rank": 4},
+        }
+        replies: list[Reply] = []
+
+        async def create() -> None:
+            replies.append(await post(transport, "/create_model", body))
+
+        async with anyio.create_task_group() as group:
+            for _ in range(8):
+                group.start_soon(create)
+        assert [reply.status for reply in replies] == [200] * 8
+
+
 async def test_a_request_that_is_kept_during_a_handover_is_left_to_the_next_owner() -> None:
     store = SlowStore()
     async with running_node(store) as (parts, transport):
@@ -162,3 +196,27 @@ async def test_the_last_node_saves_its_models_before_it_leaves() -> None:
     assert model is not None
     assert model.snapshot_seq == 1
     assert [each.state for each in await store.nodes()] == ["left"]
+
+
+class DeafStore(MemoryStore):
+    """Hints come when the test sends them, as those of PostgreSQL do: from no task."""
+
+    def on_hint(self, hint: Callable[[str], None]) -> None:
+        self.hear = hint
+
+
+@pytest.mark.parametrize("heard", [True, False])
+async def test_a_session_that_another_node_has_ended_holds_nothing_here(heard: bool) -> None:
+    clock = FakeClock()
+    store = DeafStore(clock)
+    async with clock.running(), running_node(store, clock, lease_s=9.0) as (parts, transport):
+        session_id = (await created(transport)).partition(":")[0]
+        session = await store.get_session(session_id)
+        assert session is not None
+        assert await store.beside().end_session(session, SessionCancelled(detail=""))
+        if heard:
+            loop, elsewhere = asyncio.get_running_loop(), contextvars.Context()
+            loop.call_soon(store.hear, f"session {session_id}", context=elsewhere)
+        await clock.sleep(5.0 if heard else 120.0)
+        assert parts.worker.held()["models"] == 0
+        assert await store.claims() == []

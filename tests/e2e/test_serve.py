@@ -232,7 +232,15 @@ def test_a_misuse_is_refused_by_name_before_anything_starts(
 def test_a_server_for_other_machines_needs_a_key_first(tmp_path: Path):
     code, said = refused(tmp_path / "data", "--host", "0.0.0.0", "--port", "0")
     assert code == 1
-    assert "tinkex key create" in said
+    assert f"`tinkex key create --data-dir {tmp_path / 'data'}`" in said
+
+
+def test_a_missing_key_is_made_in_the_database_that_the_server_uses(tmp_path: Path):
+    file = tmp_path / "elsewhere.db"
+    flags = ("--host", "0.0.0.0", "--port", "0", "--database", f"sqlite:///{file}")
+    code, said = refused(tmp_path / "data", *flags)
+    assert code == 1
+    assert f"`tinkex key create --database {file}`" in said
 
 
 def test_settings_of_the_file_in_the_data_folder_are_used_and_wrong_ones_refused(tmp_path: Path):

@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from tinkex.engine.process.supervisor import RestartingEngine
     from tinkex.server.observability.meters import Meters, Readiness
     from tinkex.server.server_settings import ServerSettings
-    from tinkex.server.store.protocol import Store
     from tinkex.serving.host_settings import HostSettings
 
 _OPEN: Final = ("/healthz", "/readyz", "/metrics")
@@ -231,11 +230,14 @@ async def _opened_store(settings: HostSettings, clock: Clock) -> AsyncGenerator[
         yield store
 
 
-async def _check_keys(store: Store, settings: HostSettings, clock: Clock) -> None:
+async def _check_keys(store: SqlStore, settings: HostSettings, clock: Clock) -> None:
     """Refuse to listen to other machines before there is a key."""
     if await store.any_key(clock.wall()):
         return
-    make = f"`tinkex key create --data-dir {settings.data_dir}`"
+    # Keys are in the database, which need not be in the folder; a node's folder is temporary.
+    own = settings.database is None
+    place = f"--data-dir {settings.data_dir}" if own else f"--database {store.place}"
+    make = f"`tinkex key create {place}`"
     if not settings.on_loopback:
         raise InputError(
             f"{settings.host} can be reached from other machines, and there is no key yet: make "

@@ -82,6 +82,11 @@ class SqlStore(
                 await store.stop_listening()
                 await database.close()
 
+    @property
+    def place(self) -> str:
+        """Where it is, without a password."""
+        return self._database.driver.shown
+
     async def lock(self) -> None:
         """Become the store's one server until it is closed, or raise `StorageError`."""
         await self._database.write(self._database.driver.lock)

@@ -43,6 +43,9 @@ _LEVELS = {
 _SERVER = "TINKEX_"
 _EMBEDDED = "TINKEX_EMBEDDED_"
 _SERVER_FOLDER = "TINKEX_EMBEDDED_SERVER"
+# Variables that nodes on other machines need.
+_PASSED_PREFIXES = (_SERVER, "AWS_", "AZURE_STORAGE_", "PG")
+_PASSED = frozenset({"HF_TOKEN", "HF_ENDPOINT", "FSSPEC_S3_ENDPOINT_URL"})
 _ON = frozenset({"1", "true", "yes", "on"})
 # Never shown and never pickled: a process resolves credentials of its own.
 _SECRETS = frozenset({"api_key", "stored_key", "credential_cmd", "headers", "proxy"})
@@ -175,6 +178,40 @@ def server_environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
         for name, value in given.items()
         if not name.startswith(_EMBEDDED)
     }
+
+
+def process_environment() -> dict[str, str]:
+    """The environment of this process, for a program that it starts."""
+    return dict(os.environ)
+
+
+def node_environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
+    """What the nodes of a cluster get from the process that starts them.
+
+    Settings of a server, and credentials of databases, object stores and the model hub.
+    """
+    env = os.environ if env is None else env
+    return {
+        name: value
+        for name, value in env.items()
+        if (name.startswith(_PASSED_PREFIXES) or name in _PASSED)
+        and value
+        and not name.startswith(_EMBEDDED)
+    }
+
+
+def ray_address(env: Mapping[str, str] | None = None) -> str | None:
+    """The Ray cluster that Ray's own programs use, too."""
+    return (os.environ if env is None else env).get("RAY_ADDRESS") or None
+
+
+def keep_ray_on_loopback() -> None:
+    """Let Ray use 127.0.0.1 in this process and its children; call it before Ray is imported.
+
+    Ray replaces that address by one that other machines can reach, except on systems where it
+    supports no clusters; this is its switch for those.
+    """
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
 
 
 def announce_to_children(folder: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
+from tinkex.cli import cluster_ray
 from tinkex.cli.cluster_status import base_models, show_status, state_of
 from tinkex.cli.command_errors import CommandError, misuse
 from tinkex.cli.commands import Argument, Command, real_number, whole_number
@@ -328,4 +329,5 @@ VERBS = {
         Argument("--most N", "move at most so many keys", type=whole_number(1), default=1000),
         *SERVER,
     ),
+    **cluster_ray.VERBS,
 }

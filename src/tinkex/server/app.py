@@ -86,6 +86,8 @@ _MODULES = (
     usage,
 )
 _NOBODY = Caller("", "")
+# How long a node waits for the database to leave; then its lease runs out.
+_LEAVE_S = 2.0
 # A route's handler is the function of its name in one of these modules.
 HANDLERS: dict[str, Handler] = {
     name: vars(module)[name]
@@ -184,6 +186,10 @@ async def running(parts: Parts) -> AsyncGenerator[None]:
             async with time_limit(parts.clock, parts.settings.grace_s):
                 await member.stop()
         await parts.worker.stop()
+        if member is not None:
+            # After what runs: the outcomes and snapshots of a node that has left are refused.
+            async with time_limit(parts.clock, _LEAVE_S):
+                await member.leave()
         group.cancel_scope.cancel()
     parts.exports.close()
     if failure is not None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 from urllib.parse import urlsplit
 
+import anyio
 import msgspec
 
 from tinkex._version import __version__
@@ -21,9 +22,11 @@ from tinkex.server.app import create_app
 from tinkex.server.cluster.member import Joined
 from tinkex.server.store.ownership import NODE_VERSION, Node
 from tinkex.server.store.sql import SqlStore
+from tinkex.server.supervision import quietly
 from tinkex.serving.data_dir import DATABASE, kept_secret
 from tinkex.serving.hosts import HostCheck
 from tinkex.serving.http_server import HttpServer
+from tinkex.serving.shared_weights import check_shared
 from tinkex.serving.start_record import started
 
 if TYPE_CHECKING:
@@ -60,7 +63,7 @@ async def open_web(
     async with _opened_store(settings, clock) as store:
         if server.key_mode == "stored":
             await _check_keys(store, settings, clock)
-        joined = None if settings.join is None else await _join(store, settings, on_lost)
+        joined = None if settings.join is None else await _join(store, settings, clock, on_lost)
         signed = replace(
             server,
             secret=kept_secret(settings.data_dir) if joined is None else joined.membership.secret,
@@ -73,7 +76,9 @@ async def open_web(
         yield Web(app, engine, clock, settings)
 
 
-async def _join(store: SqlStore, settings: HostSettings, on_lost: Callable[[str], None]) -> Joined:
+async def _join(
+    store: SqlStore, settings: HostSettings, clock: Clock, on_lost: Callable[[str], None]
+) -> Joined:
     """Become a node; raises why that is refused."""
     name, url = settings.node_name or "node", settings.node_url or ""
     node = Node(
@@ -85,6 +90,15 @@ async def _join(store: SqlStore, settings: HostSettings, on_lost: Callable[[str]
         role=settings.role,
     )
     membership = await store.join(settings.join or "", node, settings.lease_s)
+    if settings.role == "full":
+        try:
+            place = settings.artifacts or ""
+            await check_shared(store, membership, place, settings.lease_s, clock)
+        except BaseException:
+            # Others need not wait until its lease has run out.
+            with anyio.CancelScope(shield=True):
+                await quietly(store.leave(), "leaving the cluster")
+            raise
     context = None
     if url.startswith("https://") or settings.node_ca is not None:
         context = ssl.create_default_context(cafile=settings.node_ca)

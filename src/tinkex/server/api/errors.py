@@ -26,6 +26,7 @@ from tinkex.errors import (
 )
 from tinkex.server.observability.requests import request_record
 from tinkex.server.scheduler.room import NoRoomError
+from tinkex.server.store.ownership import ClaimLostError, LeaseLostError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -63,6 +64,10 @@ def error_reply(request: Request, error: Exception) -> Response:
         return no_room_reply(error)
     if isinstance(error, RequestFailedError):
         return _reply(400 if error.category == "user" else 500, {"detail": str(error)})
+    if isinstance(error, ClaimLostError | LeaseLostError):
+        # The storage is well: the key was handed over while the request was on its way.
+        detail = "Another node takes this over; send the request again in a moment."
+        return _reply(503, {"detail": detail}, _SOON)
     if isinstance(error, StorageError):
         return _storage_reply(request, error)
     if isinstance(error, EngineDiedError):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from tinkex.errors import APIStatusError
 from tinkex.server.api.errors import error_reply, refuse
-from tinkex.server.cluster.forwarding import NotOwner
+from tinkex.server.cluster.forwarding import NotOwner, can_resend
 from tinkex.server.cluster.peers import NodeUnreachable
 from tinkex.server.observability.requests import request_record
 
@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 
     from tinkex.server.api.call import Parts
     from tinkex.server.cluster.forwarding import Elsewhere
+    from tinkex.server.cluster.member import Member
+
+# So many moves of its key a request follows.
+_MOVES: Final = 3
 
 
 def admit(parts: Parts, request: Request) -> bool:
@@ -31,13 +35,15 @@ def admit(parts: Parts, request: Request) -> bool:
 async def pass_on(parts: Parts, request: Request, elsewhere: Elsewhere) -> Response:
     """The reply of the node that has to answer a request.
 
-    Clients send a request again after a 503, and by then the claim names its new owner.
+    A key may move while a request is under way, or while it waits for a result there: then the new
+    owner gets it. Clients send a request again after a 503, and by then the claim names an owner
+    that answers.
     """
     member = parts.member
     assert member is not None
     request_record(request.scope).passed_to = elsewhere.node.name
     try:
-        reply = await member.forwarder.forward(request, elsewhere.node)
+        reply = await _reply_of_owner(member, request, elsewhere)
         member.figures.passed_on["answered"] += 1
         return reply
     except (NodeUnreachable, NotOwner) as error:
@@ -49,3 +55,18 @@ async def pass_on(parts: Parts, request: Request, elsewhere: Elsewhere) -> Respo
         return error_reply(request, error)
     except ClientDisconnect:
         return Response(status_code=499)  # for the log; the client has disconnected
+
+
+async def _reply_of_owner(member: Member, request: Request, elsewhere: Elsewhere) -> Response:
+    node = elsewhere.node
+    for _ in range(_MOVES):
+        try:
+            return await member.forwarder.forward(request, node)
+        except NotOwner:
+            owner = await member.owner(elsewhere.key)
+            if owner is None or owner.node_id in (node.node_id, member.node_id):
+                raise
+            if not can_resend(request):
+                raise
+            node = owner
+    return await member.forwarder.forward(request, node)

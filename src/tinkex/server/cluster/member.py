@@ -104,16 +104,19 @@ class Member:
         self._worker: Worker | None = None
         # Mutable state: the keys that are taken over, and those that are being taken over or handed
         # over, with an event for the end of that; the nodes as they were read last; since when the
-        # database has answered without a break; what wakes the loop, and what it was told.
+        # database has answered without a break; whether it leaves; what wakes the loop, and what
+        # it was told.
         self.owned: dict[str, Claim] = {}
         self._changing: dict[str, anyio.Event] = {}
         self.nodes: dict[str, Node] = {membership.node.node_id: membership.node}
         self._in_touch_since: float | None = None
         self._renewed_at = clock.now()
+        self._leaves = False
         self._changed = anyio.Event()
         self._ended_sessions: set[str] = set()
         self._changed_keys: set[str] = set()
         self._look_again = False
+        self._all_claimed = False
         self._known = anyio.Event()
         self._group: TaskGroup | None = None
         self._slots = anyio.Semaphore(_AT_ONCE)
@@ -197,6 +200,13 @@ class Member:
         if claim is not None:
             await self.own(key, owner=claim.owner, base_model=claim.base_model)
 
+    async def owner(self, key: str) -> Node | None:
+        """The node that owns a key now, if one does."""
+        claim = await self._store.get_claim(key)
+        if claim is None or not await self._is_owner(claim.node_id):
+            return None
+        return self.nodes[claim.node_id]
+
     async def _wait_for(self, event: anyio.Event) -> None:
         async with time_limit(self._clock, _PATIENCE_S) as limit:
             await event.wait()
@@ -215,10 +225,9 @@ class Member:
         if node is None:
             raise NoNodeError(why_not(list(self.nodes.values()), base_model))
         claim = await self._store.claim(key, node.node_id, owner=owner, base_model=base_model)
-        chosen = self.nodes.get(claim.node_id)
-        if chosen is not None:
-            # It reports its load only every few seconds.
-            self.nodes[claim.node_id] = _with_one_more(chosen, claim)
+        if claim.node_id == node.node_id:
+            # Until the node reports it, so that of a burst of new keys each has its share.
+            self.nodes[node.node_id] = _with_one_more(node, claim)
         return claim
 
     async def _is_owner(self, node_id: str) -> bool:
@@ -271,12 +280,16 @@ class Member:
         return announce
 
     async def stop(self) -> None:
-        """Hand everything over, if other nodes can take it, and leave."""
+        """Hand everything over, if other nodes can take it."""
         await quietly(self._store.drain(self.node_id), "draining")
         await quietly(self._look_at_nodes(), "reading the list of nodes")
         async with anyio.create_task_group() as group:
             for key in list(self.owned):
                 group.start_soon(self._move_off, key)
+
+    async def leave(self) -> None:
+        """End the membership: nothing that this node writes is accepted from here on."""
+        self._leaves = True
         await quietly(self._store.leave(), "leaving the cluster")
 
     async def _renew(self) -> None:
@@ -288,16 +301,25 @@ class Member:
                     now = await self._store.renew(self._settings.lease_s, self._load())
                     self._clock.follow(now, before)
             except LeaseLostError as lost:
-                self._on_lost(str(lost))
+                self._lost(str(lost))
                 return
             except Exception as error:  # noqa: BLE001 - tried again, as long as it takes
                 self._in_touch_since = None
                 _log.error("the lease of this node cannot be renewed yet: %s", error)
             else:
+                if not self._is_in_touch():
+                    self._in_touch_since = None
                 self._renewed_at = self._clock.now()
                 if self._in_touch_since is None:
                     self._in_touch_since = self._renewed_at
             await self._clock.sleep(self._settings.lease_s / _RENEWALS)
+
+    def _is_in_touch(self) -> bool:
+        """Whether the lease was renewed lately.
+
+        The database may be out of reach although nothing has failed: calls wait for it a while.
+        """
+        return self._clock.now() - self._renewed_at < self._settings.lease_s
 
     def _load(self) -> NodeLoad:
         worker = self._worker
@@ -365,7 +387,9 @@ class Member:
         if self.leads:
             ended = [n.node_id for n in self.nodes.values() if n.state in ("dead", "left")]
             await self._give_away(ended)
-            await self._adopt_unclaimed()
+            if not self._all_claimed:
+                await self._claim_open_models()
+                self._all_claimed = True
             await self._store.forget_nodes(self._clock.wall() - _REMEMBERED_S)
         for claim in await self._store.claims([self.node_id]):
             self._attend(claim)
@@ -373,11 +397,16 @@ class Member:
 
     async def _look_at_nodes(self) -> None:
         self.nodes = {node.node_id: node for node in await self._store.nodes()}
-        self.peers.retain([n.node_id for n in self.nodes.values() if n.state in _LIVING])
+        # Requests that wait for a frozen node get an answer when it is declared dead.
+        self.peers.retain({node.node_id for node in self.nodes.values() if _is_member(node)})
         node = self.nodes.get(self.node_id)
-        if node is None or node.state in ("dead", "left"):
-            self._on_lost("another node declared this one dead, because its lease had run out")
+        if node is None or not _is_member(node):
+            self._lost("another node declared this one dead, because its lease had run out")
             raise LeaseLostError("this node was declared dead", "")
+
+    def _lost(self, reason: str) -> None:
+        if not self._leaves:
+            self._on_lost(reason)
 
     async def _bury(self) -> None:
         """Declare nodes dead whose leases have run out.
@@ -385,13 +414,14 @@ class Member:
         Not while this node has only just reached the database again: the others may not have yet.
         """
         since, lease_s = self._in_touch_since, self._settings.lease_s
-        if since is None or self._clock.now() - since < lease_s:
+        if since is None or not self._is_in_touch() or self._clock.now() - since < lease_s:
             return
-        silent = [n for n in self.nodes.values() if n.expired and n.state in _LIVING]
+        silent = [n for n in self.nodes.values() if n.silent]
         for node in silent:
             if node.node_id != self.node_id and await self._store.declare_dead(node.node_id):
                 _log.warning("node %s (%s) was declared dead", node.name, node.url)
                 self.nodes[node.node_id] = replace(node, state="dead")
+                self.peers.drop(node.node_id)
 
     async def _give_away(self, node_ids: Sequence[str]) -> None:
         """Give the keys of nodes that have ended to others."""
@@ -404,7 +434,7 @@ class Member:
             await self._store.reassign(claim, target.node_id)
             nodes = [_with_one_more(n, claim) if n is target else n for n in nodes]
 
-    async def _adopt_unclaimed(self) -> None:
+    async def _claim_open_models(self) -> None:
         """Claim open models that a server without a cluster has left in this database."""
         claimed = {claim.key for claim in await self._store.claims()}
         for model in await self._store.open_models():
@@ -467,8 +497,8 @@ class Member:
         if target is None:
             return
         async with self._change(key):
-            await worker.handover.hand_over(key)
-            owned = self.owned.pop(key)
+            owned = self.owned[key]
+            await worker.handover.hand_over(key, lambda: self.owned.pop(key, None))
             worker.handover.wake(self._store.give_up(owned))
             try:
                 moved = await self._store.reassign(owned, target.node_id)
@@ -493,16 +523,23 @@ class Member:
     async def _release_ended(self) -> None:
         """Forget the claims of keys of ended sessions that nothing is left of."""
         worker = self._worker
+        if worker is None:
+            return
+        held = worker.handover.held_keys()
         for key, claim in list(self.owned.items()):
-            if worker is None or key in self._changing or worker.handover.holds(key):
+            if key in held or key in self._changing or not await self._is_over(key):
                 continue
-            if await self._is_over(key):
-                async with self._change(key):
-                    if not worker.handover.holds(key) and await self._store.release(claim):
-                        del self.owned[key]
-                        self._store.give_up(claim)
+            async with self._change(key):
+                still_held = key in worker.handover.held_keys()
+                if not still_held and await self._store.release(claim):
+                    del self.owned[key]
+                    self._store.give_up(claim)
 
     async def _is_over(self, key: str) -> bool:
+        # A key begins with its session, which is in memory: of most keys nothing else is read.
+        session = await self._store.get_session(key.rsplit(":", 2)[0])
+        if session is not None and session.active:
+            return False
         model = await self._store.get_model(key)
         if model is not None and not model.closed:
             return False
@@ -524,8 +561,12 @@ class Member:
             ended.set()
 
 
+def _is_member(node: Node) -> bool:
+    return node.state in _LIVING
+
+
 def _is_alive(node: Node) -> bool:
-    return node.state in _LIVING and not node.expired
+    return _is_member(node) and not node.expired
 
 
 def _with_one_more(node: Node, claim: Claim) -> Node:

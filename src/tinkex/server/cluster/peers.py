@@ -174,15 +174,17 @@ class Peers:
     def retain(self, node_ids: Collection[str]) -> None:
         """Close the connections to all other nodes; requests under way there fail at once."""
         for node_id in [known for known in self._pools if known not in node_ids]:
-            self._drop(node_id)
+            self.drop(node_id)
 
     def close(self) -> None:
         """Close all connections; requests under way fail."""
         self.retain(())
 
-    def _drop(self, node_id: str) -> None:
-        _, pool = self._pools.pop(node_id)
-        pool.close()
+    def drop(self, node_id: str) -> None:
+        """Close the connections to a node; requests under way there fail at once."""
+        _, pool = self._pools.pop(node_id, (None, None))
+        if pool is not None:
+            pool.close()
         # A frozen node would keep its clients waiting for as long as silence is allowed.
         for connection in self._busy.pop(node_id, ()):
             connection.abort()

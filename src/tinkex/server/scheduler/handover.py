@@ -84,30 +84,29 @@ class Handover:
         other = await self.store.get_sampler(key)
         return [*published, *(() if other is None or claim_key(other) != key else (other,))]
 
-    def holds(self, key: str) -> bool:
-        """Whether anything of a key is in memory or in the engine."""
-        return key in self.runs or self.samplers.has(key)
+    def held_keys(self) -> set[str]:
+        """The keys of which anything is in memory or in the engine."""
+        return {*self.runs, *self.samplers.keys()}
 
-    async def hand_over(self, key: str) -> None:
+    async def hand_over(self, key: str, disown: Callable[[], object]) -> None:
         """Stop working for a key, save what it needs, and forget it.
 
-        If this raises or is cancelled, the key stays here, and work for it continues.
+        If this raises or is cancelled, the key stays here, and work for it continues. `disown` is
+        called at the moment from which on nothing more is queued here for the key.
         """
-        run = self.runs.get(key)
-        if run is not None:
-            run.hold(True)
         try:
-            ids = {sampler.sampler_id for sampler in await self._samplers(key)}
-            async with time_limit(self.clock, _SAMPLES_S):
-                await self.samples.idle_of(ids)
-            if run is not None:
-                await self.loop.at_rest(run)
-                await run.save_changes()
+            run, ids = await self._at_rest(key)
+            # A request that was on its way may have begun a run meanwhile.
+            while run is not self.runs.get(key):
+                run, ids = await self._at_rest(key)
         except BaseException:
+            run = self.runs.get(key)
             if run is not None:
                 run.hold(False)
             raise
-        # Nothing below can fail.
+        # Nothing below can fail. Nothing is awaited before the run is removed, so a request that
+        # has found this node to be the owner is in the queue by now, or is refused from here on.
+        disown()
         dropped = self.samples.forget_of(ids)
         if run is not None:
             run.evict()
@@ -121,6 +120,25 @@ class Handover:
             self.lost.forget(sampler_id)
         self.lost.hand_over(key)
         self.wake({*waiting, *dropped, *ids})
+
+    async def _at_rest(self, key: str) -> tuple[ModelRun | None, set[str]]:
+        """Hold a key's run, and return when nothing runs for the key and the model is saved.
+
+        Returns the run and the ids of the key's samplers.
+        """
+        run = self.runs.get(key)
+        if run is not None:
+            run.hold(True)
+        async with time_limit(self.clock, _SAMPLES_S):
+            await self.samples.idle_of(await self._sampler_ids(key))
+        if run is not None:
+            await self.loop.at_rest(run)
+            await run.save_changes()
+        # Read again: what ran may have published one more.
+        return run, await self._sampler_ids(key)
+
+    async def _sampler_ids(self, key: str) -> set[str]:
+        return {sampler.sampler_id for sampler in await self._samplers(key)}
 
     def wake(self, ids: Collection[str]) -> None:
         """Let polls look again that wait for operations or samplers with these ids."""

@@ -28,6 +28,7 @@ from tinkex.server.scheduler.room import Room
 from tinkex.server.scheduler.samplers import PublishedSamplers
 from tinkex.server.scheduler.samples import SampleRunner, Shares
 from tinkex.server.scheduler.upkeep import SessionEnds
+from tinkex.server.store.ownership import ClaimLostError, claim_key
 from tinkex.server.store.records import OperationOutcome
 from tinkex.server.supervision import (
     keep_running,
@@ -344,6 +345,11 @@ class Worker:
                     raise
         return accepted
 
+    def _check_owned(self, key: str) -> None:
+        """Refuse to work for a key that this node of a cluster does not own, or not any more."""
+        if self._owned is not None and key not in self._owned:
+            raise ClaimLostError(f"This node does not own {key}; another node may.")
+
     def _is_lost(self, operation: Operation) -> bool:
         """Whether an operation is stored and nothing runs it: an error came in between."""
         return operation.state != "done" and operation.op_id not in self.load
@@ -356,6 +362,10 @@ class Worker:
         numbered = operation.op_id == f"{operation.sampler_id}:{operation.seq_id}"
         if numbered:
             await self.lost.begin(operation)
+        if self._owned is not None:
+            sampler = await self._store.get_sampler(operation.sampler_id or "")
+            # Handed over meanwhile: nothing would run it here. Nothing is awaited from here on.
+            self._check_owned(operation.sampler_id or "" if sampler is None else claim_key(sampler))
         accepted, new = await self._store.submit(operation)
         if new or self._is_lost(accepted):
             self._accepted(accepted)
@@ -502,6 +512,8 @@ class Worker:
                 if model is None
                 else await ModelRun.load(model, self._parts)
             )
+            # Handed over during the awaits above; the next owner finds what was stored.
+            self._check_owned(model_id)
             # `setdefault`, because another request may have loaded it during the awaits above.
             run = self._runs.setdefault(model_id, loaded)
             # That of a closed model is forgotten again if nothing comes.

@@ -127,8 +127,10 @@ class Postgres:
 
 def _engine(url: URL) -> Engine:
     try:
+        # What an operator has put into the URL counts, such as a name for each node.
+        ours = {name: value for name, value in _CONNECT.items() if name not in url.query}
         # Every commit is a full one: this server can crash while we remember what it has lost.
-        return create_engine(url, poolclass=NullPool, connect_args=_CONNECT)
+        return create_engine(url, poolclass=NullPool, connect_args=ours)
     except ModuleNotFoundError:
         raise MissingPackageError(
             "a PostgreSQL store needs psycopg", "'tinkex[postgres]'"

@@ -1,0 +1,123 @@
+"""A real Ray cluster of several raylets on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import urllib.request
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tests.patience import PATIENCE_S
+from tinkex.ray_cluster.cluster import Cluster, Limits
+from tinkex.ray_cluster.nodes import NodeGroup, NodeSpec, node_specs
+from tinkex.ray_cluster.restarts import RestartPolicy
+from tinkex.ray_cluster.secrets import NodeSecrets
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+
+    from ray.cluster_utils import Cluster as RayCluster
+
+    from tinkex.ray_cluster.connection import Connection
+
+FAKE_NODE = (sys.executable, str(Path(__file__).with_name("fake_node.py")))
+PASSWORD = "m4rk3r-of-a-secret"
+_SMALL = {"object_store_memory": 80 << 20}
+POLICY = RestartPolicy(first_delay_s=0.05, longest_delay_s=0.2, quick_s=0.0, most_failures=3)
+
+
+@contextmanager
+def raylets(
+    first: int, *cpus: int, system_config: dict[str, Any] | None = None
+) -> Generator[RayCluster]:
+    """A head and other raylets, with these numbers of CPUs."""
+    from ray.cluster_utils import Cluster as RayCluster
+
+    head: dict[str, Any] = {"num_cpus": first, "include_dashboard": False, **_SMALL}
+    if system_config:
+        head["_system_config"] = system_config
+    cluster = RayCluster(initialize_head=True, head_node_args=head)
+    try:
+        for count in cpus:
+            cluster.add_node(num_cpus=count, **_SMALL)
+        yield cluster
+    finally:
+        cluster.shutdown()
+
+
+class Driver:
+    """`up` and `down` of one cluster with fake nodes, and what is seen of them."""
+
+    def __init__(self, connection: Connection, name: str, folder: Path, **limits: float) -> None:
+        self.name = name
+        self.connection = connection
+        self.events = folder / f"{name}.events"
+        self.said: list[str] = []
+        self.secrets = NodeSecrets(
+            {
+                "TINKEX_DATABASE": f"postgresql://user:{PASSWORD}@127.0.0.1/db",
+                "AWS_SECRET_ACCESS_KEY": f"aws-{PASSWORD}",
+                "TINKEX_FAKE_EVENTS": str(self.events),
+            }
+        )
+        patient = {"placement_s": PATIENCE_S, "start_s": PATIENCE_S, "drain_s": PATIENCE_S}
+        self.cluster = Cluster(
+            connection,
+            name,
+            self.said.append,
+            limits=Limits(**{**patient, **limits}),
+            policy=POLICY,
+        )
+
+    def specs(self, model: str = "fake/model", count: int = 1, cpus: float = 1.0) -> list[NodeSpec]:
+        group = NodeGroup(kind="cpu", count=count, base_model=model)
+        return node_specs(self.name, [group], cpus=cpus, host="127.0.0.1", program=FAKE_NODE)
+
+    def seen(self, event: str) -> list[str]:
+        """The events of this kind, as lines."""
+        if not self.events.exists():
+            return []
+        return [line for line in self.events.read_text().splitlines() if line.startswith(event)]
+
+    def alive(self) -> list[int]:
+        """The processes of nodes that were started and still run."""
+        pids = [int(line.split()[-1]) for line in self.seen("started")]
+        return [pid for pid in pids if is_running(pid)]
+
+
+def ask(url: str, path: str = "/") -> dict[str, Any]:
+    with urllib.request.urlopen(f"{url}{path}", timeout=PATIENCE_S) as reply:
+        return json.loads(reply.read())
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process exists and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def until(condition: Callable[[], Any]) -> Any:
+    """Wait until something is true, and return it."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not (found := condition()):
+        assert time.monotonic() < deadline, "it did not come about"
+        time.sleep(0.05)
+    return found
+
+
+def mentions(text: str) -> list[str]:
+    """Command lines of this machine's processes that contain `text`."""
+    lines: list[str] = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                lines.append((entry / "cmdline").read_bytes().decode(errors="replace"))
+            except OSError:
+                continue
+    return [line for line in lines if text in line]

@@ -1,0 +1,57 @@
+"""What is left of nodes when Ray loses a machine, or its head."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.ray.raylets import Driver, ask, is_running, raylets, until
+from tinkex.ray_cluster.connection import Connection
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytest.importorskip("ray")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.exhaustive]
+
+
+def test_a_node_whose_machine_is_lost_starts_on_another_one(tmp_path: Path):
+    with raylets(0, 1) as cluster, Connection(cluster.address) as connection:
+        some = Driver(connection, "lost", tmp_path)
+        [before] = some.cluster.up(some.specs(), some.secrets)
+        [machine] = cluster.worker_nodes
+        cluster.add_node(num_cpus=1, object_store_memory=80 << 20)
+        _kill(machine, "raylet")
+        until(lambda: not is_running(before.pid or 0))
+        [after] = until(lambda: [r for r in some.cluster.reports() if r.state == "ready"])
+        assert ask(after.url or "")["pid"] == after.pid != before.pid
+        # Nothing has changed for `up`.
+        [same] = some.cluster.up(some.specs(), some.secrets)
+        assert same.pid == after.pid
+        some.cluster.down()
+
+
+def test_nodes_serve_without_the_head_and_up_starts_them_on_a_new_one(tmp_path: Path):
+    patience = {"gcs_rpc_server_reconnect_timeout_s": 5}
+    with raylets(0, 1, system_config=patience) as cluster:
+        with Connection(cluster.address) as connection:
+            some = Driver(connection, "headless", tmp_path)
+            [before] = some.cluster.up(some.specs(), some.secrets)
+        _kill(cluster.head_node, "gcs_server")
+        assert ask(before.url or "")["pid"] == before.pid
+        # Its raylet gives up, and no orphan keeps the lease.
+        until(lambda: not is_running(before.pid or 0))
+    with raylets(1) as cluster, Connection(cluster.address) as connection:
+        some = Driver(connection, "headless", tmp_path)
+        [after] = some.cluster.up(some.specs(), some.secrets)
+        assert ask(after.url or "")["pid"] == after.pid
+        some.cluster.down()
+
+
+def _kill(node: Any, kind: str) -> None:
+    [process] = node.all_processes[kind]
+    os.kill(process.process.pid, signal.SIGKILL)
+    process.process.wait()

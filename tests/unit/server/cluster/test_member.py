@@ -1,0 +1,164 @@
+"""A node that hands a key over while requests for it are under way; the other is only a record."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import anyio.lowlevel
+import msgspec
+import pytest
+
+from tinkex.clock import SystemClock
+from tinkex.server.app import create_app, running
+from tinkex.server.cluster.member import Joined
+from tinkex.server.server_settings import ServerSettings
+from tinkex.server.store.memory import MemoryStore
+from tinkex.server.store.ownership import NODE_VERSION, Node, NodeLoad, ServedModel
+from tinkex.testing import FakeClock, FakeEngine
+from tinkex.testing.asgi import AsgiTransport
+from tinkex.transport.base import HttpRequest, Pool, Reply
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
+    from tinkex.clock import Clock
+    from tinkex.server.api.call import Parts
+    from tinkex.server.store.records import Operation
+
+pytestmark = pytest.mark.anyio
+LEASE_S = 3600.0
+MODEL = "tinkex/tiny"
+
+
+class SlowStore(MemoryStore):
+    """Keeps an operation and then answers only when it may."""
+
+    def hold(self) -> None:
+        self.kept, self.may_answer = anyio.Event(), anyio.Event()
+
+    async def submit(self, operation: Operation) -> tuple[Operation, bool]:
+        found = await super().submit(operation)
+        if hasattr(self, "kept") and operation.kind == "optim_step":
+            self.kept.set()
+            await self.may_answer.wait()
+        return found
+
+
+def node(name: str) -> Node:
+    return Node(node_id=f"{name}#1", name=name, url="http://127.0.0.1:9", version=NODE_VERSION)
+
+
+async def add_node(store: MemoryStore, name: str) -> None:
+    """Another node, of which only its record is there."""
+    served = ServedModel(name=MODEL, max_context_length=64, vocab_size=256)
+    other = store.beside()
+    await other.join("test", node(name), LEASE_S)
+    await other.announce([served])
+
+
+@asynccontextmanager
+async def running_node(
+    store: MemoryStore, clock: Clock | None = None, lease_s: float = LEASE_S, grace_s: float = 0.0
+) -> AsyncGenerator[tuple[Parts, AsgiTransport]]:
+    clock = clock or SystemClock()
+    membership = await store.join("test", node("a"), lease_s)
+    lost: list[str] = []
+    joined = Joined(membership=membership, lease_s=lease_s, on_lost=lost.append)
+    settings = ServerSettings(grace_s=grace_s)
+    app = create_app(store, FakeEngine(clock), settings, clock, joined=joined)
+    async with running(app.state.parts):
+        yield app.state.parts, AsgiTransport(app)
+    assert lost == []
+
+
+async def post(transport: AsgiTransport, path: str, body: Any) -> Reply:
+    headers = {"x-api-key": "tml-one", "accept": "application/json"}
+    data = msgspec.json.encode(body)
+    return await transport.send(
+        HttpRequest("POST", f"/api/v1{path}", Pool.REST, 3600, "", headers, data)
+    )
+
+
+async def created(transport: AsgiTransport) -> str:
+    session = {"tags": [], "user_metadata": {}, "sdk_version": "0.36.0"}
+    reply = await post(transport, "/create_session", session)
+    body = {
+        "session_id": msgspec.json.decode(reply.body)["session_id"],
+        "model_seq_id": 0,
+        "base_model": MODEL,
+        "lora_config": {"rank": 4},
+    }
+    future = msgspec.json.decode((await post(transport, "/create_model", body)).body)
+    result = await post(transport, "/retrieve_future", future)
+    return msgspec.json.decode(result.body)["model_id"]
+
+
+async def test_a_request_that_is_kept_during_a_handover_is_left_to_the_next_owner() -> None:
+    store = SlowStore()
+    async with running_node(store) as (parts, transport):
+        model_id = await created(transport)
+        await add_node(store, "b")
+        store.hold()
+        replies: list[Reply] = []
+
+        async def step() -> None:
+            body = {"model_id": model_id, "seq_id": 1, "adam_params": {"learning_rate": 0.1}}
+            replies.append(await post(transport, "/optim_step", body))
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(step)
+            await store.kept.wait()
+            await store.want(model_id, "b#1")
+            while (claim := await store.get_claim(model_id)) is None or claim.node_id != "b#1":
+                await anyio.lowlevel.checkpoint()
+            store.may_answer.set()
+        # Clients send it again after this, and the next owner finds it.
+        assert replies[0].status == 503
+        assert [op.op_id for op in await store.operations(model_id.partition(":")[0])][-1:] == [
+            f"{model_id}:1"
+        ]
+        assert parts.worker.held()["models"] == 0
+        assert len(parts.worker.queue_lengths()) == 0
+
+
+class DistantStore(MemoryStore):
+    """A renewal waits for the database for a while, and succeeds."""
+
+    away_s = 0.0
+
+    async def renew(self, lease_s: float, load: NodeLoad) -> float:
+        await self._clock.sleep(self.away_s)
+        return await super().renew(lease_s, load)
+
+
+async def test_no_node_is_declared_dead_just_after_the_database_was_out_of_reach() -> None:
+    clock = FakeClock()
+    store = DistantStore(clock)
+    async with clock.running(), running_node(store, clock, lease_s=9.0):
+        other = store.beside()
+        await other.join("test", node("b"), 9.0)
+        await clock.sleep(5.0)
+        store.away_s = 20.0
+        # Longer than the lease of both nodes; the other one is the last to reach it again.
+        await clock.sleep(27.0)
+        store.away_s = 0.0
+        assert (await other.nodes())[1].state == "alive"
+        await other.renew(9.0, NodeLoad())
+        # From then on it is silent.
+        await clock.sleep(30.0)
+        assert (await store.nodes())[1].state == "dead"
+
+
+async def test_the_last_node_saves_its_models_before_it_leaves() -> None:
+    store = MemoryStore()
+    async with running_node(store, grace_s=60.0) as (_, transport):
+        model_id = await created(transport)
+        body = {"model_id": model_id, "seq_id": 1, "adam_params": {"learning_rate": 0.1}}
+        future = msgspec.json.decode((await post(transport, "/optim_step", body)).body)
+        assert (await post(transport, "/retrieve_future", future)).status == 200
+    model = await store.get_model(model_id)
+    assert model is not None
+    assert model.snapshot_seq == 1
+    assert [each.state for each in await store.nodes()] == ["left"]

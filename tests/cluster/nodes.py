@@ -30,6 +30,7 @@ class Cluster:
     folder: Path
     database: str
     flags: tuple[str, ...] = ()
+    auth: bool = False
     nodes: dict[str, Served] = field(default_factory=dict)
     stack: ExitStack = field(default_factory=ExitStack)
 
@@ -40,7 +41,8 @@ class Cluster:
                 self.folder / name,
                 *("--join", "test", "--node-name", name, "--database", self.database),
                 *("--artifacts", f"file://{self.folder / 'weights'}"),
-                *("--base-model", model, "--threads", "1", "--port", "0", "--no-auth"),
+                *("--base-model", model, "--threads", "1", "--port", "0"),
+                *(() if self.auth else ("--no-auth",)),
                 *("--set", f"lease_s={LEASE_S}", *self.flags, *flags),
             )
         )

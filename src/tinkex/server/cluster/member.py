@@ -159,6 +159,15 @@ class Member:
             for model in node.base_models
         }
 
+    @property
+    def serving(self) -> dict[str, list[str]]:
+        """The names of the nodes that serve each base model."""
+        found: dict[str, list[str]] = {}
+        for node in self.nodes.values():
+            for model in node.base_models if _is_alive(node) else ():
+                found.setdefault(model.name, []).append(node.name)
+        return found
+
     def at_engine(self, base_model: str | None = None) -> None:
         """Raise `Elsewhere` unless this node can compute with a base model, or with any."""
         able = [

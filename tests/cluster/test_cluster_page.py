@@ -66,10 +66,10 @@ class Lab:
         return ""
 
     def _more(self, file: str, text: str) -> str:
-        """What a test needs beyond the page: the page's port is taken, and time is short."""
+        """What a test needs beyond the page: its port may be taken, and this machine is busy."""
         if file.endswith("cluster.env"):
             port = self.words[":8000"].removeprefix(":")
-            text += f"\nTINKEX_PORT={port}\nTINKEX_LEASE_S=3\nTINKEX_THREADS=1"
+            text += f"\nTINKEX_PORT={port}\nTINKEX_LEASE_S=60\nTINKEX_THREADS=1"
         return text
 
     def train(self) -> None:

@@ -23,11 +23,12 @@ from starlette.responses import RedirectResponse, Response, StreamingResponse
 
 from tinkex.errors import StorageError
 from tinkex.server import age
-from tinkex.server.api.call import reply
+from tinkex.server.api.call import no_node, reply
 from tinkex.server.api.checkpoints import audit, named
 from tinkex.server.api.errors import refuse
 from tinkex.server.api.sessions import when
 from tinkex.server.api.trace import trace
+from tinkex.server.cluster.member import NoNodeError
 from tinkex.server.scheduler.checkpoints import is_live
 from tinkex.types import ExternalWeightsUrlsResponse
 from tinkex.wire import routes
@@ -187,9 +188,18 @@ async def download(parts: Parts, request: Request, token: str, name: str) -> Res
     claims = await parts.identity.open_link(token)
     if claims["kind"] == "trace":
         return await _trace(parts, claims["session"])
-    if parts.member is not None:
-        parts.member.at_engine()
+    await _at_engine(parts, claims["path"])
     return await send_export(parts, request, claims, name)
+
+
+async def _at_engine(parts: Parts, path: str) -> None:
+    """Go on only at a node with the base model of a checkpoint; others cannot export it."""
+    checkpoint = None if parts.member is None else await parts.store.get_checkpoint(path)
+    if parts.member is not None and checkpoint is not None:
+        try:
+            parts.member.at_engine(checkpoint.base_model)
+        except NoNodeError as error:
+            raise no_node(error) from error
 
 
 async def _trace(parts: Parts, session_id: str) -> Response:

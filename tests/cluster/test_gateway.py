@@ -278,6 +278,18 @@ def test_a_session_lives_by_heartbeats_and_its_end_reaches_the_owner(
         until(lambda: world.cluster.query(query) == [], "the owner keeps the model")
 
 
+def test_the_trace_of_a_session_has_what_only_the_owner_knows(world: Front, key: str) -> None:
+    with world.client(key) as service, RestClient(base_url=world.url, api_key=key) as rest:
+        training = trained(service, OTHER)
+        sampler = training.save_weights_and_get_sampling_client()
+        params = SamplingParams(max_tokens=2, seed=1)
+        sampler.sample(ModelInput.from_ints([1, 2, 3]), 1, params).result(PATIENCE_S)
+        session = training.model_id.partition(":")[0]
+        link = rest.export_session_trace(session).result(PATIENCE_S)
+        names = {event["name"] for event in json.loads(fetched(link))["traceEvents"]}
+        assert {"optim_step", "sample", "poll"} <= names
+
+
 # -- tenants ---------------------------------------------------------------------------------------
 
 

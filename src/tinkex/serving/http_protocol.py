@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from enum import Enum
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -134,7 +134,7 @@ class ServerConnection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self.scope[OF_NODE] = self._of_node
+        cast("dict[str, Any]", self.scope)[OF_NODE] = self._of_node
         self._reading = _HEAD  # one request after another in the same bytes
 
     def on_headers_complete(self) -> None:

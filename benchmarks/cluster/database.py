@@ -135,9 +135,9 @@ async def training_costs(one: InProcessNode) -> list[Cost]:
         await asyncio.gather(*(operation(one, run, 2) for run in runs[1:]))
 
     return [
-        await cost("training operation, one at a time", REPEATS, in_turn),
-        await cost(f"training operation, {AT_ONCE - 1} runs at once", AT_ONCE - 1, together),
-        await cost("new run, with its session", 1, lambda: new_run(one)),
+        await cost("training operation", REPEATS, in_turn),
+        await cost("training operation, 31 runs at once", AT_ONCE - 1, together),
+        await cost("new run with its session", 1, lambda: new_run(one)),
     ]
 
 
@@ -159,8 +159,8 @@ async def session_costs(one: InProcessNode) -> list[Cost]:
         await one.write_all()
 
     return [
-        await cost(f"sample, {REPEATS} within seconds", REPEATS, samples),
-        await cost(f"heartbeat, {REPEATS} within seconds", REPEATS, heartbeats),
+        await cost("sample", REPEATS, samples),
+        await cost("heartbeat", REPEATS, heartbeats),
     ]
 
 

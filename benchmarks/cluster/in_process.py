@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from tinkex._version import __version__
+from tinkex.clock import SystemClock
 from tinkex.server.app import create_app, running
 from tinkex.server.cluster.member import Joined
 from tinkex.server.server_settings import ServerSettings
@@ -80,6 +81,13 @@ class InProcessNode:
                 return found
 
 
+class _NeverDue(SystemClock):
+    """For the store alone: nothing is written later by itself, so that counts are exact."""
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.Event().wait()
+
+
 def node_id(name: str) -> str:
     """How the database knows a node."""
     return f"{name}#1"
@@ -111,8 +119,8 @@ async def store_of_node(place: str, name: str, lease_s: float) -> AsyncGenerator
 
 @asynccontextmanager
 async def node(place: str, name: str, lease_s: float) -> AsyncGenerator[InProcessNode]:
-    """A whole node."""
-    async with SqlStore.open(place) as store:
+    """A whole node; what it collects to be written together waits for `write_all`."""
+    async with SqlStore.open(place, clock=_NeverDue()) as store:
         membership = await store.join("benchmark", described(name), lease_s)
         joined = Joined(membership=membership, lease_s=lease_s, on_lost=lost)
         settings = ServerSettings(key_mode="single", secret=membership.secret)

@@ -116,6 +116,13 @@ class Front:
         reply = self.ask("GET", "/api/v1/get_server_capabilities", key=self.operator)
         return {model["model_name"] for model in reply.json["supported_models"]}
 
+    def metric(self, node: str, name: str) -> float:
+        """The value of a node's metric; 0 when the node refuses to say it now."""
+        reply = self.ask("GET", "/metrics", key=self.operator, node=node)
+        lines = reply.body.decode().splitlines() if reply.status == 200 else []
+        found = (line for line in lines if line.split("{")[0].split()[0] == name)
+        return sum(float(line.split()[-1]) for line in found)
+
     def log(self, node: str) -> str:
         return self.cluster.nodes[node].log.read_text()
 

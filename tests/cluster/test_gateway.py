@@ -28,7 +28,14 @@ from tests.cluster.nodes import until
 from tests.contracts.conftest import postgres
 from tests.e2e.serving import MODEL
 from tests.patience import PATIENCE_S
-from tinkex import AdamParams, BadRequestError, ModelInput, SamplingParams
+from tinkex import (
+    AdamParams,
+    BadRequestError,
+    ModelInput,
+    RestClient,
+    SamplingParams,
+)
+from tinkex.clients.admin import AdminClient
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -112,17 +119,20 @@ def test_a_client_that_stops_reading_a_stream_ends_the_sample(world: Front, key:
 
 
 def test_checkpoints_are_listed_published_copied_and_deleted(world: Front, key: str) -> None:
-    with world.client(key) as service:
-        rest = service.create_rest_client()
+    with world.client(key) as service, RestClient(base_url=world.url, api_key=key) as rest:
         training = trained(service, OTHER)
         path = training.save_state("kept").result(PATIENCE_S).path
         listed = rest.list_checkpoints(training.model_id).result(PATIENCE_S).checkpoints
         assert [c.tinker_path for c in listed] == [path]
         rest.publish_checkpoint_from_tinker_path(path).result(PATIENCE_S)
-        with world.client(world.key("someone-else")) as other:
-            seen = other.create_rest_client().get_weights_info_by_tinker_path(path)
+        other_key = world.key("someone-else")
+        with (
+            world.client(other_key) as other,
+            RestClient(base_url=world.url, api_key=other_key) as reader,
+        ):
+            seen = reader.get_weights_info_by_tinker_path(path)
             assert seen.result(PATIENCE_S).base_model == OTHER
-            copied = other.copy_weights(path, "theirs").result(PATIENCE_S)
+            copied = reader.copy_weights(path, "theirs").result(PATIENCE_S)
             losses = [
                 maker(place).forward([datum()], "cross_entropy").result(PATIENCE_S).metrics
                 for maker, place in (
@@ -141,8 +151,7 @@ def test_checkpoints_are_listed_published_copied_and_deleted(world: Front, key: 
 def test_an_export_is_downloaded_and_comes_back(
     model: str, world: Front, key: str, tmp_path: Path
 ) -> None:
-    with world.client(key) as service:
-        rest = service.create_rest_client()
+    with world.client(key) as service, RestClient(base_url=world.url, api_key=key) as rest:
         training = trained(service, model)
         exported = training.save_weights_external("out").result(PATIENCE_S).path
         urls = rest.get_external_weights_urls(exported).result(PATIENCE_S).urls
@@ -216,14 +225,14 @@ def test_custom_losses_run_on_the_owner(world: Front, key: str) -> None:
     torch = pytest.importorskip("torch")
 
     def squares(logprobs: Any) -> Any:
-        return (logprobs**2).sum(), {"mean:mean": logprobs.mean()}
+        return (logprobs**2).sum(), {"custom/mean:mean": logprobs.mean()}
 
     with world.client(key) as service:
         training = trained(service, OTHER)
         handle = service.create_custom_loss(squares, {"logprobs": 1}).result(PATIENCE_S)
         assert handle.loss_id is not None
         passed = training.forward_backward_custom([datum()], handle).result(PATIENCE_S)
-        assert passed.metrics["mean:mean"] < 0
+        assert passed.metrics["custom/mean:mean"] < 0
         local = training.forward_backward_custom(
             [datum()], lambda data, logprobs: (torch.cat(logprobs).sum(), {"seen": 1.0})
         )
@@ -232,8 +241,9 @@ def test_custom_losses_run_on_the_owner(world: Front, key: str) -> None:
 
 def test_a_sample_is_cancelled(world: Front, key: str) -> None:
     with world.client(key) as service:
-        sampler = service.create_sampling_client(base_model=OTHER)
-        name = sampler.sampler_id
+        session = trained(service, MODEL).model_id.partition(":")[0]
+        made = {"session_id": session, "sampling_session_seq_id": 7, "base_model": OTHER}
+        name = world.post("create_sampling_session", made, key).json["sampling_session_id"]
         params = {"max_tokens": 8000, "seed": 1, "stop": []}
         asked = {"prompt": PROMPT, "sampling_params": params, "sampling_session_id": name}
         accepted = world.post("asample", {**asked, "seq_id": 1}, key).json["request_id"]
@@ -268,16 +278,26 @@ def test_a_session_lives_by_heartbeats_and_its_end_reaches_the_owner(
         until(lambda: world.cluster.query(query) == [], "the owner keeps the model")
 
 
+def test_the_trace_of_a_session_has_what_only_the_owner_knows(world: Front, key: str) -> None:
+    with world.client(key) as service, RestClient(base_url=world.url, api_key=key) as rest:
+        training = trained(service, OTHER)
+        sampler = training.save_weights_and_get_sampling_client()
+        params = SamplingParams(max_tokens=2, seed=1)
+        sampler.sample(ModelInput.from_ints([1, 2, 3]), 1, params).result(PATIENCE_S)
+        session = training.model_id.partition(":")[0]
+        link = rest.export_session_trace(session).result(PATIENCE_S)
+        names = {event["name"] for event in json.loads(fetched(link))["traceEvents"]}
+        assert {"optim_step", "sample", "poll"} <= names
+
+
 # -- tenants ---------------------------------------------------------------------------------------
 
 
 def used(world: Front, key: str) -> dict[str, int]:
     """Tokens of a tenant by what they were used for."""
     now = datetime.now(UTC).replace(minute=0, second=0, microsecond=0)
-    with world.client(key) as service:
-        found = service.create_rest_client().get_billing_usage(
-            now - timedelta(hours=1), now + timedelta(hours=1)
-        )
+    with AdminClient(base_url=world.url, api_key=key) as admin:
+        found = admin.get_billing_usage(now - timedelta(hours=1), now + timedelta(hours=1))
         events = found.result(PATIENCE_S).data
     sums: dict[str, int] = {}
     for event in events:
@@ -293,8 +313,8 @@ def test_usage_of_all_nodes_is_one_sum(world: Front, key: str) -> None:
             trained(service, model).save_state("kept").result(PATIENCE_S)
         expected = 8 * len(MODELS)
         until(lambda: used(world, key).get("training") == expected, "tokens are missing")
-        rest = service.create_rest_client()
-        stored = rest.get_current_checkpoint_storage_usage().result(PATIENCE_S).data
+        with AdminClient(base_url=world.url, api_key=key) as admin:
+            stored = admin.get_current_checkpoint_storage_usage().result(PATIENCE_S).data
         assert sum(each.checkpoint_count for each in stored) == len(MODELS)
 
 
@@ -302,8 +322,6 @@ def test_limits_of_keys_hold_wherever_a_request_is_answered(world: Front, key: s
     owner = world.ask("GET", "/api/v1/auth/apikey/me", key=key).json["details"]
     tenant = owner["user_details"]["email"].partition("@")[0]
     reader = world.key(tenant, read_only=True)
-    sampling = world.key(tenant, routes=("sampling",)) if False else None
-    assert sampling is None
     with world.client(key) as service:
         path = trained(service, OTHER).save_state("kept").result(PATIENCE_S).path
     run, _, name = path.removeprefix("tinker://").partition("/")
@@ -352,7 +370,7 @@ def test_many_polls_of_clients_are_passed_on_at_once(world: Front, key: str) -> 
             thread.start()
         try:
             until(
-                lambda: world.cluster.metric("b", "tinkex_connections_open") > count,
+                lambda: world.metric("b", "tinkex_connections_open") > count,
                 "polls are refused",
             )
         finally:
@@ -409,9 +427,9 @@ def test_the_tokenizer_comes_from_a_node_that_has_it(model: str, world: Front, k
 
 
 def test_the_metrics_of_the_node_say_what_it_passed_on(world: Front, key: str) -> None:
-    before = world.cluster.metric("front", "tinkex_cluster_passed_on_total")
+    before = world.metric("front", "tinkex_cluster_passed_on_total")
     with world.client(key) as service:
         training = trained(service, MODEL)
         training.optim_step(AdamParams(learning_rate=0.1)).result(PATIENCE_S)
-    assert world.cluster.metric("front", "tinkex_cluster_passed_on_total") > before
-    assert world.cluster.metric("front", "tinkex_cluster_keys") == 0
+    assert world.metric("front", "tinkex_cluster_passed_on_total") > before
+    assert world.metric("front", "tinkex_cluster_keys") == 0

@@ -46,6 +46,11 @@ class PostgresServer:
         with psycopg.connect(self._server.get_uri(), autocommit=True) as connection:
             connection.execute(command.encode())
 
+    @property
+    def pid(self) -> int:
+        """The process that all others of the server are children of."""
+        return int(self._server.get_postmaster_info().pid)
+
     def stop(self) -> None:
         self._server.stop()
 

@@ -242,7 +242,7 @@ class Call:
             raise _unknown_model(name, {spec.name: () for spec in specs})
         if not specs:
             # Nodes are starting, or all of those with an engine are gone for now.
-            raise _no_node(NoNodeError("No node of the cluster has a base model yet; try again."))
+            raise no_node(NoNodeError("No node of the cluster has a base model yet; try again."))
         raise _unknown_model(name, member.serving)
 
     async def own(self, key: str, base_model: str, *, here: bool = False) -> None:
@@ -253,7 +253,7 @@ class Call:
                 await member.own(key, owner=self.owner, base_model=base_model, here=here)
                 request_record(self.request.scope).epoch = member.owned[key].epoch
             except NoNodeError as error:
-                raise _no_node(error) from error
+                raise no_node(error) from error
 
     async def at_owner(self, key: str) -> None:
         """Go on only at the owner of a key, if it has one; nothing is claimed."""
@@ -262,7 +262,7 @@ class Call:
             try:
                 await member.at_owner(key)
             except NoNodeError as error:
-                raise _no_node(error) from error
+                raise no_node(error) from error
 
     def at_engine(self, base_model: str | None = None) -> None:
         """Go on only at a node whose engine serves a base model, or any; this one if it does."""
@@ -271,10 +271,11 @@ class Call:
             try:
                 member.at_engine(base_model)
             except NoNodeError as error:
-                raise _no_node(error) from error
+                raise no_node(error) from error
 
 
-def _no_node(error: NoNodeError) -> APIStatusError:
+def no_node(error: NoNodeError) -> APIStatusError:
+    """The refusal of a request that no node can answer now."""
     return refuse(503, str(error), headers={"retry-after": "1"})
 
 

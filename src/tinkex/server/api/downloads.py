@@ -23,11 +23,14 @@ from starlette.responses import RedirectResponse, Response, StreamingResponse
 
 from tinkex.errors import StorageError
 from tinkex.server import age
-from tinkex.server.api.call import reply
+from tinkex.server.api.call import no_node, reply
 from tinkex.server.api.checkpoints import audit, named
 from tinkex.server.api.errors import refuse
 from tinkex.server.api.sessions import when
 from tinkex.server.api.trace import trace
+from tinkex.server.cluster.forwarding import Elsewhere
+from tinkex.server.cluster.hop import received_hop
+from tinkex.server.cluster.member import NoNodeError
 from tinkex.server.scheduler.checkpoints import is_live
 from tinkex.types import ExternalWeightsUrlsResponse
 from tinkex.wire import routes
@@ -186,10 +189,38 @@ async def download(parts: Parts, request: Request, token: str, name: str) -> Res
     """The export or trace of a signed link."""
     claims = await parts.identity.open_link(token)
     if claims["kind"] == "trace":
+        await _at_owner(parts, request, claims["session"])
         return await _trace(parts, claims["session"])
-    if parts.member is not None:
-        parts.member.at_engine()
+    await _at_engine(parts, claims["path"])
     return await send_export(parts, request, claims, name)
+
+
+async def _at_engine(parts: Parts, path: str) -> None:
+    """Go on only at a node with the base model of a checkpoint; others cannot export it."""
+    checkpoint = None if parts.member is None else await parts.store.get_checkpoint(path)
+    if parts.member is not None and checkpoint is not None:
+        try:
+            parts.member.at_engine(checkpoint.base_model)
+        except NoNodeError as error:
+            raise no_node(error) from error
+
+
+async def _at_owner(parts: Parts, request: Request, session_id: str) -> None:
+    """Go on only at a node that owns something of a session: it knows of polls and samples.
+
+    Of a session with keys on several nodes, the trace has the samples and polls of one of them.
+    """
+    member = parts.member
+    if member is None or received_hop(request.scope) is not None:
+        return
+    runs, samplers = await parts.store.ids_of_session(session_id)
+    keys = (*runs, *samplers)
+    if any(key in member.owned for key in keys):
+        return
+    for key in keys:
+        node = await member.owner(key)
+        if node is not None and node.node_id != member.node_id:
+            raise Elsewhere(node, key)
 
 
 async def _trace(parts: Parts, session_id: str) -> Response:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 import signal
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import pytest
@@ -25,7 +27,7 @@ from tests.s3 import bucket, s3_environment, s3_url
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Generator
+    from collections.abc import Callable, Generator
     from pathlib import Path
 
     from tests.cluster.disturbances import Disturbance
@@ -44,10 +46,46 @@ MOST_ROUNDS = 10
 SEEDS = range(1, 8)
 
 
+class MainThread:
+    """Runs in the test's own thread what other threads hand over: Ray's tests work only there."""
+
+    def __init__(self) -> None:
+        self._handed: SimpleQueue[tuple[Future[None], Callable[[], None]]] = SimpleQueue()
+
+    def submit(self, call: Callable[..., None], *args: Any) -> Future[None]:
+        future: Future[None] = Future()
+        self._handed.put((future, partial(call, *args)))
+        return future
+
+    def work_until(self, done: Callable[[], bool]) -> None:
+        """Do what is handed over until something is true."""
+        while not done():
+            with suppress(Empty):
+                future, call = self._handed.get(timeout=0.2)
+                try:
+                    future.set_result(call())
+                except Exception as error:
+                    future.set_exception(error)
+                    raise
+
+    def shutdown(self) -> None:
+        """Nothing is left to end."""
+
+
 class RayDisturber(Disturber):
     """What happens to nodes that Ray supervises: it is Ray that brings them back."""
 
     cluster: RayNodes
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._hands.shutdown()
+        self._hands = self.main_thread = MainThread()  # pyright: ignore[reportAttributeAccessIssue]
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something is under way."""
+        return self._under_way is not None and not self._under_way.done()
 
     @property
     def port(self) -> int:
@@ -149,6 +187,9 @@ def disturb(
                     owner: pool.submit(run, sdk, url, folder, keys[owner])
                     for owner, sdk in TENANTS.items()
                 }
+                disturber.main_thread.work_until(
+                    lambda: not disturber.is_busy and all(map(Future.done, loops.values()))  # noqa: B023 - called at once
+                )
                 for owner, loop in loops.items():
                     assert (owner, loop.result()) == (owner, calm[0])
             disturber.settle()

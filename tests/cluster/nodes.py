@@ -32,6 +32,7 @@ class Cluster:
     database: str
     flags: tuple[str, ...] = ()
     artifacts: str | None = None
+    auth: bool = False
     nodes: dict[str, Served] = field(default_factory=dict)
     stack: ExitStack = field(default_factory=ExitStack)
 
@@ -43,7 +44,8 @@ class Cluster:
                 *("--join", "test", "--node-name", name),
                 *("--database", f"{self.database}&application_name=node-{name}"),
                 *("--artifacts", self.artifacts or f"file://{self.folder / 'weights'}"),
-                *("--base-model", model, "--threads", "1", "--port", "0", "--no-auth"),
+                *("--base-model", model, "--threads", "1", "--port", "0"),
+                *(() if self.auth else ("--no-auth",)),
                 *("--set", f"lease_s={LEASE_S}", *self.flags, *flags),
             )
         )

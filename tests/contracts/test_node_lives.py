@@ -13,7 +13,7 @@ from tests.contracts.test_store_versions import run
 from tinkex.errors import StorageError
 from tinkex.server.store.ownership import NodeLoad
 from tinkex.server.store.sql import SqlStore
-from tinkex.server.store.sql.cache import OLDEST_S, SharedCache
+from tinkex.server.store.sql.state import OLDEST_S, SharedCache
 from tinkex.testing import FakeClock
 
 if TYPE_CHECKING:

@@ -235,6 +235,7 @@ async def test_a_lost_connection_for_hints_comes_back_with_one_for_everything(
     await heard.until("all")
     assert await second.get_session("s") == session(project_id="p")
     # It hears what happens from now on.
+    heard.clear()
     await first.put_session(session(project_id="q"))
     await heard.until("session s")
     assert await second.get_session("s") == session(project_id="q")

@@ -64,6 +64,8 @@ async def test_calls_send_as_many_statements_as_the_page_says(postgres: Postgres
             await count("adopt", store.adopt(claim))
             await store.put_model(model())
             await count("submit", store.submit(step(0, body=b"x")))
+            await count("get_operation", store.get_operation(step(0).op_id))
+            await count("touch_session", store.touch_session(session().session_id, 3.0))
             done = OperationOutcome(body=b"y")
             await count("finish", store.finish(step(0).op_id, done, 2.0, used(2.0)))
             await count("reassign", store.reassign(claim, target))

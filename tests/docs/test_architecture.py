@@ -104,7 +104,8 @@ def test_a_training_step_passes_few_files_of_the_server(flows: dict[str, Flow]):
     passed = sorted(len(_kept(trace, ("server/", "serving/"))) for trace in traces)
     count = passed[RECORDINGS // 2]
     sys.stdout.write(f"A training step: {count} files in server/ and serving/\n")
-    assert count <= 35
+    # What memory holds of the database has a file of its own since nodes share one.
+    assert count <= 34
 
 
 def test_the_page_lists_the_files_of_train_sft_in_order(tmp_path: Path):

@@ -68,7 +68,7 @@ class Served:
     def wait_ready(self) -> None:
         """Read the line that says so."""
         line = read_line(self.popen, START_S)
-        found = re.fullmatch(r"tinkex serves (\S+) on (https?://\S+)\n", line)
+        found = re.fullmatch(r"tinkex serves (\S.*) on (https?://\S+)\n", line)
         assert found is not None, f"{line!r}\n{self.log.read_text()}"
         self.url = found[2]
 

@@ -278,6 +278,20 @@ def prompts_as_long_as_the_context(world: World) -> None:
     world.attacker.finish(session)
 
 
+def stop_strings_that_are_looked_for_all_the_time(world: World) -> None:
+    """As many and as long as may be, each ending in a character that every text has."""
+    session = world.attacker.session()
+    sampler = world.attacker.sampler(session)
+    stop = [f"{number:02d}" + "x" * 1021 + chr(32 + number) for number in range(64)]
+    members = {"sampling_params": {"max_tokens": 32, "stop": stop}, "num_samples": 32}
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [97 + i % 20 for i in range(1500)]}]}
+    asked = _sample(sampler, seq_id=0, prompt=prompt, **members)
+    answer = world.attacker.post("asample", asked)
+    assert answer.status == 200, answer.body[:300]
+    assert "error" not in str(world.attacker.result(json.loads(answer.body)["request_id"]))[:300]
+    world.attacker.finish(session)
+
+
 def ranks_and_models(world: World) -> None:
     session = world.attacker.session()
     for number, rank in enumerate((10**5, 10**7, 2**31 - 1, 0)):
@@ -557,6 +571,7 @@ ATTACKS: dict[str, tuple[Attack, ...]] = {
     "4 counts": (
         counts_of_samples,
         prompts_as_long_as_the_context,
+        stop_strings_that_are_looked_for_all_the_time,
         ranks_and_models,
         lists_of_ids,
     ),

@@ -98,11 +98,12 @@ def _named(settings: HostSettings, url: str) -> HostSettings:
 def _say_ready(args: argparse.Namespace, settings: HostSettings, url: str) -> None:
     from tinkex.serving.host_settings import base_models
 
-    names = [name for name, _ in base_models(settings)]
+    names = [name for name, _ in base_models(settings)] if settings.role == "full" else []
     if args.format == "json":
         print(json.dumps({"url": url, "models": names}), flush=True)
     else:
-        print(f"tinkex serves {', '.join(names)} on {url}", flush=True)
+        what = ", ".join(names) or "other nodes' models"
+        print(f"tinkex serves {what} on {url}", flush=True)
 
 
 def _settings(args: argparse.Namespace) -> HostSettings:

@@ -296,7 +296,7 @@ def _bare(route: Any, endpoint: Endpoint) -> Route:
 
 
 async def _caller(parts: Parts, request: Request, route: str) -> Caller:
-    passed_on = admit(parts, request)
+    passed_on = parts.member is not None and admit(parts, request)
     address = "" if request.client is None else request.client.host
     caller = await parts.identity.caller(header_value(request.scope, "x-api-key") or None, address)
     if caller.access is not FULL:
@@ -314,7 +314,8 @@ def _files(parts: Parts) -> Callable[[Request], Any]:
         request_record(request.scope).route = "files"
         params = request.path_params
         try:
-            admit(parts, request)
+            if parts.member is not None:
+                admit(parts, request)
             return await downloads.download(parts, request, params["token"], params["name"])
         except Elsewhere as elsewhere:
             return await pass_on(parts, request, elsewhere)

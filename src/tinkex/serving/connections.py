@@ -30,6 +30,8 @@ _FEWEST_CONNECTIONS: Final = 4
 _REFUSED_AT_ONCE: Final = 32
 _REFUSED_PART: Final = 8
 _TICK_S: Final = 1.0
+# In the place of an address, for connections of other nodes of the cluster.
+_NODES: Final = "nodes"
 _V6_SITE_BITS: Final = 64  # whoever has one IPv6 address has its whole /64
 
 _log = logging.getLogger(__name__)
@@ -194,11 +196,29 @@ class Connections:
             return
         self.busy(connection)
         self._open.discard(connection)
-        left = self._of_site[connection.site] - 1
+        self._uncount(connection.site)
+
+    def of_node(self, connection: OpenConnection) -> None:
+        """Another node of the cluster has proved that a connection is its own.
+
+        It carries the requests of many clients, so only the limit in all applies to it. By what is
+        signed and not by its address: clients may share that, and a node may have several.
+        """
+        if connection in self._open and connection.site != _NODES:
+            idle = connection in self._idle
+            self.busy(connection)
+            self._uncount(connection.site)
+            connection.site = _NODES
+            self._of_site[_NODES] = self._of_site.get(_NODES, 0) + 1
+            if idle:
+                self.idle(connection)
+
+    def _uncount(self, site: str) -> None:
+        left = self._of_site[site] - 1
         if left:
-            self._of_site[connection.site] = left
+            self._of_site[site] = left
         else:
-            del self._of_site[connection.site]
+            del self._of_site[site]
 
     def idle(self, connection: OpenConnection) -> None:
         """A connection waits for a request."""

@@ -11,11 +11,12 @@ from __future__ import annotations
 import math
 from enum import Enum
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from tinkex.server.cluster.hop import OF_NODE
 from tinkex.serving.connections import site_of
 
 if TYPE_CHECKING:
@@ -133,6 +134,7 @@ class ServerConnection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        cast("dict[str, Any]", self.scope)[OF_NODE] = self._of_node
         self._reading = _HEAD  # one request after another in the same bytes
 
     def on_headers_complete(self) -> None:
@@ -222,6 +224,9 @@ class ServerConnection(HttpToolsProtocol):
     @property
     def _answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete  # pyright: ignore[reportUnnecessaryComparison]
+
+    def _of_node(self) -> None:
+        self._all.of_node(self)
 
     def _become_idle(self) -> None:
         self._reading = _NOTHING

@@ -20,7 +20,7 @@ from tinkex.engine.process.supervisor import first_line
 from tinkex.errors import InputError, TinkerError
 from tinkex.server.app import create_app
 from tinkex.server.cluster.member import Joined
-from tinkex.server.store.ownership import NODE_VERSION, Node
+from tinkex.server.store.ownership import NODE_VERSION, Node, NodeLoad
 from tinkex.server.store.sql import SqlStore
 from tinkex.server.supervision import quietly
 from tinkex.serving.data_dir import DATABASE, kept_secret
@@ -88,26 +88,50 @@ async def _join(
         release=__version__,
         role=settings.role,
     )
-    membership = await store.join(settings.join or "", node, settings.lease_s)
-    if settings.role == "full":
-        try:
-            place = settings.artifacts or ""
-            await check_shared(store, membership, place, settings.lease_s, clock)
-        except BaseException:
-            # Others need not wait until its lease has run out.
-            with anyio.CancelScope(shield=True):
-                await quietly(store.leave(), "leaving the cluster")
-            raise
+    lease_s = settings.lease_s
+    membership = await store.join(settings.join or "", node, lease_s)
+    try:
+        if settings.role == "full":
+            # It may take longer than a lease: libraries of object stores are large.
+            async with _renewing(store, lease_s, clock):
+                await check_shared(store, membership, settings.artifacts or "", lease_s, clock)
+        membership = replace(membership, now=await store.renew(lease_s, NodeLoad()))
+    except BaseException:
+        # Others need not wait until its lease has run out.
+        with anyio.CancelScope(shield=True):
+            await quietly(store.leave(), "leaving the cluster")
+        raise
     context = None
     if url.startswith("https://") or settings.node_ca is not None:
         context = ssl.create_default_context(cafile=settings.node_ca)
     return Joined(
         membership=membership,
-        lease_s=settings.lease_s,
+        lease_s=lease_s,
         on_lost=on_lost,
         capacity_bytes=settings.adapter_bytes or 0,
         ssl_context=context,
     )
+
+
+@asynccontextmanager
+async def _renewing(store: SqlStore, lease_s: float, clock: Clock) -> AsyncGenerator[None]:
+    """Renew the lease of a node that has not started yet, during the block."""
+
+    async def renew() -> None:
+        while True:
+            await clock.sleep(lease_s / 3)
+            await quietly(store.renew(lease_s, NodeLoad()), "renewing the lease")
+
+    failure: Exception | None = None
+    async with anyio.create_task_group() as group:
+        group.start_soon(renew)
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - raised below, outside the group
+            failure = error
+        group.cancel_scope.cancel()
+    if failure is not None:
+        raise failure
 
 
 class Web:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import uvloop
 
 from tests.patience import PATIENCE_S
+from tinkex.server.cluster.hop import OF_NODE
 from tinkex.serving.connections import ConnectionLimits
 from tinkex.serving.data_dir import listen
 from tinkex.serving.http_server import HttpServer
@@ -30,7 +31,10 @@ LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop] | None] = {
 
 
 class App:
-    """Answers with what it was asked; `/wait` when told to, `/large` with much."""
+    """Answers with what it was asked; `/wait` when told to, `/large` with much.
+
+    What `/node` asks comes from another node.
+    """
 
     def __init__(self) -> None:
         self.release = asyncio.Event()
@@ -46,6 +50,8 @@ class App:
             await send({"type": "lifespan.shutdown.complete"})
             return
         path = str(scope["path"])
+        if path == "/node":
+            scope[OF_NODE]()
         if path == "/wait":
             self.waiting.set()
             await self.release.wait()

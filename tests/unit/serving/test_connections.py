@@ -168,6 +168,30 @@ def test_a_full_server_closes_the_longest_idle_connection_of_others():
         assert idle[0].ends()
 
 
+@pytest.mark.parametrize("loop", LOOPS)
+def test_connections_of_other_nodes_do_not_count_for_their_address(loop: str):
+    of_node = HEAD.replace(b"/ ", b"/node ", 1)
+    with running(limits(per_address=2), loop=loop) as server:
+        nodes = [server.connect() for _ in range(2)]
+        for _ in range(4):
+            for raw in nodes:  # once known, again and again
+                raw.send(of_node)
+                assert raw.reply().status == 200
+            nodes.append(server.connect())
+        clients = [nodes.pop(), server.connect()]
+        assert [answered(raw) for raw in clients] == [200, 200]
+        for raw in clients:
+            raw.send(b"GET / HT")
+        wait_for_heads(server, b"GET / HT", b"GET / HT")
+        assert server.get().status == 503  # clients at the same address have their limit
+        for raw in nodes:
+            raw.send(of_node)
+            assert raw.reply().status == 200
+        for raw in (*nodes, *clients):
+            raw.socket.close()
+        server.wait_for(lambda: len(server.server.connections) == 0)
+
+
 def test_a_trusted_proxy_has_no_limit_of_its_own():
     from ipaddress import ip_network
 

@@ -237,7 +237,13 @@ class Call:
         for spec in specs:
             if spec.name == name:
                 return spec
-        raise _unknown_model(name, [spec.name for spec in specs])
+        member = self.parts.member
+        if member is None:
+            raise _unknown_model(name, {spec.name: () for spec in specs})
+        if not specs:
+            # Nodes are starting, or all of those with an engine are gone for now.
+            raise _no_node(NoNodeError("No node of the cluster has a base model yet; try again."))
+        raise _unknown_model(name, member.serving)
 
     async def own(self, key: str, base_model: str, *, here: bool = False) -> None:
         """Go on only at the node that owns a key; raises `Elsewhere` at any other."""
@@ -272,13 +278,15 @@ def _no_node(error: NoNodeError) -> APIStatusError:
     return refuse(503, str(error), headers={"retry-after": "1"})
 
 
-def _unknown_model(name: str, served: Sequence[str]) -> APIStatusError:
+def _unknown_model(name: str, served: Mapping[str, Sequence[str]]) -> APIStatusError:
+    """The refusal of a base model; `served` has those there are, each with its nodes."""
+    listed = ", ".join(f"{one} (on {', '.join(on)})" if on else one for one, on in served.items())
     keys = {key.lower(): one for one in served for key in (one, one.rpartition("/")[2])}
     near = [keys[key] for key in get_close_matches(name.lower(), keys, 1, _NEAR)]
     guess = f" Did you mean {quoted(near[0])}?" if near else ""
     return refuse(
         400,
-        f"Base model {quoted(name)} is not served here; there is: {', '.join(served)}.{guess} "
+        f"Base model {quoted(name)} is not served here; there is: {listed}.{guess} "
         "To serve others, name them when the server starts: tinkex serve --base-model NAME, or "
         "TINKEX_EMBEDDED_MODELS for the embedded server.",
     )

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
     from tinkex.server.api.call import Call
+    from tinkex.server.store.records import StoredCheckpoint
 
 
 async def create_sampling_session(call: Call) -> Response:
@@ -48,7 +49,7 @@ async def _sampler(
 ) -> StoredSampler:
     base_model, location = request.base_model, None
     if request.model_path is not None:
-        checkpoint = await readable(call, request.model_path, await readers(call, None))
+        checkpoint = await _named_weights(call, request.model_path)
         if base_model not in (None, checkpoint.base_model):
             raise refuse(
                 400, f"{checkpoint.path} is on {checkpoint.base_model}, not on {base_model}."
@@ -68,6 +69,10 @@ async def _sampler(
             location=location,
         )
     )
+
+
+async def _named_weights(call: Call, path: str) -> StoredCheckpoint:
+    return await readable(call, path, await readers(call, None))
 
 
 async def join_sampling_session(call: Call) -> Response:
@@ -174,8 +179,12 @@ def _check_weights(sampler: StoredSampler) -> None:
 async def _sampler_of(call: Call, request: SampleRequest) -> StoredSampler:
     if request.sampling_session_id is not None:
         return await own_sampler(call, request.sampling_session_id)
-    # Clients before sampling sessions name the weights in every request.
-    call.at_engine(request.base_model)
+    # Clients before sampling sessions name the weights in every request. The node is chosen before
+    # a session is made, which another node would make again.
+    base_model = request.base_model
+    if request.model_path is not None:
+        base_model = (await _named_weights(call, request.model_path)).base_model
+    call.at_engine(None if base_model is None else call.base_model(base_model).name)
     session = await open_session(call, heartbeats=False)
     return await _sampler(call, f"{session.session_id}:sample:0", session.session_id, request)
 

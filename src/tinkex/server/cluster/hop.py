@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 HEADER: Final = "x-tinkex-hop"
 """On a request, the signed hop. On a 403, that the hop was refused and not the client."""
 MAX_AGE_S: Final = 60.0
+OF_NODE: Final = "tinkex.of_node"
+"""In a scope, what the server wants called when a request comes from another node."""
 _HEADER: Final = HEADER.encode()
 _VERSION: Final = "1"
 _NOTE: Final = "tinkex.hop"
@@ -111,6 +113,9 @@ class Hops:
             self.secret, scope["method"], target_of(scope), value.decode("latin-1"), self.now()
         )
         scope[_NOTE] = hop
+        of_node = cast("Callable[[], None] | None", scope.get(OF_NODE))
+        if of_node is not None:
+            of_node()
         scope["client"] = (hop.client, 0) if hop.client else None
         scheme, separator, host = hop.origin.partition("://")
         if separator:

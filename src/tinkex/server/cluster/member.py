@@ -107,7 +107,8 @@ class Member:
         # Mutable state: the keys that are taken over, and those that are being taken over or handed
         # over, with an event for the end of that; the nodes as they were read last; since when the
         # database has answered without a break; whether it leaves; what wakes the loop, and what
-        # it was told; when to look for ended sessions, because hints may be lost.
+        # it was told; and when to look for sessions that others have ended, because hints may be
+        # lost.
         self.owned: dict[str, Claim] = {}
         self._changing: dict[str, anyio.Event] = {}
         self.nodes: dict[str, Node] = {membership.node.node_id: membership.node}
@@ -119,6 +120,7 @@ class Member:
         self._ended_sessions: set[str] = set()
         self._changed_keys: set[str] = set()
         self._look_again = False
+        self._all_claimed = False
         self._known = anyio.Event()
         self._group: TaskGroup | None = None
         self._slots = anyio.Semaphore(_AT_ONCE)
@@ -156,6 +158,15 @@ class Member:
             if _is_alive(node)
             for model in node.base_models
         }
+
+    @property
+    def serving(self) -> dict[str, list[str]]:
+        """The names of the nodes that serve each base model."""
+        found: dict[str, list[str]] = {}
+        for node in self.nodes.values():
+            for model in node.base_models if _is_alive(node) else ():
+                found.setdefault(model.name, []).append(node.name)
+        return found
 
     def at_engine(self, base_model: str | None = None) -> None:
         """Raise `Elsewhere` unless this node can compute with a base model, or with any."""
@@ -361,7 +372,7 @@ class Member:
                 await self._changed.wait()
 
     def _hinted(self, hint: str) -> None:
-        # Only noted: this is called outside of any task.
+        # Only noted: this is called by the event loop, outside of any task.
         what, _, name = hint.partition(" ")
         if what == "session":
             self._ended_sessions.add(name)
@@ -391,7 +402,9 @@ class Member:
         if self.leads:
             ended = [n.node_id for n in self.nodes.values() if n.state in ("dead", "left")]
             await self._give_away(ended)
-            await self._adopt_unclaimed()
+            if not self._all_claimed:
+                await self._claim_open_models()
+                self._all_claimed = True
             await self._store.forget_nodes(self._clock.wall() - _REMEMBERED_S)
         for claim in await self._store.claims([self.node_id]):
             self._attend(claim)
@@ -459,7 +472,7 @@ class Member:
             await self._store.reassign(claim, target.node_id)
             nodes = [_with_one_more(n, claim) if n is target else n for n in nodes]
 
-    async def _adopt_unclaimed(self) -> None:
+    async def _claim_open_models(self) -> None:
         """Claim open models that a server without a cluster has left in this database."""
         claimed = {claim.key for claim in await self._store.claims()}
         for model in await self._store.open_models():
@@ -552,16 +565,22 @@ class Member:
     async def _release_ended(self) -> None:
         """Forget the claims of keys of ended sessions that nothing is left of."""
         worker = self._worker
+        if worker is None:
+            return
+        held = worker.handover.held_keys()
         for key, claim in list(self.owned.items()):
-            if worker is None or key in self._changing or worker.handover.holds(key):
+            if key in held or not await self._is_over(key, claim) or key in self._changing:
                 continue
-            if await self._is_over(key, claim) and key not in self._changing:
-                async with self._change(key):
-                    if not worker.handover.holds(key) and await self._store.release(claim):
-                        del self.owned[key]
-                        self._store.give_up(claim)
+            async with self._change(key):
+                still_held = key in worker.handover.held_keys()
+                if not still_held and await self._store.release(claim):
+                    del self.owned[key]
+                    self._store.give_up(claim)
 
     async def _is_over(self, key: str, claim: Claim) -> bool:
+        # A key begins with its session, which is in memory: of most keys nothing else is read.
+        if await self._is_active(key.rsplit(":", 2)[0]):
+            return False
         model = await self._store.get_model(key)
         if model is not None and not model.closed:
             return False

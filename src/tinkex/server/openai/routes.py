@@ -79,7 +79,7 @@ class _Endpoint:
     async def _reply(self, request: Request, events: EventSender) -> Response | None:
         record = request_record(request.scope)
         record.route = self.name
-        passed_on = admit(self.parts, request)
+        passed_on = self.parts.member is not None and admit(self.parts, request)
         address = "" if request.client is None else request.client.host
         caller = await self.parts.identity.caller(credential_of(request.headers), address)
         record.owner = caller.owner

@@ -84,9 +84,9 @@ class Handover:
         other = await self.store.get_sampler(key)
         return [*published, *(() if other is None or claim_key(other) != key else (other,))]
 
-    def holds(self, key: str) -> bool:
-        """Whether anything of a key is in memory or in the engine."""
-        return key in self.runs or self.samplers.has(key)
+    def held_keys(self) -> set[str]:
+        """The keys of which anything is in memory or in the engine."""
+        return {*self.runs, *self.samplers.keys()}
 
     async def hand_over(self, key: str, disown: Callable[[], object]) -> None:
         """Stop working for a key, save what it needs, and forget it.

@@ -164,10 +164,10 @@ class PublishedSamplers:
         gone = [s.sampler_id for s in samplers if s.sampler_id not in self._undeleted]
         await self._store.close_samplers(gone, why)
 
-    def has(self, key: str) -> bool:
-        """Whether it knows a sampler of a key."""
+    def keys(self) -> set[str]:
+        """The keys of the samplers that it knows."""
         known = (each.sampler for each in self._live.values())
-        return any(claim_key(sampler) == key for sampler in (*known, *self._undeleted.values()))
+        return {claim_key(sampler) for sampler in (*known, *self._undeleted.values())}
 
     async def hand_over(self, key: str) -> None:
         """Forget the samplers of a key that another node takes over; their files stay."""

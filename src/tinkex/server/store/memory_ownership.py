@@ -213,9 +213,7 @@ class MemoryOwnership:
             return
         node = self._shared.nodes.get(self._node_id)
         if node is None or node.state not in _LIVING:
-            error = LeaseLostError(f"Node {self._node_id} was declared dead, or has left.")
-            error.retryable = False
-            raise error
+            raise LeaseLostError(f"Node {self._node_id} was declared dead, or has left.")
 
     def _check_key(self, key: str | None) -> None:
         """Raise when this node may not write for a key: it must have adopted it."""

@@ -114,11 +114,24 @@ class Membership:
 
 
 class LeaseLostError(StorageError):
-    """This node was declared dead, so nothing it writes is accepted any more."""
+    """This node was declared dead, so nothing it writes is accepted any more.
+
+    A client may send the request again: another node answers it.
+    """
+
+    retryable = False
+
+    def __init__(self, message: str, path: str = "") -> None:
+        super().__init__(message, path)
+        self.out_of_reach = True
 
 
 class ClaimLostError(StorageError):
-    """This node does not own a key that it wrote for."""
+    """This node does not own a key that it wrote for; the node that does can be asked."""
+
+    def __init__(self, message: str, path: str = "") -> None:
+        super().__init__(message, path)
+        self.out_of_reach = True
 
 
 def claim_key(sampler: StoredSampler) -> str:

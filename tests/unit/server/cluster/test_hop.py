@@ -9,7 +9,7 @@ from starlette.requests import Request
 
 from tests.unit.server.cluster.nodes import SECRET, new_hops
 from tinkex.errors import APIStatusError
-from tinkex.server.cluster.hop import HEADER, Hop, check, received_hop, sign, target_of
+from tinkex.server.cluster.hop import HEADER, OF_NODE, Hop, check, received_hop, sign, target_of
 
 NOW = 1_700_000_000.0
 HOP = Hop("gpu-3-a1b2", "203.0.113.7", "https://train.example:8443")
@@ -162,3 +162,19 @@ def test_a_prefix_of_either_node_is_no_part_of_what_is_signed():
     without_raw = {**scope_of(None)}
     del without_raw["raw_path"]
     assert target_of(without_raw) == TARGET
+
+
+def test_the_server_learns_which_connections_are_those_of_nodes():
+    hops, found = new_hops(), list[str]()
+    scope: dict[str, Any] = {
+        "method": "GET", "path": "/x", "query_string": b"", "headers": [],
+        OF_NODE: lambda: found.append("node"),
+    }  # fmt: skip
+    assert hops.admit(dict(scope)) is None
+    bad = {**scope, "headers": [(HEADER.encode(), b"1 made up")]}
+    with pytest.raises(APIStatusError):
+        hops.admit(bad)
+    assert found == []
+    good = {**scope, "headers": [(HEADER.encode(), hops.sign("GET", "/x").encode())]}
+    assert hops.admit(good) is not None
+    assert found == ["node"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tinkex.server.store.sql.cache import Cache
+from tinkex.server.store.sql.state import Cache
 
 
 def test_the_value_that_was_used_longest_ago_goes_first() -> None:

@@ -8,14 +8,13 @@ is that of one schema. A payload is `ORIGIN KIND ID`, where the origin is the no
 from __future__ import annotations
 
 import logging
-import select as system
+import selectors
 import socket
 import threading
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from sqlalchemy import text
-from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 if TYPE_CHECKING:
     import asyncio
@@ -89,14 +88,13 @@ class Listener:
         wait_s = _SHORTEST_WAIT_S
         while not self._closing.is_set():
             try:
-                with closing(self._engine.raw_connection()) as pooled:
-                    connection: Any = pooled.driver_connection
+                with closing(self._connect()) as connection:
                     self._prepare(connection)
                     wait_s = _SHORTEST_WAIT_S
                     self._call(self._connected, True)
                     self._tried.set()
                     self._listen(connection)
-            except (SQLAlchemyError, OSError, self._driver_error) as error:
+            except Exception as error:  # noqa: BLE001 - one connection ends here; the next may live
                 _log.warning("hints of other nodes are not heard until it works again: %s", error)
             finally:
                 self._call(self._connected, False)
@@ -104,18 +102,26 @@ class Listener:
             self._closing.wait(wait_s)
             wait_s = min(wait_s * 2, _LONGEST_WAIT_S)
 
+    def _connect(self) -> Any:
+        pooled = self._engine.raw_connection()
+        connection = pooled.driver_connection
+        # The pool would report a lost connection once more.
+        pooled.detach()
+        return connection
+
     def _prepare(self, connection: Any) -> None:
         connection.autocommit = True
         name = connection.execute(f"SELECT {_CHANNEL}").fetchone()[0]
         connection.execute(f'LISTEN "{name}"')
 
     def _listen(self, connection: Any) -> None:
-        while not self._closing.is_set():
-            ready, _, _ = system.select([connection.fileno(), self._wake], [], [])
-            if connection.fileno() not in ready:
-                continue
-            for each in connection.notifies(timeout=0):
-                self._pass(each.payload)
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._wake, selectors.EVENT_READ)
+            selector.register(connection.fileno(), selectors.EVENT_READ)
+            while not self._closing.is_set():
+                selector.select()
+                for each in connection.notifies(timeout=0):
+                    self._pass(each.payload)
 
     def _pass(self, payload: str) -> None:
         origin, _, hint = payload.partition(" ")
@@ -125,8 +131,3 @@ class Listener:
     def _call(self, callback: Callable[[Any], None], value: object) -> None:
         with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(callback, value)
-
-    @property
-    def _driver_error(self) -> type[Exception]:
-        dbapi: Any = self._engine.dialect.dbapi
-        return DBAPIError if dbapi is None else dbapi.Error

@@ -51,9 +51,7 @@ class Member:
 def lease_lost(node_id: str, state: str | None) -> LeaseLostError:
     """The error of a node that is no member any more."""
     reason = "has left the cluster" if state == "left" else "was declared dead by another node"
-    error = LeaseLostError(f"Node {node_id} {reason}: nothing it writes is accepted any more.")
-    error.retryable = False
-    return error
+    return LeaseLostError(f"Node {node_id} {reason}: nothing it writes is accepted any more.")
 
 
 @dataclass(frozen=True, slots=True)

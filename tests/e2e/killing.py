@@ -150,13 +150,18 @@ class Relay:
             await self._stop.wait()
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with suppress(OSError, asyncio.IncompleteReadError):
-            up_reader, up_writer = await asyncio.open_connection("127.0.0.1", self._mortal.port)
-            down = asyncio.create_task(_copy(up_reader, writer))
-            await self._up(reader, up_writer)
-            up_writer.close()
-            await down
-        writer.close()
+        try:
+            with suppress(OSError, asyncio.IncompleteReadError):
+                port = await asyncio.to_thread(lambda: self._mortal.port)
+                up_reader, up_writer = await asyncio.open_connection("127.0.0.1", port)
+                down = asyncio.create_task(_copy(up_reader, writer))
+                try:
+                    await self._up(reader, up_writer)
+                finally:  # also when the relay is stopped
+                    up_writer.close()
+                await down
+        finally:
+            writer.close()
 
     async def _up(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(1 << 16):

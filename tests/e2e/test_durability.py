@@ -23,14 +23,14 @@ SEEDS = {"tinkex": (1, 2, 3, 4, 5), "tinker": (11, 12, 13, 14, 15)}
 pytestmark = pytest.mark.timeout(400)
 
 
-def run(sdk: str, base_url: str, home: Path) -> Any:
+def run(sdk: str, base_url: str, home: Path, key: str = KEY) -> Any:
     """Everything the loop was told."""
     python = sys.executable if sdk == "tinkex" else str(OFFICIAL)
     paths = {} if sdk == "tinkex" else {"PYTHONPATH": ""}
     told = subprocess.run(
         [python, str(PROGRAM), sdk],
         env=environment(
-            home, TINKER_BASE_URL=base_url, TINKER_API_KEY=KEY, TINKER_TELEMETRY="0", **paths
+            home, TINKER_BASE_URL=base_url, TINKER_API_KEY=key, TINKER_TELEMETRY="0", **paths
         ),
         capture_output=True,
         text=True,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 import urllib.request
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from tinkex.ray_cluster.connection import Connection
 
 FAKE_NODE = (sys.executable, str(Path(__file__).with_name("fake_node.py")))
+NAMED_NODE = (sys.executable, str(Path(__file__).with_name("named_node.py")))
 PASSWORD = "m4rk3r-of-a-secret"
 _SMALL = {"object_store_memory": 80 << 20}
 POLICY = RestartPolicy(first_delay_s=0.05, longest_delay_s=0.2, quick_s=0.0, most_failures=3)
@@ -43,10 +45,28 @@ def raylets(
     cluster = RayCluster(initialize_head=True, head_node_args=head)
     try:
         for count in cpus:
-            cluster.add_node(num_cpus=count, **_SMALL)
+            add_machine(cluster, count)
         yield cluster
     finally:
         cluster.shutdown()
+
+
+def add_machine(cluster: RayCluster, cpus: int) -> None:
+    """One more raylet."""
+    cluster.add_node(num_cpus=cpus, **_SMALL)
+
+
+def raylet_of(machine: Any) -> int:
+    """The process of a machine's raylet; everything that runs on the machine is below it."""
+    [process] = machine.all_processes["raylet"]
+    return process.process.pid
+
+
+def kill(machine: Any, kind: str) -> None:
+    """End one of the processes of Ray on a machine without a word: `raylet`, `gcs_server`."""
+    [process] = machine.all_processes[kind]
+    os.kill(process.process.pid, signal.SIGKILL)
+    process.process.wait()
 
 
 class Driver:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import signal
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.ray.raylets import Driver, ask, is_running, raylets, until
+from tests.ray.raylets import Driver, add_machine, ask, is_running, kill, raylets, until
 from tinkex.ray_cluster.connection import Connection
 
 if TYPE_CHECKING:
@@ -23,8 +21,8 @@ def test_a_node_whose_machine_is_lost_starts_on_another_one(tmp_path: Path):
         some = Driver(connection, "lost", tmp_path)
         [before] = some.cluster.up(some.specs(), some.secrets)
         [machine] = cluster.worker_nodes
-        cluster.add_node(num_cpus=1, object_store_memory=80 << 20)
-        _kill(machine, "raylet")
+        add_machine(cluster, 1)
+        kill(machine, "raylet")
         until(lambda: not is_running(before.pid or 0))
         [after] = until(lambda: [r for r in some.cluster.reports() if r.state == "ready"])
         assert ask(after.url or "")["pid"] == after.pid != before.pid
@@ -40,7 +38,7 @@ def test_nodes_serve_without_the_head_and_up_starts_them_on_a_new_one(tmp_path: 
         with Connection(cluster.address) as connection:
             some = Driver(connection, "headless", tmp_path)
             [before] = some.cluster.up(some.specs(), some.secrets)
-        _kill(cluster.head_node, "gcs_server")
+        kill(cluster.head_node, "gcs_server")
         assert ask(before.url or "")["pid"] == before.pid
         # Its raylet gives up, and no orphan keeps the lease.
         until(lambda: not is_running(before.pid or 0))
@@ -49,9 +47,3 @@ def test_nodes_serve_without_the_head_and_up_starts_them_on_a_new_one(tmp_path: 
         [after] = some.cluster.up(some.specs(), some.secrets)
         assert ask(after.url or "")["pid"] == after.pid
         some.cluster.down()
-
-
-def _kill(node: Any, kind: str) -> None:
-    [process] = node.all_processes[kind]
-    os.kill(process.process.pid, signal.SIGKILL)
-    process.process.wait()

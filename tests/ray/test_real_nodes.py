@@ -1,72 +1,104 @@
-"""`tinkex serve --join` itself on Ray, with PostgreSQL: nodes serve, are revived, and leave."""
+"""`tinkex serve --join` itself on Ray, with PostgreSQL: nodes serve, are taken over, and leave."""
 
 from __future__ import annotations
 
-import os
-import signal
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-import psycopg
 import pytest
 
 import tinkex
-from tests.contracts.postgres import postgres_server
+from tests.contracts.conftest import postgres
+from tests.e2e.killing import Relay
+from tests.e2e.serving import MODEL, served
+from tests.e2e.workers import datum, sample
 from tests.patience import PATIENCE_S
-from tests.ray.raylets import is_running, raylets, until
-from tinkex import AdamParams, Datum, ModelInput
-from tinkex.cli.main import main
-from tinkex.ray_cluster.cluster import Cluster, Limits
-from tinkex.ray_cluster.connection import Connection
-from tinkex.ray_cluster.nodes import NodeGroup, node_specs
-from tinkex.ray_cluster.secrets import NodeSecrets
+from tests.ray.real_nodes import NODES, ray_nodes
+from tinkex import AdamParams
 
 if TYPE_CHECKING:
+    from collections.abc import Generator
     from pathlib import Path
 
+    from tests.contracts.postgres import PostgresServer
+    from tests.ray.real_nodes import RayNodes
+    from tinkex import TrainingClient
+
 pytest.importorskip("ray")
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.exhaustive]
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.exhaustive,
+    pytest.mark.timeout(3 * PATIENCE_S),
+]
+__all__ = ["postgres"]
 
-TOKENS = list(b"nodes on Ray")
-DATA = [Datum(ModelInput.from_ints(TOKENS[:-1]), {"target_tokens": TOKENS[1:]})]
-LIMITS = Limits(placement_s=PATIENCE_S, start_s=PATIENCE_S, drain_s=PATIENCE_S)
+
+class _Address:
+    """What clients are connected to: the node without a model, wherever Ray has started it."""
+
+    def __init__(self, nodes: RayNodes) -> None:
+        self._nodes = nodes
+
+    @property
+    def port(self) -> int:
+        return self._nodes.port
+
+    def count(self) -> None:
+        """Nothing happens with a request."""
+
+    def kill(self, moment: object) -> None:
+        """Nothing is planned."""
 
 
-def test_a_run_survives_the_loss_of_a_node(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+@contextmanager
+def address(nodes: RayNodes) -> Generator[str]:
+    relay = Relay(_Address(nodes))
+    relay.start()
+    try:
+        yield f"http://127.0.0.1:{relay.port}"
+    finally:
+        relay.stop()
+
+
+def losses(training: TrainingClient, count: int) -> list[float]:
+    futures = []
+    for _ in range(count):
+        futures.append(training.forward_backward([datum()], "cross_entropy"))
+        training.optim_step(AdamParams(learning_rate=0.01))
+    return [future.result(PATIENCE_S).metrics["loss:sum"] for future in futures]
+
+
+def test_a_model_outlives_the_machine_of_its_owner_and_ray_brings_the_node_back(
+    tmp_path: Path, postgres: PostgresServer
+) -> None:
+    database = postgres.new_place()
+    with ray_nodes(tmp_path, database, f"file://{tmp_path / 'weights'}") as nodes:
+        key = nodes.tinkex("key", "create", "--owner", "alice").strip()
+        started = nodes.up()
+        assert [node["state"] for node in started] == ["ready"] * (NODES + 1)
+        before = nodes.alive()
+        with address(nodes) as url, tinkex.ServiceClient(base_url=url, api_key=key) as service:
+            training = service.create_lora_training_client(MODEL, rank=4, seed=1)
+            told = losses(training, 5)
+            owner = nodes.owner_of(training.model_id)
+            assert owner in before
+            nodes.lose(nodes.machine_of(owner))
+            told += losses(training, 5)
+            ((now, epoch),) = nodes.query("SELECT node_id, epoch FROM claims")
+            assert now != before[owner]
+            assert epoch > 1
+            tokens = sample(training.save_weights_and_get_sampling_client())
+        nodes.wait_for_others_than({before[owner]})
+        shown = nodes.command("status", "--database", database)["nodes"]
+        assert sorted(node["name"] for node in shown) == sorted(before)
+        # Nothing has changed for `up`.
+        assert {node["name"] for node in nodes.up()} == set(before)
+        assert nodes.down() == NODES + 1
+        assert nodes.query("SELECT name FROM nodes WHERE state IN ('alive', 'draining')") == []
     with (
-        postgres_server() as server,
-        raylets(1, 1) as ray_cluster,
-        Connection(ray_cluster.address) as connection,
+        served(tmp_path / "alone") as server,
+        tinkex.ServiceClient(base_url=server.url, api_key="tml-alone") as service,
     ):
-        database = server.new_place()
-        assert main(["key", "create", "--database", database]) == 0
-        key = capsys.readouterr().out.strip()
-        settings = {"TINKEX_DATABASE": database, "TINKEX_ARTIFACTS": f"file://{tmp_path}"}
-        secrets = NodeSecrets({**settings, "TINKEX_LEASE_S": "5", "TINKEX_THREADS": "1"})
-        group = NodeGroup(kind="cpu", count=2, base_model="tinkex/tiny")
-        specs = node_specs("lab", [group], host="127.0.0.1")
-        said: list[str] = []
-        cluster = Cluster(connection, "lab", said.append, limits=LIMITS)
-        nodes = cluster.up(specs, secrets)
-        assert [node.state for node in nodes] == ["ready", "ready"], said
-        with tinkex.ServiceClient(base_url=nodes[0].url, api_key=key) as service:
-            training = service.create_lora_training_client("tinkex/tiny", rank=4)
-            before = _step(training)
-            other = nodes[1].pid or 0
-            os.kill(other, signal.SIGKILL)
-            until(lambda: not is_running(other))
-            until(lambda: all(node.state == "ready" for node in cluster.reports()))
-            after = _step(training)
-        assert after < before
-        cluster.down()
-        assert _states(database) <= {"left", "dead"}
-
-
-def _step(training: Any) -> float:
-    done = training.forward_backward(DATA, "cross_entropy")
-    training.optim_step(AdamParams(learning_rate=0.01)).result(timeout=PATIENCE_S)
-    return done.result(timeout=PATIENCE_S).metrics["loss:sum"]
-
-
-def _states(database: str) -> set[str]:
-    with psycopg.connect(database) as connection:
-        return {row[0] for row in connection.execute("SELECT state FROM nodes").fetchall()}
+        training = service.create_lora_training_client(MODEL, rank=4, seed=1)
+        assert losses(training, 10) == told
+        assert sample(training.save_weights_and_get_sampling_client()) == tokens

@@ -116,12 +116,12 @@ class LocalRay:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
         deadline = self._clock.now() + _STOPS_S
-        while self._clock.now() < deadline and (left := _processes(self.folder)):
+        while self._clock.now() < deadline and (left := processes(self.folder)):
             _reap(pid)
             if pid not in left:
                 break
             _pause()
-        for each in _processes(self.folder):
+        for each in processes(self.folder):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(each, signal.SIGKILL)
         _reap(pid)
@@ -138,7 +138,8 @@ def _is_running(pid: int, folder: Path) -> bool:
     return os.fsencode(folder) in _command_line(pid)
 
 
-def _processes(folder: Path) -> list[int]:
+def processes(folder: Path) -> list[int]:
+    """The processes of a Ray whose files are in this folder."""
     pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
     return [pid for pid in pids if pid != os.getpid() and _is_running(pid, folder)]
 

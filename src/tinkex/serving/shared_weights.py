@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from tinkex.engine.checkpoints.saved_files import SavedFiles
     from tinkex.server.store.ownership import Membership, Node, Ownership
 
-# A node that joined just before has written its mark by then, or is too slow to be a node. Shorter
-# than the lease, which is not renewed meanwhile.
-_LEASE_SHARE: Final = 0.5
+# How long the mark of a node is waited for that is starting, too. Its lease is renewed meanwhile,
+# and it may have to import the libraries of an object store first.
+_LEASES: Final = 4.0
 _LOOK_AGAIN_S: Final = 0.2
 _CACHE_BYTES: Final = 1 << 20
 
@@ -36,12 +36,15 @@ async def check_shared(
 ) -> None:
     """Raise `StorageError` if this node cannot use the place, or if other nodes use another."""
     with tempfile.TemporaryDirectory() as folder:
-        files = open_saved(Path(folder), place, _CACHE_BYTES)
+        # It imports large libraries, and the lease is renewed meanwhile.
+        opening = partial(open_saved, Path(folder), place, _CACHE_BYTES)
+        files = await anyio.to_thread.run_sync(opening)
         try:
             await anyio.to_thread.run_sync(_leave_mark, files, membership)
-            end = clock.now() + _LEASE_SHARE * lease_s
+            end = clock.now() + _LEASES * lease_s
             while missing := await _missing(files, membership, await ownership.nodes()):
-                if clock.now() >= end:
+                # One that has announced its models has left its mark before.
+                if clock.now() >= end or any(node.base_models for node in missing):
                     raise _not_shared(missing, place)
                 await clock.sleep(_LOOK_AGAIN_S)
         finally:
@@ -55,8 +58,8 @@ def _leave_mark(files: SavedFiles, membership: Membership) -> None:
 
 async def _missing(
     files: SavedFiles, membership: Membership, nodes: Sequence[Node]
-) -> Sequence[str]:
-    """The names of nodes that joined before this one and have left no mark here."""
+) -> Sequence[Node]:
+    """The nodes that joined before this one and have left no mark here."""
     earlier = [
         node
         for node in nodes
@@ -68,14 +71,14 @@ async def _missing(
 
 def _without_mark(
     files: SavedFiles, membership: Membership, nodes: Sequence[Node]
-) -> Sequence[str]:
-    missing: list[str] = []
+) -> Sequence[Node]:
+    missing: list[Node] = []
     for node in nodes:
         try:
             with files.open(_mark(membership, node)):
                 pass
         except FileNotFoundError:
-            missing.append(node.name)
+            missing.append(node)
     return missing
 
 
@@ -84,12 +87,12 @@ def _mark(membership: Membership, node: Node) -> str:
     return f"cluster/{sha256(membership.secret).hexdigest()[:16]}/{node.name}"
 
 
-def _not_shared(names: Sequence[str], place: str) -> StorageError:
+def _not_shared(nodes: Sequence[Node], place: str) -> StorageError:
     shown = f"{place.partition('://')[0]}://…" if "@" in place else place
     error = StorageError(
-        f"Node {names[0]} of this cluster keeps its weights elsewhere: its mark is not at {shown}. "
-        "Give all nodes the same `--artifacts`: an object store, or a folder that all of them "
-        "mount.",
+        f"Node {nodes[0].name} of this cluster keeps its weights elsewhere: its mark is not at "
+        f"{shown}. Give all nodes the same `--artifacts`: an object store, or a folder that all "
+        "of them mount.",
         shown,
     )
     error.retryable = False

@@ -24,9 +24,8 @@ if TYPE_CHECKING:
     from tinkex.engine.checkpoints.saved_files import SavedFiles
     from tinkex.server.store.ownership import Membership, Node, Ownership
 
-# A node that joined just before has written its mark by then, or is too slow to be a node. Shorter
-# than the lease, which is not renewed meanwhile.
-_LEASE_SHARE: Final = 0.5
+# A node that joined just before has written its mark within so many leases.
+_LEASES: Final = 1.0
 _LOOK_AGAIN_S: Final = 0.2
 _CACHE_BYTES: Final = 1 << 20
 
@@ -36,10 +35,12 @@ async def check_shared(
 ) -> None:
     """Raise `StorageError` if this node cannot use the place, or if other nodes use another."""
     with tempfile.TemporaryDirectory() as folder:
-        files = open_saved(Path(folder), place, _CACHE_BYTES)
+        # In a thread: the import of an object store's library takes seconds.
+        opened = partial(open_saved, Path(folder), place, _CACHE_BYTES)
+        files = await anyio.to_thread.run_sync(opened)
         try:
             await anyio.to_thread.run_sync(_leave_mark, files, membership)
-            end = clock.now() + _LEASE_SHARE * lease_s
+            end = clock.now() + _LEASES * lease_s
             while missing := await _missing(files, membership, await ownership.nodes()):
                 if clock.now() >= end:
                     raise _not_shared(missing, place)

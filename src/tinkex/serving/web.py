@@ -19,7 +19,7 @@ from tinkex.engine.process.supervisor import first_line
 from tinkex.errors import InputError, TinkerError
 from tinkex.server.app import create_app
 from tinkex.server.cluster.member import Joined
-from tinkex.server.store.ownership import NODE_VERSION, Node
+from tinkex.server.store.ownership import NODE_VERSION, Node, NodeLoad
 from tinkex.server.store.sql import SqlStore
 from tinkex.server.supervision import quietly
 from tinkex.serving.data_dir import DATABASE, kept_secret
@@ -39,12 +39,15 @@ if TYPE_CHECKING:
     from tinkex.engine.process.supervisor import RestartingEngine
     from tinkex.server.observability.meters import Meters, Readiness
     from tinkex.server.server_settings import ServerSettings
+    from tinkex.server.store.ownership import Membership
     from tinkex.server.store.protocol import Store
     from tinkex.serving.host_settings import HostSettings
 
 _OPEN: Final = ("/healthz", "/readyz", "/metrics")
 _PATIENCE_S: Final = 20.0
 _RETRY_AFTER_S: Final = 1
+# How often a lease is renewed before it would run out.
+_RENEWALS: Final = 3
 _log = logging.getLogger(__name__)
 
 
@@ -90,14 +93,7 @@ async def _join(
     )
     membership = await store.join(settings.join or "", node, settings.lease_s)
     if settings.role == "full":
-        try:
-            place = settings.artifacts or ""
-            await check_shared(store, membership, place, settings.lease_s, clock)
-        except BaseException:
-            # Others need not wait until its lease has run out.
-            with anyio.CancelScope(shield=True):
-                await quietly(store.leave(), "leaving the cluster")
-            raise
+        await _check_weights(store, settings, membership, clock)
     context = None
     if url.startswith("https://") or settings.node_ca is not None:
         context = ssl.create_default_context(cafile=settings.node_ca)
@@ -108,6 +104,31 @@ async def _join(
         capacity_bytes=settings.adapter_bytes or 0,
         ssl_context=context,
     )
+
+
+async def _check_weights(
+    store: SqlStore, settings: HostSettings, membership: Membership, clock: Clock
+) -> None:
+    """Raise why this node cannot use the weights of the others; then it has left the cluster."""
+    lease_s, failure = settings.lease_s, None
+
+    async def renew() -> None:
+        # A first connection to an object store may take longer than a short lease.
+        while True:
+            await clock.sleep(lease_s / _RENEWALS)
+            await quietly(store.renew(lease_s, NodeLoad()), "renewing the lease")
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(renew)
+        try:
+            await check_shared(store, membership, settings.artifacts or "", lease_s, clock)
+        except Exception as error:  # noqa: BLE001 - raised below, outside the group
+            failure = error
+        group.cancel_scope.cancel()
+    if failure is not None:
+        # Others need not wait until its lease has run out.
+        await quietly(store.leave(), "leaving the cluster")
+        raise failure
 
 
 class Web:

@@ -19,6 +19,7 @@ from tests.contracts.postgres import postgres_server
 from tests.e2e.serving import KEY, MODEL, refused, served
 from tests.e2e.workers import PROMPT, datum
 from tests.patience import PATIENCE_S
+from tests.s3 import s3_environment, s3_url
 from tinkex import AdamParams, SamplingParams, ServiceClient
 from tinkex.clock import SystemClock
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from tests.contracts.postgres import PostgresServer
     from tinkex import SamplingClient, TrainingClient
 
+__all__ = ["s3_environment", "s3_url"]
 STEPS = 12
 SAMPLES = 24
 GATE = "gate"
@@ -344,24 +346,20 @@ def test_another_cluster_or_another_version_is_refused(nodes: Cluster, tmp_path:
     assert "Install the same release everywhere" in said
 
 
-@pytest.mark.parametrize("place", ["of its own", "read-only"])
+@pytest.mark.parametrize("place", ["another folder", "a file", "no bucket"])
 def test_a_node_that_does_not_share_the_weights_is_refused(
-    nodes: Cluster, tmp_path: Path, place: str
+    nodes: Cluster, tmp_path: Path, s3_environment: None, place: str
 ) -> None:
-    folder = tmp_path / "weights"
-    if place == "read-only":
-        folder.write_text("a file in the place of the folder")
+    (tmp_path / "a file").write_text("in the place of the folder")
+    url = "s3://no-such-bucket/weights" if place == "no bucket" else f"file://{tmp_path / place}"
     status, said = refused(
         tmp_path / "x",
         *("--join", "test", "--node-name", "x", "--database", nodes.database),
-        *("--artifacts", f"file://{folder}"),
+        *("--artifacts", url.replace(" ", "%20")),
         *("--base-model", MODEL, "--port", "0", "--no-auth", "--set", f"lease_s={LEASE_S}"),
     )
     assert status == 1
-    expected = "keeps its weights elsewhere" if place == "of its own" else "cannot write"
-    assert expected in said
+    assert ("keeps its weights elsewhere" if place == "another folder" else "cannot write") in said
     assert "Traceback" not in said
-    ((state,),) = nodes.query(
-        "SELECT state FROM nodes WHERE name = 'x' ORDER BY number DESC LIMIT 1"
-    )
-    assert state == "left"
+    newest = "SELECT state FROM nodes WHERE name = 'x' ORDER BY number DESC LIMIT 1"
+    assert nodes.query(newest) == [("left",)]

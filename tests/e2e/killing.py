@@ -13,7 +13,7 @@ import random
 import re
 import signal
 import threading
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -150,13 +150,13 @@ class Relay:
             await self._stop.wait()
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with suppress(OSError, asyncio.IncompleteReadError):
+        # Closed also when it is cancelled: the relay may end before its clients do.
+        with closing(writer), suppress(OSError, asyncio.IncompleteReadError):
             up_reader, up_writer = await asyncio.open_connection("127.0.0.1", self._mortal.port)
-            down = asyncio.create_task(_copy(up_reader, writer))
-            await self._up(reader, up_writer)
-            up_writer.close()
+            with closing(up_writer):
+                down = asyncio.create_task(_copy(up_reader, writer))
+                await self._up(reader, up_writer)
             await down
-        writer.close()
 
     async def _up(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(1 << 16):

@@ -201,8 +201,16 @@ async def test_the_last_node_saves_its_models_before_it_leaves() -> None:
 class DeafStore(MemoryStore):
     """Hints come when the test sends them, as those of PostgreSQL do: from no task."""
 
+    def __init__(self, clock: Clock) -> None:
+        super().__init__(clock)
+        self._heard: list[Callable[[str], None]] = []
+
     def on_hint(self, hint: Callable[[str], None]) -> None:
-        self.hear = hint
+        self._heard.append(hint)
+
+    def hear(self, hint: str) -> None:
+        for each in self._heard:
+            each(hint)
 
 
 @pytest.mark.parametrize("heard", [True, False])

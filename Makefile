@@ -48,9 +48,11 @@ demo: $(TRIABLE)
 test: $(READY) $(PEERS)
 	$(PYTEST) $(WORKERS) -m "not exhaustive" --durations 20 tests
 
-# What is exhaustive: every official client, fifty kills, whole demos and recipes.
+# What is exhaustive: every official client, fifty kills, whole demos and recipes; and, each of them
+# longer than all that, disturbed clusters, Ray and every call of a server that may fail.
+TESTS := tests
 exhaustive: $(READY) $(ALL_PEERS)
-	$(PYTEST) $(WORKERS) -m exhaustive --durations 20 tests
+	$(PYTEST) $(WORKERS) -m exhaustive --durations 20 $(TESTS)
 
 test-all: test exhaustive
 

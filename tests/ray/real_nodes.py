@@ -87,7 +87,10 @@ class RayNodes(Cluster):
     @property
     def port(self) -> int:
         """Where the node without a model listens now; raises when there is none."""
-        rows = self.query("SELECT url FROM nodes WHERE role = 'api' AND state = 'alive'")
+        # One that was lost is alive until its lease has run out.
+        rows = self.query(
+            "SELECT url FROM nodes WHERE role = 'api' AND state = 'alive' ORDER BY number"
+        )
         if not rows:
             raise ConnectionRefusedError
         return urlsplit(rows[-1][0]).port or 0

@@ -5,6 +5,7 @@ In the end every loop was told the same, and has saved the same bytes, as on a s
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from tests.ray.real_nodes import RayNodes
 
 pytest.importorskip("ray")
+_log = logging.getLogger(__name__)
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.xdist_group("ray")]
 __all__ = ["bucket", "calm", "postgres", "s3_environment", "s3_url"]
 
@@ -50,7 +52,7 @@ class MainThread:
     """Runs in the test's own thread what other threads hand over: Ray's tests work only there."""
 
     def __init__(self) -> None:
-        self._handed: SimpleQueue[tuple[Future[None], Callable[[], None]]] = SimpleQueue()
+        self._handed: SimpleQueue[tuple[Future[None], partial[None]]] = SimpleQueue()
 
     def submit(self, call: Callable[..., None], *args: Any) -> Future[None]:
         future: Future[None] = Future()
@@ -62,6 +64,7 @@ class MainThread:
         while not done():
             with suppress(Empty):
                 future, call = self._handed.get(timeout=0.2)
+                _log.info("begins: %s", call.args)
                 try:
                     future.set_result(call())
                 except Exception as error:

@@ -87,7 +87,10 @@ class RayNodes(Cluster):
     @property
     def port(self) -> int:
         """Where the node without a model listens now; raises when there is none."""
-        rows = self.query("SELECT url FROM nodes WHERE role = 'api' AND state = 'alive'")
+        # One that was lost is alive until its lease has run out.
+        rows = self.query(
+            "SELECT url FROM nodes WHERE role = 'api' AND state = 'alive' ORDER BY number"
+        )
         if not rows:
             raise ConnectionRefusedError
         return urlsplit(rows[-1][0]).port or 0
@@ -156,6 +159,11 @@ class RayNodes(Cluster):
         assert self.ray is not None
         pids = self._processes()
         kill(self.ray.head_node, "gcs_server")
+        for machine in (self.ray.head_node, *self.machines):
+            # Raylets are children of this process. What runs on one looks for its raylet by the
+            # number of its process, which stays until the exit status is collected.
+            [raylet] = machine.all_processes["raylet"]
+            raylet.process.wait(PATIENCE_S)
         for pid in pids:
             wait_gone(pid, PATIENCE_S)
 

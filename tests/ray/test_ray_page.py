@@ -73,8 +73,6 @@ def machines(
     s3_url: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> dict[str, Machine]:
-    # Otherwise Ray replaces addresses of loopback.
-    monkeypatch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     port = _free_port()
     words = {

@@ -30,7 +30,7 @@ from tinkex.server.store.ownership import (
     LeaseLostError,
     Node,
     NodeLoad,
-    ServedModel,
+    NodeModel,
 )
 from tinkex.server.store.records import OperationOutcome
 from tinkex.server.store.sql.overflow import ROOM_BYTES
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 LEASE_S = 3600.0
 KEY = "s:train:0"
-TINY = ServedModel(name="tiny", max_context_length=64, vocab_size=256)
+TINY = NodeModel(name="tiny", max_context_length=64, vocab_size=256)
 
 
 def node(name: str = "a", **more: Any) -> Node:

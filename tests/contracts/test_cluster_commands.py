@@ -13,7 +13,7 @@ import pytest
 
 from tests.patience import PATIENCE_S
 from tinkex.cli.main import main
-from tinkex.server.store.ownership import Node, NodeLoad, ServedModel
+from tinkex.server.store.ownership import Node, NodeLoad, NodeModel
 from tinkex.server.store.sql import SqlStore
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class Member:
 
 
 def _node(name: str, *bases: str) -> Node:
-    served = tuple(ServedModel(name=b, max_context_length=8, vocab_size=8) for b in bases)
+    served = tuple(NodeModel(name=b, max_context_length=8, vocab_size=8) for b in bases)
     url = f"http://127.0.0.1/{name}"
     return Node(node_id=f"{name}-1f2e3d", name=name, url=url, version=1, base_models=served)
 

@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tinkex.server.cluster.placement import can_take, moves, place, prefix_hash, route_sample
-from tinkex.server.store.ownership import Claim, Node, NodeLoad, ServedModel
+from tinkex.server.store.ownership import Claim, Node, NodeLoad, NodeModel
 
 BASES = ("a", "b", "c")
 ALL = 10_000
@@ -35,7 +35,7 @@ def _node(number: int, **changes: object) -> Node:
         version=1,
         number=number,
         base_models=tuple(
-            ServedModel(name=name, max_context_length=8, vocab_size=8) for name in sorted(bases)
+            NodeModel(name=name, max_context_length=8, vocab_size=8) for name in sorted(bases)
         ),
     )
     return replace(node, **changes)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from ray.cluster_utils import Cluster as RayCluster
 
-    from tinkex.ray_cluster.connection import Connection
+    from tinkex.ray_cluster.connection import RayConnection
 
 FAKE_NODE = (sys.executable, str(Path(__file__).with_name("fake_node.py")))
 NAMED_NODE = (sys.executable, str(Path(__file__).with_name("named_node.py")))
@@ -72,7 +72,7 @@ def kill(machine: Any, kind: str) -> None:
 class Driver:
     """`up` and `down` of one cluster with fake nodes, and what is seen of them."""
 
-    def __init__(self, connection: Connection, name: str, folder: Path, **limits: float) -> None:
+    def __init__(self, connection: RayConnection, name: str, folder: Path, **limits: float) -> None:
         self.name = name
         self.connection = connection
         self.events = folder / f"{name}.events"

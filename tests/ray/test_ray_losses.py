@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.ray.raylets import Driver, add_machine, ask, is_running, kill, raylets, until
-from tinkex.ray_cluster.connection import Connection
+from tinkex.ray_cluster.connection import RayConnection
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.exhaustive]
 
 
 def test_a_node_whose_machine_is_lost_starts_on_another_one(tmp_path: Path):
-    with raylets(0, 1) as cluster, Connection(cluster.address) as connection:
+    with raylets(0, 1) as cluster, RayConnection(cluster.address) as connection:
         some = Driver(connection, "lost", tmp_path)
         [before] = some.cluster.up(some.specs(), some.secrets)
         [machine] = cluster.worker_nodes
@@ -35,14 +35,14 @@ def test_a_node_whose_machine_is_lost_starts_on_another_one(tmp_path: Path):
 def test_nodes_serve_without_the_head_and_up_starts_them_on_a_new_one(tmp_path: Path):
     patience = {"gcs_rpc_server_reconnect_timeout_s": 5}
     with raylets(0, 1, system_config=patience) as cluster:
-        with Connection(cluster.address) as connection:
+        with RayConnection(cluster.address) as connection:
             some = Driver(connection, "headless", tmp_path)
             [before] = some.cluster.up(some.specs(), some.secrets)
         kill(cluster.head_node, "gcs_server")
         assert ask(before.url or "")["pid"] == before.pid
         # Its raylet gives up, and no orphan keeps the lease.
         until(lambda: not is_running(before.pid or 0))
-    with raylets(1) as cluster, Connection(cluster.address) as connection:
+    with raylets(1) as cluster, RayConnection(cluster.address) as connection:
         some = Driver(connection, "headless", tmp_path)
         [after] = some.cluster.up(some.specs(), some.secrets)
         assert ask(after.url or "")["pid"] == after.pid

@@ -17,7 +17,7 @@ import pytest
 from tests.docs.blocks import ROOT
 from tests.patience import PATIENCE_S
 from tests.ray.raylets import PASSWORD, Driver, ask, is_running, mentions, raylets, until
-from tinkex.ray_cluster.connection import ClusterError, Connection
+from tinkex.ray_cluster.connection import ClusterError, RayConnection
 
 pytest.importorskip("ray")
 
@@ -37,13 +37,13 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def connection() -> Generator[Connection]:
-    with raylets(2, 2) as cluster, Connection(cluster.address) as connection:
+def connection() -> Generator[RayConnection]:
+    with raylets(2, 2) as cluster, RayConnection(cluster.address) as connection:
         yield connection
 
 
 @pytest.fixture
-def driver(connection: Connection, tmp_path: Path) -> Generator[MakeDriver]:
+def driver(connection: RayConnection, tmp_path: Path) -> Generator[MakeDriver]:
     made: list[Driver] = []
 
     def make(**limits: float) -> Driver:
@@ -129,7 +129,7 @@ def test_a_node_that_fails_takes_those_started_with_it_along(driver: MakeDriver)
 
 
 def test_what_cannot_be_placed_is_said_and_nothing_is_left(
-    driver: MakeDriver, connection: Connection, tmp_path: Path
+    driver: MakeDriver, connection: RayConnection, tmp_path: Path
 ):
     some = driver()
     small = some.specs("fake/small", count=4)

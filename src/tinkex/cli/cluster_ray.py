@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from tinkex.ray_cluster.cluster import Cluster
-    from tinkex.ray_cluster.connection import Connection
+    from tinkex.ray_cluster.connection import RayConnection
     from tinkex.ray_cluster.local_ray import LocalRay
     from tinkex.ray_cluster.nodes import NodeSpec
     from tinkex.ray_cluster.secrets import NodeSecrets
@@ -32,7 +32,7 @@ def up(args: argparse.Namespace) -> None:
 
 def down(args: argparse.Namespace) -> None:
     """Drain and stop the nodes of a cluster on Ray."""
-    from tinkex.ray_cluster.connection import ClusterError, Connection
+    from tinkex.ray_cluster.connection import ClusterError, RayConnection
     from tinkex.ray_cluster.local_ray import LocalRay
 
     local = LocalRay(_cluster_name(args))
@@ -43,7 +43,7 @@ def down(args: argparse.Namespace) -> None:
             "Name its Ray cluster with --address.",
         )
     try:
-        with Connection(address) as connection:
+        with RayConnection(address) as connection:
             stopped = _cluster(args, connection).down(force=args.force)
     except ClusterError as error:
         raise CommandError(str(error), error.hint) from error
@@ -61,7 +61,7 @@ def down(args: argparse.Namespace) -> None:
 def run_up(args: argparse.Namespace, program: Sequence[str] | None = None) -> None:
     """`up`; `program` is run instead of `tinkex serve`."""
     from tinkex.config import node_environment, process_environment
-    from tinkex.ray_cluster.connection import ClusterError, Connection
+    from tinkex.ray_cluster.connection import ClusterError, RayConnection
     from tinkex.ray_cluster.local_ray import LocalRay
     from tinkex.ray_cluster.secrets import NodeSecrets
 
@@ -81,7 +81,7 @@ def run_up(args: argparse.Namespace, program: Sequence[str] | None = None) -> No
             hidden = node_environment()
             plain = {k: v for k, v in process_environment().items() if k not in hidden}
             address, started = local.start(plain), True
-        with Connection(address) as connection:
+        with RayConnection(address) as connection:
             reports = _up(args, connection, specs, secrets)
     except BaseException as error:
         if started and not args.keep_partial:
@@ -94,7 +94,7 @@ def run_up(args: argparse.Namespace, program: Sequence[str] | None = None) -> No
 
 def _up(
     args: argparse.Namespace,
-    connection: Connection,
+    connection: RayConnection,
     specs: Sequence[NodeSpec],
     secrets: NodeSecrets,
 ) -> list[NodeReport]:
@@ -102,7 +102,7 @@ def _up(
     return cluster.up(specs, secrets, keep_partial=args.keep_partial)
 
 
-def _cluster(args: argparse.Namespace, connection: Connection) -> Cluster:
+def _cluster(args: argparse.Namespace, connection: RayConnection) -> Cluster:
     from tinkex.ray_cluster.cluster import Cluster, Limits
 
     given = {

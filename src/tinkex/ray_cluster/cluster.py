@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from tinkex.clock import Clock
-    from tinkex.ray_cluster.connection import Actor, Connection
+    from tinkex.ray_cluster.connection import Actor, RayConnection
     from tinkex.ray_cluster.nodes import NodeSpec
     from tinkex.ray_cluster.secrets import NodeSecrets
 
@@ -44,7 +44,7 @@ class Cluster:
 
     def __init__(
         self,
-        connection: Connection,
+        connection: RayConnection,
         name: str,
         say: Callable[[str], None],
         *,
@@ -195,7 +195,7 @@ class _Following:
     """Calls under way that return the next change of each node."""
 
     def __init__(
-        self, connection: Connection, actors: Mapping[str, Actor], until: str = "ready"
+        self, connection: RayConnection, actors: Mapping[str, Actor], until: str = "ready"
     ) -> None:
         self._ray = connection
         self._actors = actors

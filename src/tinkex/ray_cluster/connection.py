@@ -39,7 +39,7 @@ class Actor:
     handle: Any
 
 
-class Connection:
+class RayConnection:
     """Connected while it is entered. One that this process already has is used as it is."""
 
     def __init__(self, address: str) -> None:
@@ -48,7 +48,7 @@ class Connection:
         # Mutable state: whether leaving disconnects.
         self._owned = False
 
-    def __enter__(self) -> Connection:
+    def __enter__(self) -> RayConnection:
         if self._ray.is_initialized():
             return self
         try:

@@ -1,6 +1,6 @@
 """Keeps one node running: starts it, starts it again, gives up, stops it.
 
-Knows processes only through `Child`, and Ray not at all.
+Knows processes only through `NodeProcess`, and Ray not at all.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SETTLED: Final = frozenset({"ready", "failed", "stopped"})
 """States that last until something happens to the node."""
 
 
-class Child(Protocol):
+class NodeProcess(Protocol):
     """A running node."""
 
     pid: int
@@ -65,7 +65,7 @@ class Supervisor:
     def __init__(
         self,
         name: str,
-        start: Callable[[], Awaitable[Child]],
+        start: Callable[[], Awaitable[NodeProcess]],
         *,
         policy: RestartPolicy | None = None,
         clock: Clock | None = None,
@@ -78,7 +78,7 @@ class Supervisor:
         self._stop = anyio.Event()
         # Mutable state: the report (under `_changed`), the running child, how long it may drain.
         self._report = NodeReport(name=name, machine=machine)
-        self._child: Child | None = None
+        self._child: NodeProcess | None = None
         self._limit_s = 0.0
 
     @property
@@ -143,13 +143,13 @@ class Supervisor:
             status=status, was_ready=was_ready.is_set(), lasted_s=self._clock.now() - began
         )
 
-    async def _note_ready(self, child: Child, was_ready: anyio.Event) -> None:
+    async def _note_ready(self, child: NodeProcess, was_ready: anyio.Event) -> None:
         url = await child.ready
         was_ready.set()
         if not self._stop.is_set():
             self._note(state="ready", url=url, lines=())
 
-    async def _end_when_stopped(self, child: Child) -> None:
+    async def _end_when_stopped(self, child: NodeProcess) -> None:
         await self._stop.wait()
         self._note(state="stopping")
         if self._limit_s > 0:

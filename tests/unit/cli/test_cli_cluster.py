@@ -14,7 +14,7 @@ from tinkex.cli.cluster import drain_node, find_node, move_key, rebalance_all
 from tinkex.cli.cluster_status import show_status
 from tinkex.cli.command_errors import CommandError
 from tinkex.cli.commands import FAILED, MISUSED
-from tinkex.server.store.ownership import Claim, Node, NodeLoad, Ownership, ServedModel
+from tinkex.server.store.ownership import Claim, Node, NodeLoad, NodeModel, Ownership
 from tinkex.testing import FakeClock
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def anyio_backend() -> str:
 
 
 def _node(name: str, *bases: str, **changes: Any) -> Node:
-    served = [ServedModel(name=base, max_context_length=8, vocab_size=8) for base in bases or ["m"]]
+    served = [NodeModel(name=base, max_context_length=8, vocab_size=8) for base in bases or ["m"]]
     node = Node(node_id=f"{name}-1234567890", name=name, url=f"http://{name}:8000", version=1)
     return replace(node, base_models=tuple(served), number=ord(name[0]), **changes)
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from tinkex.server.cluster.placement import moves, place, prefix_hash, route_sample, why_not
-from tinkex.server.store.ownership import Claim, Node, NodeLoad, ServedModel
+from tinkex.server.store.ownership import Claim, Node, NodeLoad, NodeModel
 
 
 def _node(name: str, *bases: str, **changes: Any) -> Node:
     served = tuple(
-        ServedModel(name=base, max_context_length=8, vocab_size=8) for base in bases or ("m",)
+        NodeModel(name=base, max_context_length=8, vocab_size=8) for base in bases or ("m",)
     )
     number = ord(name[0])
     node = Node(node_id=f"{name}-1", name=name, url="", version=1, number=number)

@@ -14,7 +14,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from tinkex.clock import SystemClock
 from tinkex.errors import StorageError
 from tinkex.server.store.memory import MemoryStore
-from tinkex.server.store.ownership import NODE_VERSION, Node, ServedModel
+from tinkex.server.store.ownership import NODE_VERSION, Node, NodeModel
 from tinkex.serving.shared_weights import check_shared
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.anyio
 LEASE_S = 15.0
-TINY = ServedModel(name="tinkex/tiny", max_context_length=8, vocab_size=8)
+TINY = NodeModel(name="tinkex/tiny", max_context_length=8, vocab_size=8)
 
 
 @pytest.fixture

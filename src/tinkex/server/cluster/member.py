@@ -30,7 +30,7 @@ from tinkex.server.cluster.hop import Hops
 from tinkex.server.cluster.peers import Peers
 from tinkex.server.cluster.placement import place, why_not
 from tinkex.server.cluster.remote_samples import RemoteSamples
-from tinkex.server.store.ownership import LeaseLostError, NodeLoad, ServedModel
+from tinkex.server.store.ownership import LeaseLostError, NodeLoad, NodeModel
 from tinkex.server.supervision import keep_running, no_stray_cancellation, quietly
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ class Member:
         return self.node.role == "full" and self.node.number <= min(able, default=0)
 
     @property
-    def base_models(self) -> dict[str, ServedModel]:
+    def base_models(self) -> dict[str, NodeModel]:
         """The base models of all nodes, by name."""
         return {
             model.name: model
@@ -274,7 +274,7 @@ class Member:
             if wait_ready is not None:
                 await wait_ready()
             served = [
-                ServedModel(
+                NodeModel(
                     name=spec.name,
                     max_context_length=spec.max_context_length,
                     vocab_size=spec.vocab_size,

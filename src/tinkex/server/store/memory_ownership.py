@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from tinkex.clock import Clock
-    from tinkex.server.store.ownership import ServedModel
+    from tinkex.server.store.ownership import NodeModel
     from tinkex.server.store.records import StoredSampler
     from tinkex.server.store.sample_memory import SampleMemory
 
@@ -88,7 +88,7 @@ class MemoryOwnership:
         self._shared.nodes[me.node_id] = replace(me, lease_until=now + lease_s, load=load)
         return now
 
-    async def announce(self, base_models: Sequence[ServedModel]) -> None:
+    async def announce(self, base_models: Sequence[NodeModel]) -> None:
         self._fence()
         nodes, node_id = self._shared.nodes, self._me()
         nodes[node_id] = replace(nodes[node_id], base_models=tuple(base_models))

@@ -29,7 +29,7 @@ NodeRole = Literal["full", "api"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServedModel:
+class NodeModel:
     """A base model that a node serves, as other nodes need to know it."""
 
     name: str
@@ -65,7 +65,7 @@ class Node:
     """Of the protocol between nodes; all nodes of a cluster have the same."""
     release: str = ""
     role: NodeRole = "full"
-    base_models: tuple[ServedModel, ...] = ()
+    base_models: tuple[NodeModel, ...] = ()
     state: NodeState = "alive"
     number: int = 0
     """Order of joining. The lowest one that is alive does what one node has to do."""
@@ -161,7 +161,7 @@ class Ownership(Protocol):
         """
         ...
 
-    async def announce(self, base_models: Sequence[ServedModel]) -> None:
+    async def announce(self, base_models: Sequence[NodeModel]) -> None:
         """Say which base models this node serves: its engine is ready."""
         ...
 

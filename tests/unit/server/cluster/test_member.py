@@ -17,7 +17,7 @@ from tinkex.server.app import create_app, running
 from tinkex.server.cluster.member import Joined
 from tinkex.server.server_settings import ServerSettings
 from tinkex.server.store.memory import MemoryStore
-from tinkex.server.store.ownership import NODE_VERSION, Node, NodeLoad, ServedModel
+from tinkex.server.store.ownership import NODE_VERSION, Node, NodeLoad, NodeModel
 from tinkex.testing import FakeClock, FakeEngine
 from tinkex.testing.asgi import AsgiTransport
 from tinkex.transport.base import HttpRequest, Pool, Reply
@@ -56,7 +56,7 @@ def node(name: str) -> Node:
 
 async def add_node(store: MemoryStore, name: str) -> None:
     """Another node, of which only its record is there."""
-    served = ServedModel(name=MODEL, max_context_length=64, vocab_size=256)
+    served = NodeModel(name=MODEL, max_context_length=64, vocab_size=256)
     other = store.beside()
     await other.join("test", node(name), LEASE_S)
     await other.announce([served])

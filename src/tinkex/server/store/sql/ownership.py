@@ -35,14 +35,14 @@ from tinkex.server.store.sql.overflow import forget_node
 from tinkex.server.store.sql.records import insert
 from tinkex.server.store.sql.schema import claims, cluster, nodes, samplers
 from tinkex.server.store.sql.state import StoreState
-from tinkex.server.store.sql.tenure import LIVING, Member, Tenure, lease_lost
+from tinkex.server.store.sql.tenure import LIVING, NodeFence, Tenure, lease_lost
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Sequence
 
     from sqlalchemy import ColumnElement, Connection, RowMapping, Select
 
-    from tinkex.server.store.ownership import ServedModel
+    from tinkex.server.store.ownership import NodeModel
     from tinkex.server.store.records import Operation
 
 ENDED = ("dead", "left")
@@ -72,7 +72,7 @@ class OwnershipQueries(StoreState):
 
     def _joined(self, membership: Membership) -> Membership:
         node = membership.node
-        self._member = Member(node.node_id, node.number)
+        self._member = NodeFence(node.node_id, node.number)
         self._database.fence(self._member.check)
         self._overflow.number_for(node.number)
         # What earlier processes left unfinished belongs to keys, which are adopted one by one.
@@ -94,7 +94,7 @@ class OwnershipQueries(StoreState):
 
         return await self._database.write_lightly(renew)
 
-    async def announce(self, base_models: Sequence[ServedModel]) -> None:
+    async def announce(self, base_models: Sequence[NodeModel]) -> None:
         node_id = self._me()
         query = update(nodes).where(nodes.c.node_id == node_id)
         query = query.values(base_models=tuple(base_models))

@@ -28,7 +28,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.types import TypeDecorator
 
-from tinkex.server.store.ownership import NodeLoad, ServedModel
+from tinkex.server.store.ownership import NodeLoad, NodeModel
 from tinkex.types import (
     CustomLossGraph,
     CustomLossInput,
@@ -427,7 +427,7 @@ nodes = Table(
     _whole("version"),
     _text("release"),
     _text("role"),
-    _json("base_models", tuple[ServedModel, ...]),
+    _json("base_models", tuple[NodeModel, ...]),
     _text("state"),
     _time("joined_at"),
     _time("lease_until"),

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tinkex.clock import Clock
     from tinkex.server.store.records import Model, Operation, StoredSampler, StoredSession
     from tinkex.server.store.sql.database import Database
-    from tinkex.server.store.sql.tenure import Member
+    from tinkex.server.store.sql.tenure import NodeFence
     from tinkex.server.store.sql.write_behind import WriteBehind
 
 _MANY = 10_000
@@ -166,7 +166,7 @@ class StoreState:
         self._sampler_cache: SharedCache[StoredSampler] = SharedCache(_MANY)
         # Mutable state of a node: itself, the epoch of every key it has adopted, the models of
         # samplers that were published, who wants hints, and what listens for them.
-        self._member: Member | None = None
+        self._member: NodeFence | None = None
         self._adopted: dict[str, int] = {}
         self._sampler_keys: dict[str, str] = {}
         self._hints: list[Callable[[str], None]] = []

@@ -35,7 +35,7 @@ _HELD = select(HELD)
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class NodeFence:
     """This process as a node. `number` is the order of joining."""
 
     node_id: str

@@ -104,12 +104,21 @@ class Batcher:
         prefilling: list[TokenSequence] = []
         for sequence in self._running:
             (decoding if sequence.pending == 1 else prefilling).append(sequence)
-        for sequence in decoding:
+        for sequence in decoding:  # not by `_advance`: this is done for each token of each sequence
+            if budget == 0 or not sequence.running:  # it may just have been preempted
+                continue
+            start = sequence.computed
+            if start + 1 > len(sequence.blocks) * self.pool.block_size:
+                self._make_room(sequence, start + 1, pieces)
+            if sequence.running:
+                pieces[sequence] = Piece(sequence, start, start + 1)
+                budget -= 1
+        shared = self._share(prefilling, budget, pieces)
+        if shared < budget:  # it may have started some
+            prefilling = [one for one in self._running if one.pending > 1]
+        budget = shared
+        for sequence in prefilling:  # all of it with one owner, or what no share could use: in turn
             budget -= self._advance(sequence, budget, pieces)
-        budget = self._share(prefilling, budget, pieces)
-        if budget:  # all of it with one owner, or what no share could use: in turn
-            for sequence in [one for one in self._running if one.pending > 1]:
-                budget -= self._advance(sequence, budget, pieces)
         self._admit(budget, pieces)
         return list(pieces.values())
 

@@ -55,6 +55,7 @@ PROMISED = {
     "server": _ALL_OF.format(names=["tinkex.server", "tinkex.testing"]),
     "server,engine": EMBEDDED,
     "server,postgres": "import psycopg, tinkex.server.store.sql.postgres; print('ok')",
+    "ray": "import ray, tinkex.ray_cluster.connection; print('ok')",
     "s3": "import fsspec; fsspec.get_filesystem_class('s3'); print('ok')",
     "otel": "import opentelemetry.trace, tinkex.spans; print('ok')",
     "tokenizers": "import tokenizers, tinkex.tokenizers; print('ok')",

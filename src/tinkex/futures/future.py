@@ -85,6 +85,25 @@ class Keeper(Protocol):
     def post(self, action: Callable[[], object]) -> None: ...
 
 
+class _Condition(threading.Condition):
+    """A condition whose lock is not lost when Ctrl-C interrupts a thread that takes it.
+
+    Entering and leaving the standard one are calls of Python code, in which a signal handler may
+    run while the lock is held and no block is there to release it. The client's loop would then
+    wait for that lock for ever. Here they are the lock's own methods.
+    """
+
+    _lock: Any
+
+    @property
+    def __enter__(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self._lock.__enter__
+
+    @property
+    def __exit__(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self._lock.__exit__
+
+
 class APIFuture(concurrent.futures.Future[T], Generic[T]):
     """The result of an operation that has been handed to the client.
 
@@ -98,6 +117,10 @@ class APIFuture(concurrent.futures.Future[T], Generic[T]):
     _operation: OperationState = OperationState()
     # Whether there is only the joined result, even of a call that was split.
     _whole: bool = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._condition = _Condition()
 
     def result(self, timeout: float | None = None) -> T:
         """Wait for the result; `TimeoutError` after `timeout` seconds, the operation continues."""

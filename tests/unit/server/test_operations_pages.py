@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -13,6 +14,7 @@ from tests.docs.blocks import page_named
 from tinkex.engine.protocol import GAUGES
 from tinkex.errors import EngineDiedError, StorageError
 from tinkex.server.api.identity import make_key
+from tinkex.server.cluster.figures import ClusterFigures
 from tinkex.server.observability.meters import Meters
 from tinkex.testing.fake_engine import Delays
 from tinkex.transport.base import HttpRequest, Pool, Reply
@@ -225,6 +227,9 @@ async def test_the_description_is_served_and_names_every_route(api: Api) -> None
 def test_every_metric_is_documented_and_nothing_else() -> None:
     meters = Meters()
     meters.show(queues={"sample": 1}, engine=dict.fromkeys(GAUGES, 1.0))
+    node: Any = SimpleNamespace(owned={}, lease_age_s=0.0, nodes={})
+    node.samples = SimpleNamespace(computed=0)
+    meters.registry.register(ClusterFigures(node))
     made = {family.name for family in meters.registry.collect()}
     listed = set(re.findall(r"^\| `tinkex_(\w+)`", PAGE.read_text(), re.MULTILINE))
     assert {name.removesuffix("_total") for name in listed} == {

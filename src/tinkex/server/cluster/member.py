@@ -66,6 +66,8 @@ _log = logging.getLogger(__name__)
 class NoNodeError(TinkerError):
     """No node can take a key now."""
 
+    code = "no_node"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joined:

@@ -37,8 +37,7 @@ _HOW_TO_FREE: Final[Mapping[Part, str]] = {
 class NoRoomError(RequestFailedError):
     """Something does not fit now, but would after something else is deleted or has expired."""
 
-    def __init__(self, message: str) -> None:
-        super().__init__(message, None, "user")
+    code = "no_room"
 
 
 class Room:
@@ -52,12 +51,15 @@ class Room:
         *,
         max_stored_bytes: int,
         max_checkpoints: int,
+        shared: bool = False,
     ) -> None:
         self._store = store
         self._samplers = samplers
         self._clock = clock
         self._most = max_stored_bytes
         self._most_checkpoints = max_checkpoints
+        # Whether other nodes have samplers of the same tenants.
+        self._shared = shared
         # Mutable state: bytes and checkpoints of each owner that are being written, and a lock for
         # each owner that has some: a sum and what it decides must not be torn apart.
         self._bytes: Counter[str] = Counter()
@@ -67,7 +69,11 @@ class Room:
     async def used(self, owner: str) -> dict[Part, int]:
         """The bytes of each part of what is kept for an owner."""
         kept = await self._store.kept(owner)
-        return {part: found.size_bytes for part, found in kept.items()}
+        sizes: dict[Part, int] = {part: found.size_bytes for part, found in kept.items()}
+        if not self._shared:
+            # Without those whose file is still to be deleted: that may have to wait for the engine.
+            sizes["samplers"] = self._samplers.size_bytes(owner)
+        return sizes
 
     @asynccontextmanager
     async def reserved(
@@ -117,7 +123,9 @@ class Room:
         if have >= self._most_checkpoints:
             raise NoRoomError(
                 f"you have {have} checkpoints; a tenant may have {self._most_checkpoints} here "
-                "(max_checkpoints): delete some, or give new ones a TTL"
+                "(max_checkpoints): delete some, or give new ones a TTL",
+                None,
+                "user",
             )
 
     def _total(self, owner: str, used: Mapping[Part, int]) -> int:
@@ -194,5 +202,7 @@ def no_room(
     return NoRoomError(
         f"what is kept for you takes up {total} of the {most} bytes a tenant may keep here "
         f"(max_stored_bytes), so {max(most - total, 0)} more would fit. In bytes: {shown}. To free "
-        f"some: {'; '.join(steps) or 'ask the operator of this server for more room'}"
+        f"some: {'; '.join(steps) or 'ask the operator of this server for more room'}",
+        None,
+        "user",
     )

@@ -119,6 +119,10 @@ class PublishedSamplers:
             known.in_use -= 1
             known.used_at = self._clock.now()
 
+    def size_bytes(self, owner: str) -> int:
+        """What a tenant's published samplers take up in files."""
+        return sum(each.sampler.size_bytes for each in self._of(owner))
+
     def expected_bytes(self, model_id: str) -> int:
         """The expected size of a model's next sampler: that of its last one, or 0."""
         sizes = [

@@ -109,6 +109,7 @@ class Worker:
             clock,
             max_stored_bytes=settings.max_stored_bytes,
             max_checkpoints=settings.max_checkpoints,
+            shared=owned is not None,
         )
         self.checkpoints = Checkpoints(store, access, samplers, clock, room, settings.max_samplers)
         jobs = Jobs(store, decode, bool(getattr(engine, "takes_bodies", False)))

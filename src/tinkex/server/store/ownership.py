@@ -119,6 +119,7 @@ class LeaseLostError(StorageError):
     A client may send the request again: another node answers it.
     """
 
+    code = "lease_lost"
     retryable = False
 
     def __init__(self, message: str, path: str = "") -> None:
@@ -128,6 +129,8 @@ class LeaseLostError(StorageError):
 
 class ClaimLostError(StorageError):
     """This node does not own a key that it wrote for; the node that does can be asked."""
+
+    code = "claim_lost"
 
     def __init__(self, message: str, path: str = "") -> None:
         super().__init__(message, path)

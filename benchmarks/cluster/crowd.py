@@ -19,7 +19,7 @@ KEY = "tml-of-a-benchmark"
 TOKENS = 32
 SAMPLED = 16
 WAIT_S = 120.0
-_WARM_UP_S = 3.0
+_WARM_UP_S = 6.0
 
 
 def batch() -> list[Datum]:

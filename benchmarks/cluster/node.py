@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     from tinkex.engine.protocol import SampleOp, SampleResult
 
-TRAINED_TOKEN_S = 0.002
-SAMPLED_TOKEN_S = 0.04
+TRAINED_TOKEN_S = 0.003
+SAMPLED_TOKEN_S = 0.08
 SLOTS = 16
 
 

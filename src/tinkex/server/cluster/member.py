@@ -346,7 +346,8 @@ class Member:
         return NodeLoad(
             models=len(self.owned),
             queued_ops=sum(worker.queue_lengths().values()),
-            samples_running=worker.samples_in_flight,
+            # Those that other nodes compute are their load.
+            samples_running=worker.samples_in_flight - self.samples.running,
             tenants=tenants,
             capacity_bytes=self._settings.capacity_bytes,
         )

@@ -22,6 +22,7 @@ from tinkex.errors import APIStatusError, InputError, RequestFailedError, Tinker
 from tinkex.server.cluster.peers import BrokenOffError, NodeUnreachable
 from tinkex.server.cluster.placement import can_take, prefix_hash, route_sample
 from tinkex.server.cluster.sample_wire import decode_op, decode_outcome, encode_op, encode_outcome
+from tinkex.server.observability.requests import INTERNAL_SAMPLE, request_record
 from tinkex.server.store.records import Operation
 from tinkex.types import EncodedTextChunk
 
@@ -57,6 +58,11 @@ class RemoteSamples:
         self._present: OrderedDict[str, set[str]] = OrderedDict()
         self._not_before: dict[str, float] = {}
         self.computed = 0
+
+    @property
+    def running(self) -> int:
+        """How many samples other nodes compute now."""
+        return self._running.total()
 
     async def sample(self, op: SampleOp, weights: Weights) -> SampleResult | None:
         """A sample with weights that other nodes can load; None if this node is to compute it.
@@ -97,7 +103,7 @@ class RemoteSamples:
 
     def _here(self) -> int:
         """How many samples this node computes, or is about to."""
-        return max(self._member.samples_running - self._running.total(), 0)
+        return max(self._member.samples_running - self.running, 0)
 
     async def _ask(self, node: Node, op: SampleOp) -> SampleResult | None:
         try:
@@ -146,6 +152,7 @@ def route(member: Member, worker: Worker, engine: Engine) -> Route:
     """The route on which a node computes samples for others."""
 
     async def compute(request: Request) -> Response:
+        request_record(request.scope).route = INTERNAL_SAMPLE
         try:
             if member.hops.admit(request.scope) is None:
                 return Response(status_code=404)
@@ -176,7 +183,7 @@ def route(member: Member, worker: Worker, engine: Engine) -> Route:
             return Response(why, 503)
         return Response(encode_outcome(outcome), media_type=_MEDIA)
 
-    return Route(PATH, compute, methods=["POST"], name="internal_sample")
+    return Route(PATH, compute, methods=["POST"], name=INTERNAL_SAMPLE)
 
 
 async def _body(request: Request) -> bytes:

@@ -37,9 +37,17 @@ if TYPE_CHECKING:
 # Named for what it logs, so that an operator can set its level by itself.
 _log = logging.getLogger("tinkex.server.requests")
 
+INTERNAL_SAMPLE = "internal_sample"
+"""The route on which nodes compute samples for each other."""
 # Held on purpose until there is a result.
 _POLLS = frozenset(
-    {RETRIEVE_FUTURE.name, RETRIEVE_FUTURES.name, "openai_completions", "openai_chat"}
+    {
+        RETRIEVE_FUTURE.name,
+        RETRIEVE_FUTURES.name,
+        "openai_completions",
+        "openai_chat",
+        INTERNAL_SAMPLE,
+    }
 )
 # Requested by machines every few seconds; their lines would hide the others.
 _PROBES = frozenset({"healthz", "readyz", "metrics"})

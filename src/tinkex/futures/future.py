@@ -16,6 +16,7 @@ import threading
 import weakref
 from collections import deque
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 
 from tinkex.errors import ClosedError
@@ -93,15 +94,9 @@ class _Condition(threading.Condition):
     wait for that lock for ever. Here they are the lock's own methods.
     """
 
-    _lock: Any
-
-    @property
-    def __enter__(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return self._lock.__enter__
-
-    @property
-    def __exit__(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return self._lock.__exit__
+    # Both are made in C, so that no signal handler runs in them either.
+    __enter__: Any = property(attrgetter("_lock.__enter__"))
+    __exit__: Any = property(attrgetter("_lock.__exit__"))
 
 
 class APIFuture(concurrent.futures.Future[T], Generic[T]):

@@ -577,9 +577,12 @@ class EngineSuite:
         assert before.keys() >= set(GAUGES)
         gained = {key: after[key] - before[key] for key in GAUGES}
         assert gained.pop("kv_blocks_used") >= 0
+        assert gained.pop("adapters_resident_bytes") > 0
         assert gained == {
             "adapters_resident": 2,
             "adapters_parked": 0,
+            "adapters_parked_bytes": 0,
+            "adapters_capacity_bytes": 0,
             "samples_running": 0,
             "kv_blocks_total": 0,
             "tokens_trained_total": len(TEXT) - 1,

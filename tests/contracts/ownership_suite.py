@@ -133,6 +133,17 @@ class OwnershipSuite:
         assert (found.state, found.serving) == ("draining", False)
         await store.renew(LEASE_S, NodeLoad())
         await store.put_session(session())
+        assert not await store.drain("b", undo=True)
+        assert await store.drain("a", undo=True)
+        (found,) = await store.nodes()
+        assert (found.state, found.serving) == ("alive", True)
+
+    async def test_a_node_that_has_ended_stays_so(self, cluster: Cluster) -> None:
+        store, command = await cluster.joined("a"), await cluster.store()
+        await store.leave()
+        assert not await command.drain("a")
+        assert not await command.drain("a", undo=True)
+        assert [node.state for node in await command.nodes()] == ["left"]
 
     async def test_a_key_is_claimed_once(self, cluster: Cluster) -> None:
         store = await cluster.joined("a")

@@ -86,6 +86,11 @@ async def _read(args: argparse.Namespace) -> tuple[Sequence[Node], Sequence[Clai
 def drain(args: argparse.Namespace) -> None:
     """Have a node hand over what it owns, and wait for that. It is given nothing new. It exits with
     1 if the node still owns something in the end."""
+    if args.undo:
+        node = wait_for(_undo_drain(args))
+        _report(args, {"node_id": node.node_id, "state": "alive"})
+        _print(args, f"Node {node.name} takes new work again.")
+        return
 
     async def work() -> tuple[Node, Sequence[Claim]]:
         async with cluster_of(args) as ownership:
@@ -105,6 +110,19 @@ def drain(args: argparse.Namespace) -> None:
             "It goes on handing over. Run the command again to wait for it.",
         )
     _print(args, f"Node {node.name} drains. It owns {len(left)}: {listed}{more}")
+
+
+async def _undo_drain(args: argparse.Namespace) -> Node:
+    async with cluster_of(args) as ownership:
+        return await undo_drain(ownership, args.node)
+
+
+async def undo_drain(ownership: Ownership, name: str) -> Node:
+    """Let a node that drains take new work again."""
+    node = find_node(await members(ownership), name)
+    if not await ownership.drain(node.node_id, undo=True):
+        raise CommandError(f"Node {node.name} has ended meanwhile", _SEE_NODES)
+    return node
 
 
 async def drain_node(
@@ -315,7 +333,13 @@ VERBS = {
         Argument("--all", "also show nodes that have left or are dead"),
         *SERVER,
     ),
-    "drain": Command(drain, _NODE, _wait(300.0), *SERVER),
+    "drain": Command(
+        drain,
+        _NODE,
+        Argument("--undo", "let the node take new work again; what it handed over stays away"),
+        _wait(300.0),
+        *SERVER,
+    ),
     "move": Command(
         move,
         Argument("key KEY", "a model, or a sampler that belongs to none"),

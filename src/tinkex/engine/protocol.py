@@ -212,6 +212,9 @@ if TYPE_CHECKING:
 GAUGES = (
     "adapters_resident",
     "adapters_parked",
+    "adapters_resident_bytes",
+    "adapters_parked_bytes",
+    "adapters_capacity_bytes",
     "samples_running",
     "kv_blocks_used",
     "kv_blocks_total",
@@ -220,9 +223,9 @@ GAUGES = (
     "tokens_prompt_total",
     "tokens_generated_total",
 )
-"""What `stats` says: adapters and snapshots on the device and off it, sampling requests, blocks of
-the key/value cache, and tokens since the start: of forward_backward, of forward alone, of prompts
-and of completions."""
+"""What `stats` says: adapters and snapshots on the device and off it, their bytes and how many may
+be on the device (0 is no limit), sampling requests, blocks of the key/value cache, and tokens since
+the start: of forward_backward, of forward alone, of prompts and of completions."""
 
 
 class Engine(Protocol):

@@ -169,7 +169,7 @@ def create_app(
 async def running(parts: Parts) -> AsyncGenerator[None]:
     """Run what works between requests."""
     member = parts.member
-    leads = (lambda: True) if member is None else (lambda: member.leads)
+    leads = (lambda: True) if member is None else (lambda: member.roster.leads)
     upkeep = Upkeep(parts.store, parts.worker, parts.clock, parts.settings, leads)
     failure: Exception | None = None
     async with anyio.create_task_group() as group:
@@ -227,7 +227,7 @@ def _connect(
         settings,
         encode=futures.encode_value,
         decode=decode_operation,
-        owned=None if member is None else member.owned,
+        owned=None if member is None else member.keys.owned,
         elsewhere=None if member is None else member.samples.sample,
     )
     return Parts(

@@ -82,6 +82,8 @@ class HostSettings:
     """The certificates (PEM) that other nodes' are checked against; None is the system's."""
     lease_s: float = 15.0
     """How long a node may be silent before others take over what it owns."""
+    rebalance_s: float = 60.0
+    """How often a key may move from a node with many to one with few; 0 is never."""
     log_level: LogLevel = "info"
     log_format: LogFormat = "text"
     audit_file: str | None = None
@@ -168,6 +170,7 @@ _OWN: Final[dict[str, Any]] = {
     "node_url": str,
     "node_ca": str,
     "lease_s": float,
+    "rebalance_s": float,
     "log_level": LogLevel,
     "log_format": LogFormat,
     "audit_file": str,
@@ -327,11 +330,10 @@ def _check_connections(settings: HostSettings) -> None:
 
 def _check_node(settings: HostSettings) -> None:
     if settings.join is None:
-        for name in ("node_name", "node_url", "node_ca"):
-            if getattr(settings, name) is not None:
+        alone = HostSettings()
+        for name in ("role", "node_name", "node_url", "node_ca"):
+            if getattr(settings, name) != getattr(alone, name):
                 raise InputError("is for nodes of a cluster; name it with --join NAME", name)
-        if settings.role != "full":
-            raise InputError("is for nodes of a cluster; name it with --join NAME", "role")
         return
     if not _NAME.fullmatch(settings.join):
         raise InputError(
@@ -347,10 +349,9 @@ def _check_node(settings: HostSettings) -> None:
             "that all of them see with --artifacts file:///…",
             "join",
         )
-    if settings.lease_s < _SHORTEST_LEASE_S:
-        raise InputError(
-            f"must be {_SHORTEST_LEASE_S:g} or more, got {settings.lease_s:g}", "lease_s"
-        )
+    for name, least in (("lease_s", _SHORTEST_LEASE_S), ("rebalance_s", 0.0)):
+        if not getattr(settings, name) >= least:
+            raise InputError(f"must be {least:g} or more, got {getattr(settings, name):g}", name)
     url = urlsplit(settings.node_url or "http://host")
     if url.scheme not in ("http", "https") or not url.netloc or url.path or url.query:
         raise InputError(

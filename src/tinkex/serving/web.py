@@ -108,7 +108,7 @@ async def _join(
         membership=membership,
         lease_s=lease_s,
         on_lost=on_lost,
-        capacity_bytes=settings.adapter_bytes or 0,
+        rebalance_s=settings.rebalance_s,
         ssl_context=context,
     )
 

@@ -213,8 +213,12 @@ class FakeEngine:
         return ImportedAdapter(size_bytes=bias.nbytes, lora=lora)
 
     async def stats(self) -> Mapping[str, float]:
-        held = len(self._adapters) + len(self._snapshots)
-        return {**dict.fromkeys(GAUGES, 0.0), "adapters_resident": held, **self._counts}
+        states = [*self._adapters.values(), *self._snapshots.values()]
+        held = {
+            "adapters_resident": len(states),
+            "adapters_resident_bytes": sum(state.bias.nbytes for state in states),
+        }
+        return {**dict.fromkeys(GAUGES, 0.0), **held, **self._counts}
 
     async def train(self, batch: Sequence[TrainOp]) -> Sequence[TrainResult | RequestFailedError]:
         ids = tuple(op.op_id for op in batch)

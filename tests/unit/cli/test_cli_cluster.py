@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import anyio
 import pytest
 
-from tinkex.cli.cluster import drain_node, find_node, move_key, rebalance_all
+from tinkex.cli.cluster import drain_node, find_node, move_key, rebalance_all, undo_drain
 from tinkex.cli.cluster_status import show_status
 from tinkex.cli.command_errors import CommandError
 from tinkex.cli.commands import FAILED, MISUSED
@@ -58,8 +58,8 @@ class Records:
     async def nodes(self) -> list[Node]:
         return list(self.known.values())
 
-    async def drain(self, name: str) -> bool:
-        self.known[name] = replace(self.known[name], state="draining")
+    async def drain(self, name: str, *, undo: bool = False) -> bool:
+        self.known[name] = replace(self.known[name], state="alive" if undo else "draining")
         return True
 
     async def want(self, key: str, node_id: str | None) -> bool:
@@ -133,6 +133,15 @@ async def test_drain_says_at_once_when_no_other_node_can_take_something(
     text = capsys.readouterr().err
     assert "Nothing of m can be handed over: no node can take 'm' now: a is draining" in text
     assert "'other' by b" in text
+
+
+async def test_a_drain_is_taken_back():
+    records = Records([A, B], [_claim("k1", A)])
+    await drain_node(records.ownership, "a", 0.0, FakeClock())
+    assert (await undo_drain(records.ownership, "a")).name == "a"
+    assert records.known[A.node_id].state == "alive"
+    with pytest.raises(CommandError, match="no node 'c'"):
+        await undo_drain(records.ownership, "c")
 
 
 # -- move ------------------------------------------------------------------------------------------

@@ -227,7 +227,8 @@ async def test_the_description_is_served_and_names_every_route(api: Api) -> None
 def test_every_metric_is_documented_and_nothing_else() -> None:
     meters = Meters()
     meters.show(queues={"sample": 1}, engine=dict.fromkeys(GAUGES, 1.0))
-    node: Any = SimpleNamespace(owned={}, lease_age_s=0.0, nodes={})
+    node: Any = SimpleNamespace(lease_age_s=0.0, roster=SimpleNamespace(nodes={}))
+    node.keys = SimpleNamespace(owned={}, taken_over=0, handed_over=0)
     node.samples = SimpleNamespace(computed=0)
     meters.registry.register(ClusterFigures(node))
     made = {family.name for family in meters.registry.collect()}

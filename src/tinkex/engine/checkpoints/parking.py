@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import MutableMapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
 
@@ -62,6 +62,15 @@ class _Entry:
     @property
     def ready(self) -> bool:
         return self.rebuild is None
+
+
+class Counts(NamedTuple):
+    """Values on the device and parked, copies left out."""
+
+    resident: int
+    parked: int
+    resident_bytes: int
+    parked_bytes: int
 
 
 class Parking:
@@ -117,13 +126,18 @@ class Parking:
         """Bytes of values parked in host memory."""
         return sum(entry.size_bytes for entry in self._entries.values() if entry.host is not None)
 
-    def counts(self) -> tuple[int, int]:
-        """How many values are on the device, and how many are parked; for any thread."""
-        entries = list(
-            self._entries.items()
-        )  # one atomic copy: the owning thread may modify the dict
-        found = [entry.ready for (shelf, _), entry in entries if shelf not in self._copies]
-        return sum(found), len(found) - sum(found)
+    def counts(self) -> Counts:
+        """What is on the device and what is parked; for any thread."""
+        # One atomic copy: the owning thread may modify the dict.
+        entries = list(self._entries.items())
+        found = [
+            (entry.ready, entry.size_bytes)
+            for (shelf, _), entry in entries
+            if shelf not in self._copies
+        ]
+        resident = [size for ready, size in found if ready]
+        parked = [size for ready, size in found if not ready]
+        return Counts(len(resident), len(parked), sum(resident), sum(parked))
 
     def close(self) -> None:
         """Drop all values and remove the files."""

@@ -317,9 +317,9 @@ class LocalEngine:
 
     async def stats(self) -> Mapping[str, float]:
         """Gauges and counters; reads them from this thread, so it never waits for a pass."""
-        resident, parked = self._parking.counts()
-        found = Counter({**dict.fromkeys(GAUGES, 0.0), "adapters_resident": resident})
-        found["adapters_parked"] = parked
+        held = {f"adapters_{name}": n for name, n in self._parking.counts()._asdict().items()}
+        found = Counter({**dict.fromkeys(GAUGES, 0.0), **held})
+        found["adapters_capacity_bytes"] = self._parking.device_bytes or 0
         for served in list(self._served.values()):
             found.update(served.stats())
         return dict(found)

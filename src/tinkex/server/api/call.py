@@ -17,7 +17,7 @@ from tinkex.errors import quoted
 from tinkex.server.api.access import FULL
 from tinkex.server.api.errors import refuse
 from tinkex.server.api.limits import BodyRoom
-from tinkex.server.cluster.member import NoNodeError
+from tinkex.server.cluster.roster import NoNodeError
 from tinkex.server.observability.requests import header_value, keep_sent_body, request_record
 from tinkex.server.store.records import CheckpointKind
 from tinkex.types.bounds import (
@@ -228,7 +228,7 @@ class Call:
         if member is None:
             return specs
         here = {spec.name for spec in specs}
-        others = [model for name, model in member.base_models.items() if name not in here]
+        others = [model for name, model in member.roster.base_models.items() if name not in here]
         return [*specs, *(ModelSpec(**asdict(model)) for model in others)]
 
     def base_model(self, name: str) -> ModelSpec:
@@ -243,7 +243,7 @@ class Call:
         if not specs:
             # Nodes are starting, or all of those with an engine are gone for now.
             raise no_node(NoNodeError("No node of the cluster has a base model yet; try again."))
-        raise _unknown_model(name, member.serving)
+        raise _unknown_model(name, member.roster.serving)
 
     async def own(self, key: str, base_model: str, *, here: bool = False) -> None:
         """Go on only at the node that owns a key; raises `Elsewhere` at any other."""
@@ -251,7 +251,7 @@ class Call:
         if member is not None:
             try:
                 await member.own(key, owner=self.owner, base_model=base_model, here=here)
-                request_record(self.request.scope).epoch = member.owned[key].epoch
+                request_record(self.request.scope).epoch = member.keys.owned[key].epoch
             except NoNodeError as error:
                 raise no_node(error) from error
 
@@ -269,7 +269,7 @@ class Call:
         member = self.parts.member
         if member is not None:
             try:
-                member.at_engine(base_model)
+                member.roster.at_engine(base_model)
             except NoNodeError as error:
                 raise no_node(error) from error
 

@@ -30,7 +30,7 @@ from tinkex.server.api.sessions import when
 from tinkex.server.api.trace import trace
 from tinkex.server.cluster.forwarding import Elsewhere
 from tinkex.server.cluster.hop import received_hop
-from tinkex.server.cluster.member import NoNodeError
+from tinkex.server.cluster.roster import NoNodeError
 from tinkex.server.scheduler.checkpoints import is_live
 from tinkex.types import ExternalWeightsUrlsResponse
 from tinkex.wire import routes
@@ -200,7 +200,7 @@ async def _at_engine(parts: Parts, path: str) -> None:
     checkpoint = None if parts.member is None else await parts.store.get_checkpoint(path)
     if parts.member is not None and checkpoint is not None:
         try:
-            parts.member.at_engine(checkpoint.base_model)
+            parts.member.roster.at_engine(checkpoint.base_model)
         except NoNodeError as error:
             raise no_node(error) from error
 
@@ -215,7 +215,7 @@ async def _at_owner(parts: Parts, request: Request, session_id: str) -> None:
         return
     runs, samplers = await parts.store.ids_of_session(session_id)
     keys = (*runs, *samplers)
-    if any(key in member.owned for key in keys):
+    if any(key in member.keys.owned for key in keys):
         return
     for key in keys:
         node = await member.owner(key)

@@ -21,16 +21,14 @@ class ClusterFigures(Collector):
 
     def __init__(self, member: Member) -> None:
         self._member = member
-        # Mutable state: requests passed on by outcome, and keys taken over and handed over.
+        # Mutable state: requests passed on by outcome.
         self.passed_on: Counter[str] = Counter(answered=0, unreachable=0, not_owner=0)
-        self.taken_over = 0
-        self.handed_over = 0
 
     def collect(self) -> Iterator[Metric]:
         """Read for each scrape."""
-        member = self._member
+        member, keys = self._member, self._member.keys
         yield GaugeMetricFamily(
-            "tinkex_cluster_keys", "Models and samplers that this node owns.", len(member.owned)
+            "tinkex_cluster_keys", "Models and samplers that this node owns.", len(keys.owned)
         )
         yield GaugeMetricFamily(
             "tinkex_cluster_lease_age_seconds",
@@ -40,7 +38,7 @@ class ClusterFigures(Collector):
         nodes = GaugeMetricFamily(
             "tinkex_cluster_nodes", "Nodes, as this one sees them.", labels=["state"]
         )
-        states = Counter("silent" if n.silent else n.state for n in member.nodes.values())
+        states = Counter("silent" if n.silent else n.state for n in member.roster.nodes.values())
         for state, count in states.items():
             nodes.add_metric([state], count)
         yield nodes
@@ -51,10 +49,10 @@ class ClusterFigures(Collector):
             passed_on.add_metric([outcome], count)
         yield passed_on
         yield CounterMetricFamily(
-            "tinkex_cluster_taken_over", "Keys that this node took over.", self.taken_over
+            "tinkex_cluster_taken_over", "Keys that this node took over.", keys.taken_over
         )
         yield CounterMetricFamily(
-            "tinkex_cluster_handed_over", "Keys that this node handed over.", self.handed_over
+            "tinkex_cluster_handed_over", "Keys that this node handed over.", keys.handed_over
         )
         yield CounterMetricFamily(
             "tinkex_samples_elsewhere",

@@ -14,7 +14,6 @@ from itertools import chain
 from typing import TYPE_CHECKING, Final
 from uuid import uuid4
 
-import anyio
 from starlette.responses import Response
 from starlette.routing import Route
 
@@ -24,6 +23,7 @@ from tinkex.server.cluster.placement import can_take, prefix_hash, route_sample
 from tinkex.server.cluster.sample_wire import decode_op, decode_outcome, encode_op, encode_outcome
 from tinkex.server.observability.requests import INTERNAL_SAMPLE, request_record
 from tinkex.server.store.records import Operation
+from tinkex.server.supervision import while_connected
 from tinkex.types import EncodedTextChunk
 
 if TYPE_CHECKING:
@@ -84,17 +84,17 @@ class RemoteSamples:
         member, now = self._member, self._clock.now()
         others = [
             node
-            for node in member.nodes.values()
+            for node in member.roster.nodes.values()
             if can_take(node, weights.base_model) and now >= self._not_before.get(node.node_id, 0.0)
         ]
         if all(node.node_id == member.node_id for node in others):
-            return member.node
+            return member.roster.node
         tokens = (c.tokens for c in op.prompt.chunks if isinstance(c, EncodedTextChunk))
         version = _version(weights)
         return route_sample(
             others,
             prefix_hash(chain.from_iterable(tokens)),
-            owner=member.node,
+            owner=member.roster.node,
             base_model=weights.base_model,
             version=version,
             present=self._present.get(version, ()),
@@ -159,29 +159,24 @@ def route(member: Member, worker: Worker, engine: Engine) -> Route:
             op = decode_op(await _body(request))
         except (APIStatusError, InputError) as error:
             return Response(str(error), 403 if isinstance(error, APIStatusError) else 400)
-        outcome: SampleResult | RequestFailedError | None = None
-        why = "the node that asked has disconnected"
-        async with anyio.create_task_group() as group:
+        outcomes: list[SampleResult | RequestFailedError] = []
 
-            async def give_up() -> None:
-                while (await request.receive())["type"] != "http.disconnect":
-                    pass
-                group.cancel_scope.cancel()
-
-            group.start_soon(give_up)
+        async def work() -> None:
             try:
                 async with worker.place(_operation(op)):
-                    outcome = await engine.sample(op)
+                    outcomes.append(await engine.sample(op))
             except InputError as error:
-                outcome = RequestFailedError(str(error), None, "user")
+                outcomes.append(RequestFailedError(str(error), None, "user"))
             except RequestFailedError as error:
-                outcome = error
-            except TinkerError as error:
-                why = str(error)
-            group.cancel_scope.cancel()
-        if outcome is None:
-            return Response(why, 503)
-        return Response(encode_outcome(outcome), media_type=_MEDIA)
+                outcomes.append(error)
+
+        try:
+            await while_connected(request.receive, work)
+        except TinkerError as error:
+            return Response(str(error), 503)
+        if not outcomes:
+            return Response("the node that asked has disconnected", 503)
+        return Response(encode_outcome(outcomes[0]), media_type=_MEDIA)
 
     return Route(PATH, compute, methods=["POST"], name=INTERNAL_SAMPLE)
 

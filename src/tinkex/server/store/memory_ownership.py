@@ -99,12 +99,12 @@ class MemoryOwnership:
         self._end(self._me(), "left")
         self._adopted.clear()
 
-    async def drain(self, name: str) -> bool:
+    async def drain(self, name: str, *, undo: bool = False) -> bool:
         self._fence()
         named = [n for n in self._shared.nodes.values() if name in (n.name, n.node_id)]
         found = [n for n in named if n.state in _LIVING]
         for node in found:
-            self._shared.nodes[node.node_id] = replace(node, state="draining")
+            self._shared.nodes[node.node_id] = replace(node, state="alive" if undo else "draining")
             self._hint(f"node {node.node_id}")
         return bool(found)
 

@@ -172,8 +172,11 @@ class Ownership(Protocol):
         """End the membership; claims that are left are those of a dead node."""
         ...
 
-    async def drain(self, name: str) -> bool:
-        """Ask a node to hand over what it owns and to take nothing new; False if unknown."""
+    async def drain(self, name: str, *, undo: bool = False) -> bool:
+        """Ask a node to hand over what it owns and to take nothing new; False if unknown.
+
+        `undo` ends that: what was not handed over stays.
+        """
         ...
 
     async def nodes(self) -> Sequence[Node]:

@@ -107,7 +107,7 @@ def test_copies_share_the_budget_and_are_dropped_instead_of_parked(folder, tmp_p
     shelf["c"] = _value(4)
     assert list(copies) == ["a"]
     assert (parking.on_device_bytes, parking.in_host_bytes) == (300, 100)
-    assert parking.counts() == (2, 1)  # copies are no adapters
+    assert parking.counts() == (2, 1, 200, 100)  # copies are no adapters
     assert _files(tmp_path) == []
     assert torch.equal(shelf["a"], _value(1))
 
@@ -133,7 +133,7 @@ def test_a_value_can_be_copied_from_where_it_lies(folder, host):
     shelf["a"], shelf["b"] = _value(1), _value(2)
     assert torch.equal(shelf.peek("a"), _value(1))
     assert torch.equal(shelf.peek("b"), _value(2))
-    assert parking.counts() == (1, 1)
+    assert parking.counts() == (1, 1, 100, 100)
     assert parking.on_device_bytes == 100
     shelf["c"] = _value(3)  # "b" was only looked at, so it went
     assert parking.on_device_bytes == 100

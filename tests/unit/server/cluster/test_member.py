@@ -54,22 +54,29 @@ def node(name: str) -> Node:
     return Node(node_id=f"{name}#1", name=name, url="http://127.0.0.1:9", version=NODE_VERSION)
 
 
-async def add_node(store: MemoryStore, name: str) -> None:
+async def add_node(store: MemoryStore, name: str) -> MemoryStore:
     """Another node, of which only its record is there."""
     served = NodeModel(name=MODEL, max_context_length=64, vocab_size=256)
     other = store.beside()
     await other.join("test", node(name), LEASE_S)
     await other.announce([served])
+    return other
 
 
 @asynccontextmanager
 async def running_node(
-    store: MemoryStore, clock: Clock | None = None, lease_s: float = LEASE_S, grace_s: float = 0.0
+    store: MemoryStore,
+    clock: Clock | None = None,
+    lease_s: float = LEASE_S,
+    grace_s: float = 0.0,
+    rebalance_s: float = 0.0,
 ) -> AsyncGenerator[tuple[Parts, AsgiTransport]]:
     clock = clock or SystemClock()
     membership = await store.join("test", node("a"), lease_s)
     lost: list[str] = []
-    joined = Joined(membership=membership, lease_s=lease_s, on_lost=lost.append)
+    joined = Joined(
+        membership=membership, lease_s=lease_s, on_lost=lost.append, rebalance_s=rebalance_s
+    )
     settings = ServerSettings(grace_s=grace_s)
     app = create_app(store, FakeEngine(clock), settings, clock, joined=joined)
     async with running(app.state.parts):
@@ -228,3 +235,39 @@ async def test_a_session_that_another_node_has_ended_holds_nothing_here(heard: b
         await clock.sleep(5.0 if heard else 120.0)
         assert parts.worker.held()["models"] == 0
         assert await store.claims() == []
+
+
+async def keep_alive(store: MemoryStore, clock: Clock) -> None:
+    while True:
+        await store.renew(9.0, NodeLoad())
+        await clock.sleep(3.0)
+
+
+@pytest.mark.parametrize(("rebalance_s", "moved"), [(0.0, 0), (30.0, 1)])
+async def test_a_key_goes_to_a_node_that_joined_later(rebalance_s: float, moved: int) -> None:
+    clock = FakeClock()
+    store = MemoryStore(clock)
+    joined = running_node(store, clock, lease_s=9.0, grace_s=9e9, rebalance_s=rebalance_s)
+    async with clock.running(), joined as (parts, transport), anyio.create_task_group() as group:
+        for _ in range(3):
+            await created(transport)
+        other = await add_node(store, "b")
+        group.start_soon(keep_alive, other, clock)
+        await clock.sleep(200.0)
+        # The difference is less than two after one move.
+        owners = [claim.node_id for claim in await store.claims()]
+        assert owners.count("b#1") == moved
+        assert len(owners) == 3
+        assert parts.worker.held()["models"] == 3 - moved
+        group.cancel_scope.cancel()
+
+
+async def test_a_node_reports_the_bytes_of_its_adapters() -> None:
+    clock = FakeClock()
+    store = MemoryStore(clock)
+    async with clock.running(), running_node(store, clock, lease_s=9.0) as (parts, transport):
+        await created(transport)
+        await clock.sleep(9.0)
+        expected = (await parts.engine.stats())["adapters_resident_bytes"]
+        (load,) = [each.load for each in await store.nodes()]
+        assert load.resident_bytes == expected > 0

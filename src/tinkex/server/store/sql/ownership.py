@@ -116,12 +116,14 @@ class OwnershipQueries(StoreState):
 
         await self._database.write(leave, lambda _: self._adopted.clear())
 
-    async def drain(self, name: str) -> bool:
+    async def drain(self, name: str, *, undo: bool = False) -> bool:
         named = or_(nodes.c.name == name, nodes.c.node_id == name)
+
+        state = "alive" if undo else "draining"
 
         def drain(connection: Connection) -> bool:
             query = update(nodes).where(named, nodes.c.state.in_(LIVING))
-            found = connection.execute(query.values(state="draining").returning(nodes.c.node_id))
+            found = connection.execute(query.values(state=state).returning(nodes.c.node_id))
             node_ids = found.scalars().all()
             for node_id in node_ids:
                 notify(connection, self._origin, f"node {node_id}")

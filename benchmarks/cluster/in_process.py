@@ -128,6 +128,6 @@ async def node(place: str, name: str, lease_s: float) -> AsyncGenerator[InProces
         async with running(app.state.parts):
             # Until the node has read that it serves its base model.
             async with asyncio.timeout(START_S):
-                while not app.state.parts.member.base_models:  # noqa: ASYNC110 - there is no event
+                while not app.state.parts.member.roster.base_models:  # noqa: ASYNC110 - there is no event
                     await asyncio.sleep(0.01)
             yield InProcessNode(app, store)

@@ -67,3 +67,26 @@ def _owned_elsewhere(nodes: Cluster, client: ServiceClient) -> TrainingClient:
         if nodes.owner_of(training.model_id) != "c":
             return training
     raise AssertionError("every model is on the client's own node")
+
+
+def test_nodes_share_the_quota_of_a_tenant(tmp_path: Path, postgres: PostgresServer) -> None:
+    most = 5
+    flags = ("--set", f"max_checkpoints={most}")
+    with (
+        cluster(tmp_path, postgres.new_place(), "a", "b", flags=flags) as nodes,
+        ServiceClient(base_url=nodes.nodes["a"].url, api_key=KEY) as client,
+    ):
+        models = [client.create_lora_training_client("tinkex/tiny", rank=4) for _ in range(4)]
+        assert {nodes.owner_of(model.model_id) for model in models} == {"a", "b"}
+        saves = [model.save_state(f"s{n}") for n in range(4) for model in models]
+        refused = [str(error) for save in saves if (error := save.exception(PATIENCE_S))]
+        assert all("max_checkpoints" in text for text in refused)
+        kept = 16 - len(refused)
+        # A node that looks while another one has just stored something counts it twice.
+        assert 1 <= kept <= most
+        for n in range(kept, most):
+            models[n % 4].save_state(f"t{n}").result(PATIENCE_S)
+        for model in models:
+            assert "max_checkpoints" in str(model.save_state("u").exception(PATIENCE_S))
+        assert nodes.query("SELECT count(*) FROM checkpoints") == [(most,)]
+        assert nodes.query("SELECT count(*) FROM reservations") == [(0,)]

@@ -32,7 +32,7 @@ from tinkex.server.store.ownership import (
     NodeLoad,
     NodeModel,
 )
-from tinkex.server.store.records import OperationOutcome
+from tinkex.server.store.records import OperationOutcome, Reserved
 from tinkex.server.store.sql.overflow import ROOM_BYTES
 from tinkex.types import SessionCancelled
 
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
 
     from tinkex.server import Store
+    from tinkex.server.store.records import Occupied
 
 LEASE_S = 3600.0
 KEY = "s:train:0"
@@ -295,9 +296,72 @@ class OwnershipSuite:
         assert await store.delete_checkpoint(new)
         assert not await store.change_checkpoint(new, public=True)
 
+    async def test_room_is_reserved_while_there_is_some(self, cluster: Cluster) -> None:
+        store = await cluster.joined("a")
+        before = await reserve(store, "r0", 1)
+        await store.unreserve("r0")
+        most = before.size_bytes + 100
+        assert (before.reserved_bytes, before.reserved_checkpoints) == (0, 0)
+        for name, size_bytes, held in (("r1", 60, 0), ("r2", 41, 60), ("r1", 100, 0)):
+            found = await reserve(store, name, size_bytes, max_bytes=most)
+            assert found.reserved_bytes == held
+        # The second did not fit; the first has grown.
+        assert (await reserve(store, "r3", 1, max_bytes=most)).reserved_bytes == 100
+        await store.unreserve("r1")
+        await store.unreserve("unknown")
+        assert (await reserve(store, "r3", 100, max_bytes=most)).reserved_bytes == 0
+
+    async def test_checkpoints_are_reserved_by_number(self, cluster: Cluster) -> None:
+        store = await cluster.joined("a")
+        await store.put_checkpoint(checkpoint())
+        for name, count, held in (("r1", 1, 0), ("r2", 1, 1), ("r3", 0, 1)):
+            found = await reserve(store, name, 1, checkpoints=count, max_checkpoints=2)
+            assert (found.kept_checkpoints, found.reserved_checkpoints) == (1, held)
+        other = await reserve(store, "r4", 1, owner="p", checkpoints=1, max_checkpoints=1)
+        assert other.checkpoints == 0
+
+    async def test_a_process_that_is_no_node_reserves_nothing(self, cluster: Cluster) -> None:
+        store = await cluster.store()
+        with pytest.raises(LeaseLostError):
+            await reserve(store, "r1", 1)
+
+
+async def reserve(store: Store, name: str, size_bytes: int, **more: Any) -> Occupied:
+    most = {k: more.pop(k, 1 << 40) for k in ("max_bytes", "max_checkpoints")}
+    wanted = {"owner": "o", "size_bytes": size_bytes, **more}
+    return await store.reserve(Reserved(reservation_id=name, **wanted), **most)
+
 
 class ClusterSuite(OwnershipSuite):
     """Several nodes."""
+
+    async def test_nodes_share_the_room_of_an_owner(self, cluster: Cluster) -> None:
+        first, second = await cluster.joined("a"), await cluster.joined("b")
+        most = (await reserve(first, "r", 10)).size_bytes + 10
+        assert (await reserve(second, "s", 1, max_bytes=most)).reserved_bytes == 10
+        # Its node ends, and what it was for with it.
+        await first.renew(-1.0, NodeLoad())
+        assert await second.declare_dead("a-1")
+        assert (await reserve(second, "s", 10, max_bytes=most)).reserved_bytes == 0
+        await second.leave()
+        third = await cluster.joined("c")
+        assert (await reserve(third, "t", 1)).reserved_bytes == 0
+
+    async def test_of_parallel_reservations_no_more_is_held_than_fits(
+        self, cluster: Cluster
+    ) -> None:
+        stores = [await cluster.joined(name) for name in ("a", "b", "c")]
+        most = (await reserve(stores[0], "r", 1)).size_bytes + 7
+        await stores[0].unreserve("r")
+        found: list[Occupied] = []
+
+        async def one(number: int) -> None:
+            found.append(await reserve(stores[number % 3], f"r{number}", 1, max_bytes=most))
+
+        async with anyio.create_task_group() as group:
+            for number in range(30):
+                group.start_soon(one, number)
+        assert sorted(each.reserved_bytes for each in found) == [*range(7), *[7] * 23]
 
     async def test_nodes_share_a_secret_and_are_numbered(self, cluster: Cluster) -> None:
         first, second = await cluster.store(), await cluster.store()

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
+from uuid import uuid4
 
 import anyio
 
 from tinkex.errors import RequestFailedError
+from tinkex.server.store.records import Reserved, occupied
+from tinkex.server.supervision import quietly
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterable, Mapping
@@ -17,11 +21,12 @@ if TYPE_CHECKING:
     from tinkex.clock import Clock
     from tinkex.server.scheduler.samplers import PublishedSamplers
     from tinkex.server.store.protocol import Store
-    from tinkex.server.store.records import Part, StoredCheckpoint
+    from tinkex.server.store.records import Occupied, Part, StoredCheckpoint
 
 # How many checkpoints a refusal names, and of how many the largest are chosen.
 _NAMED: Final = 3
 _LOOKED_AT: Final = 1000
+_RELEASING: Final = "releasing reserved room"
 
 _HOW_TO_FREE: Final[Mapping[Part, str]] = {
     "checkpoints": "delete checkpoints, or give them a TTL",
@@ -58,12 +63,11 @@ class Room:
         self._clock = clock
         self._most = max_stored_bytes
         self._most_checkpoints = max_checkpoints
-        # Whether other nodes have samplers of the same tenants.
+        # Whether other nodes write for the same tenants, so that the store has all reservations.
         self._shared = shared
-        # Mutable state: bytes and checkpoints of each owner that are being written, and a lock for
-        # each owner that has some: a sum and what it decides must not be torn apart.
-        self._bytes: Counter[str] = Counter()
-        self._checkpoints: Counter[str] = Counter()
+        # Mutable state: reservations by id, and a lock for each owner that has some: a sum and what
+        # it decides must not be torn apart.
+        self._held: dict[str, Reserved] = {}
         self._locks: defaultdict[str, anyio.Lock] = defaultdict(anyio.Lock)
 
     async def used(self, owner: str) -> dict[Part, int]:
@@ -84,52 +88,79 @@ class Room:
         Samplers that may go make room. What is written is stored within `Reservation.spent`.
         Raises `NoRoomError`, or another error for what could never fit.
         """
-        taken = Reservation(self, owner, replaced_bytes, checkpoints)
+        wanted = Reserved(
+            reservation_id=uuid4().hex,
+            owner=owner,
+            size_bytes=max(size_bytes, 1),
+            checkpoints=0 if replaced_bytes else checkpoints,
+        )
+        taken = Reservation(self, wanted, replaced_bytes)
         try:
             async with self._locked(owner):
-                await self.check(owner, max(size_bytes, 1), replaced_bytes, checkpoints)
-                taken.take(max(size_bytes, 1))
+                await self._take(taken, wanted)
             yield taken
         finally:
-            taken.release()
+            with anyio.CancelScope(shield=True):
+                await quietly(self._release(taken), _RELEASING)
 
-    async def check(
-        self, owner: str, size_bytes: int, replaced_bytes: int, checkpoints: int
-    ) -> None:
-        """Refuse what does not fit, even without samplers that may go."""
-        if size_bytes > self._most:
+    async def _take(self, taken: Reservation, wanted: Reserved) -> None:
+        """Hold what is wanted, or refuse it if it does not fit even without samplers that may go.
+
+        What the reservation held before is replaced.
+        """
+        if wanted.size_bytes > self._most:
             raise RequestFailedError(
-                f"this takes {size_bytes} bytes, more than the {self._most} that a tenant may keep "
-                "here in all (max_stored_bytes)",
+                f"this takes {wanted.size_bytes} bytes, more than the {self._most} that a tenant "
+                "may keep here in all (max_stored_bytes)",
                 None,
                 "user",
             )
-        used = await self.used(owner)
-        excess = self._total(owner, used) - replaced_bytes + size_bytes - self._most
+        most = self._most + taken.replaced_bytes
+        found = await self._reserve(wanted, most)
+        excess = found.size_bytes + wanted.size_bytes - most
         if excess > 0:
-            await self._samplers.free(owner, excess)
-            used = await self.used(owner)
-        total = self._total(owner, used) - replaced_bytes
-        if total + size_bytes > self._most:
-            now = self._clock.wall()
-            kept = await self._store.checkpoints(owner=owner, live_at=now, limit=_LOOKED_AT)
-            raise no_room(used, total, self._most, kept)
-        if checkpoints and not replaced_bytes:
-            await self._check_count(owner)
+            await self._samplers.free(wanted.owner, excess)
+            found = await self._reserve(wanted, most)
+        if not found.leaves(wanted, most, self._most_checkpoints):
+            raise await self._refusal(found, taken, wanted, most)
+        taken.held = wanted
 
-    async def _check_count(self, owner: str) -> None:
-        kept = await self._store.kept(owner)
-        have = kept["checkpoints"].count + self._checkpoints[owner]
-        if have >= self._most_checkpoints:
-            raise NoRoomError(
-                f"you have {have} checkpoints; a tenant may have {self._most_checkpoints} here "
-                "(max_checkpoints): delete some, or give new ones a TTL",
-                None,
-                "user",
+    async def _reserve(self, wanted: Reserved, max_bytes: int) -> Occupied:
+        if self._shared:
+            return await self._store.reserve(
+                wanted, max_bytes=max_bytes, max_checkpoints=self._most_checkpoints
             )
+        others = [held for held in self._held.values() if held.owner == wanted.owner]
+        others = [held for held in others if held.reservation_id != wanted.reservation_id]
+        found = occupied(await self._store.kept(wanted.owner), others)
+        sizes = {**found.kept, "samplers": self._samplers.size_bytes(wanted.owner)}
+        found = replace(found, kept=sizes)
+        if found.leaves(wanted, max_bytes, self._most_checkpoints):
+            self._held[wanted.reservation_id] = wanted
+        return found
 
-    def _total(self, owner: str, used: Mapping[Part, int]) -> int:
-        return sum(used.values()) + self._bytes[owner]
+    async def _refusal(
+        self, found: Occupied, taken: Reservation, wanted: Reserved, max_bytes: int
+    ) -> NoRoomError:
+        if found.size_bytes + wanted.size_bytes > max_bytes:
+            now = self._clock.wall()
+            kept = await self._store.checkpoints(owner=wanted.owner, live_at=now, limit=_LOOKED_AT)
+            total = found.size_bytes - taken.replaced_bytes
+            return no_room(found.kept, total, self._most, kept)
+        return NoRoomError(
+            f"you have {found.checkpoints} checkpoints; a tenant may have {self._most_checkpoints} "
+            "here (max_checkpoints): delete some, or give new ones a TTL",
+            None,
+            "user",
+        )
+
+    async def _release(self, taken: Reservation) -> None:
+        held = taken.held
+        if held is not None and self._shared:
+            await self._store.unreserve(held.reservation_id)
+        elif held is not None:
+            del self._held[held.reservation_id]
+        taken.held = None
 
     @asynccontextmanager
     async def _locked(self, owner: str) -> AsyncGenerator[None]:
@@ -141,46 +172,26 @@ class Room:
             if not (lock.locked() or lock.statistics().tasks_waiting):
                 self._locks.pop(owner, None)
 
-    def add(self, owner: str, size_bytes: int, checkpoints: int) -> None:
-        """Count what is being written, or no longer is."""
-        for counter, amount in ((self._bytes, size_bytes), (self._checkpoints, checkpoints)):
-            counter[owner] += amount
-            if not counter[owner]:
-                del counter[owner]
-
     @asynccontextmanager
     async def settled(self, taken: Reservation, size_bytes: int) -> AsyncGenerator[None]:
         """Check what something really takes up, and count it by its record from here on."""
-        async with self._locked(taken.owner):
-            held = taken.size_bytes
-            taken.release()
-            if size_bytes > held:
-                replaced = taken.replaced_bytes
-                await self.check(taken.owner, size_bytes, replaced, taken.checkpoints)
+        async with self._locked(taken.wanted.owner):
+            if taken.held is None or size_bytes > taken.held.size_bytes:
+                await self._take(taken, replace(taken.wanted, size_bytes=size_bytes))
             yield
+            # The record counts from here on. If this fails, it is tried again by `reserved`.
+            await quietly(self._release(taken), _RELEASING)
 
 
 class Reservation:
     """Room that something on its way holds."""
 
-    def __init__(self, room: Room, owner: str, replaced_bytes: int, checkpoints: int) -> None:
+    def __init__(self, room: Room, wanted: Reserved, replaced_bytes: int) -> None:
         self._room = room
-        self.owner = owner
+        self.wanted = wanted
         self.replaced_bytes = replaced_bytes
-        self.checkpoints = checkpoints
         # Mutable state: what it holds now.
-        self.size_bytes = 0
-
-    def take(self, size_bytes: int) -> None:
-        """Hold that much."""
-        self.size_bytes = size_bytes
-        self._room.add(self.owner, size_bytes, self.checkpoints)
-
-    def release(self) -> None:
-        """Hold nothing any more."""
-        if self.size_bytes:
-            self._room.add(self.owner, -self.size_bytes, -self.checkpoints)
-            self.size_bytes = 0
+        self.held: Reserved | None = None
 
     def spent(self, size_bytes: int) -> AbstractAsyncContextManager[None]:
         """Store the record of what was written within this; raises if it does not fit after all."""

@@ -16,13 +16,14 @@ from tinkex.server.store.ownership import (
     NodeLoad,
     claim_key,
 )
+from tinkex.server.store.records import occupied
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from tinkex.clock import Clock
     from tinkex.server.store.ownership import NodeModel
-    from tinkex.server.store.records import StoredSampler
+    from tinkex.server.store.records import KeptPart, Occupied, Part, Reserved, StoredSampler
     from tinkex.server.store.sample_memory import SampleMemory
 
 _LIVING = ("alive", "draining")
@@ -38,6 +39,10 @@ class SharedNodes:
     nodes: dict[str, Node] = field(default_factory=dict[str, Node])
     ended_at: dict[str, float] = field(default_factory=dict[str, float])
     claims: dict[str, Claim] = field(default_factory=dict[str, Claim])
+    reservations: dict[str, tuple[str, Reserved]] = field(
+        default_factory=dict[str, "tuple[str, Reserved]"]
+    )
+    """With their nodes."""
     stores: list[MemoryOwnership] = field(default_factory=list["MemoryOwnership"])
 
 
@@ -186,6 +191,20 @@ class MemoryOwnership:
         ours = [c for c in found if wanted is None or c.node_id in wanted]
         return sorted(ours, key=lambda c: (c.since, c.key))
 
+    async def reserve(self, wanted: Reserved, *, max_bytes: int, max_checkpoints: int) -> Occupied:
+        self._fence()
+        held = self._shared.reservations
+        others = [r for _, r in held.values() if r.owner == wanted.owner]
+        others = [r for r in others if r.reservation_id != wanted.reservation_id]
+        found = occupied(await self.kept(wanted.owner), others)
+        if found.leaves(wanted, max_bytes, max_checkpoints):
+            held[wanted.reservation_id] = (self._me(), wanted)
+        return found
+
+    async def unreserve(self, reservation_id: str) -> None:
+        self._fence()
+        self._shared.reservations.pop(reservation_id, None)
+
     async def adopt(self, claim: Claim) -> None:
         me = self._me()
         if not self._holds(claim) or claim.node_id != me:
@@ -202,6 +221,10 @@ class MemoryOwnership:
         self._hints.append(hint)
 
     # -- for the other parts of the store ---------------------------------------------------------
+
+    async def kept(self, owner: str) -> Mapping[Part, KeptPart]:
+        """What is kept for an owner."""
+        raise NotImplementedError
 
     def _published(self, model_id: str) -> Sequence[str]:
         """The samplers of a model."""
@@ -253,6 +276,9 @@ class MemoryOwnership:
         node = self._shared.nodes[node_id]
         self._shared.nodes[node_id] = replace(node, state="left" if state == "left" else "dead")
         self._shared.ended_at[node_id] = self._clock.wall()
+        held = self._shared.reservations
+        for name in [name for name, (at, _) in held.items() if at == node_id]:
+            del held[name]
         self._hint(f"node {node_id}")
 
     def _holds(self, claim: Claim) -> bool:

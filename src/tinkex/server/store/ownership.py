@@ -19,7 +19,7 @@ from tinkex.errors import StorageError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from tinkex.server.store.records import StoredSampler
+    from tinkex.server.store.records import Occupied, Reserved, StoredSampler
 
 NODE_VERSION: Final = 1
 """Of what nodes send each other and write for each other; nodes of one cluster have the same."""
@@ -213,6 +213,17 @@ class Ownership(Protocol):
     async def get_claim(self, key: str) -> Claim | None: ...
     async def claims(self, node_ids: Iterable[str] | None = None) -> Sequence[Claim]:
         """The claims of these nodes, or all."""
+        ...
+
+    async def reserve(self, wanted: Reserved, *, max_bytes: int, max_checkpoints: int) -> Occupied:
+        """Hold room in an owner's quota, if all nodes together leave it; what there is besides.
+
+        A reservation with the same id is replaced. Those of nodes that end are forgotten.
+        """
+        ...
+
+    async def unreserve(self, reservation_id: str) -> None:
+        """Hold it no longer: what it was for is stored, or will not be."""
         ...
 
     async def adopt(self, claim: Claim) -> None:

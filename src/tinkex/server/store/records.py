@@ -13,7 +13,7 @@ import msgspec
 from tinkex.types import SessionActive, Usage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from tinkex.errors import ErrorCategory
     from tinkex.types import (
@@ -319,6 +319,53 @@ class KeptPart:
 
     count: int = 0
     size_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reserved:
+    """Room in an owner's quota that something on its way holds."""
+
+    reservation_id: str
+    owner: str
+    size_bytes: int
+    checkpoints: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Occupied:
+    """What takes up an owner's quota: what is kept, and what other reservations hold."""
+
+    kept: Mapping[Part, int]
+    """Bytes by part."""
+    kept_checkpoints: int = 0
+    reserved_bytes: int = 0
+    reserved_checkpoints: int = 0
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes in all."""
+        return sum(self.kept.values()) + self.reserved_bytes
+
+    @property
+    def checkpoints(self) -> int:
+        """Checkpoints in all."""
+        return self.kept_checkpoints + self.reserved_checkpoints
+
+    def leaves(self, wanted: Reserved, max_bytes: int, max_checkpoints: int) -> bool:
+        """Whether there is room for one more reservation."""
+        few = not wanted.checkpoints or self.checkpoints + wanted.checkpoints <= max_checkpoints
+        return few and self.size_bytes + wanted.size_bytes <= max_bytes
+
+
+def occupied(kept: Mapping[Part, KeptPart], others: Iterable[Reserved]) -> Occupied:
+    """The sum of what is kept and of reservations."""
+    held = list(others)
+    return Occupied(
+        {part: found.size_bytes for part, found in kept.items()},
+        kept["checkpoints"].count,
+        sum(each.size_bytes for each in held),
+        sum(each.checkpoints for each in held),
+    )
 
 
 ROW_BYTES: Final = 512

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from sqlalchemy import BigInteger, Column, PrimaryKeyConstraint, Table, Text, select
+from sqlalchemy import BigInteger, Column, PrimaryKeyConstraint, Table, Text, func, select
 
 from tinkex.server.store.records import KeptPart
-from tinkex.server.store.sql.schema import METADATA
+from tinkex.server.store.sql.schema import METADATA, SIZED, bodies, results, samplers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from sqlalchemy import Connection, Select
+    from sqlalchemy import ColumnElement, Connection, Select
 
     from tinkex.server.store.records import Part
 
@@ -46,6 +46,27 @@ def count_kept(connection: Connection, owner: str, part: Part) -> KeptPart:
     query = columns.where(kept.c.owner == owner, kept.c.part == part)
     row: Any = connection.execute(query).one_or_none()
     return KeptPart() if row is None else KeptPart(*row)
+
+
+def all_kept(connection: Connection, owner: str) -> dict[Part, KeptPart]:
+    """What an owner has of every part."""
+    found: dict[Part, KeptPart] = {
+        part: count_kept(connection, owner, part) for part, _ in COUNTED.values()
+    }
+    sums: dict[Part, Select[Any]] = {
+        "samplers": _sum(samplers, samplers.c.size_bytes, owner).where(SIZED),
+        "requests": _sum(bodies, bodies.c.size_bytes, owner),
+        "results": _sum(results, results.c.size_bytes, owner),
+    }
+    for part, query in sums.items():
+        row: Any = connection.execute(query).one()
+        found[part] = KeptPart(row[0], int(row[1] or 0))
+    return found
+
+
+def _sum(table: Table, size: ColumnElement[int], owner: str) -> Select[Any]:
+    columns: Select[Any] = select(func.count()).add_columns(func.sum(size))
+    return columns.where(table.c.owner == owner)
 
 
 def triggers(dialect: str) -> Iterator[str]:

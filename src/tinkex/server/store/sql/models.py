@@ -10,19 +10,15 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import and_, delete, func, or_, select, union_all
 
 from tinkex.server.store.records import KeptPart, LimitReached, row_bytes
-from tinkex.server.store.sql.kept import COUNTED, count_kept
+from tinkex.server.store.sql.kept import all_kept, count_kept
 from tinkex.server.store.sql.records import CHECKPOINTS, LOSSES, MODELS, SESSIONS, beside_index
 from tinkex.server.store.sql.schema import (
     ACTIVE,
     OPEN,
     PUBLIC,
-    SIZED,
-    bodies,
     checkpoints,
     losses,
     models,
-    results,
-    samplers,
     sessions,
 )
 from tinkex.server.store.sql.state import StoreState
@@ -255,7 +251,7 @@ class ModelQueries(StoreState):
         return await self._database.list(lambda c: c.execute(query).scalar_one())
 
     async def kept(self, owner: str) -> Mapping[Part, KeptPart]:
-        return await self._database.list(partial(_kept, owner=owner))
+        return await self._database.list(partial(all_kept, owner=owner))
 
     async def stored_by_project(
         self, owner: str, *, live_at: float, project_id: str | None = None
@@ -348,26 +344,6 @@ def _accessible(
         *(select(part.limit(most).subquery().c.number) for part in (own, others))
     ).subquery()
     return select(both.c.number).order_by(both.c.number.desc()).limit(limit).offset(offset or None)
-
-
-def _kept(connection: Connection, owner: str) -> dict[Part, KeptPart]:
-    found: dict[Part, KeptPart] = {
-        part: count_kept(connection, owner, part) for part, _ in COUNTED.values()
-    }
-    sums: dict[Part, Select[Any]] = {
-        "samplers": _sum(samplers, samplers.c.size_bytes, owner).where(SIZED),
-        "requests": _sum(bodies, bodies.c.size_bytes, owner),
-        "results": _sum(results, results.c.size_bytes, owner),
-    }
-    for part, query in sums.items():
-        row: Any = connection.execute(query).one()
-        found[part] = KeptPart(row[0], int(row[1] or 0))
-    return found
-
-
-def _sum(table: Table, size: ColumnElement[int], owner: str) -> Select[Any]:
-    columns: Select[Any] = select(func.count()).add_columns(func.sum(size))
-    return columns.where(table.c.owner == owner)
 
 
 def _where(query: Select[Any], table: Table, **columns: str | None) -> Select[Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -29,11 +29,13 @@ from sqlalchemy.exc import OperationalError
 
 from tinkex.errors import StorageError
 from tinkex.server.store.ownership import Claim, LeaseLostError, Membership, Node, NodeLoad
+from tinkex.server.store.records import Reserved, occupied
 from tinkex.server.store.sql.hints import notify
+from tinkex.server.store.sql.kept import all_kept
 from tinkex.server.store.sql.operations import unfinished
 from tinkex.server.store.sql.overflow import forget_node
 from tinkex.server.store.sql.records import insert
-from tinkex.server.store.sql.schema import claims, cluster, nodes, samplers
+from tinkex.server.store.sql.schema import claims, cluster, nodes, reservations, samplers
 from tinkex.server.store.sql.state import StoreState
 from tinkex.server.store.sql.tenure import LIVING, NodeFence, Tenure, lease_lost
 
@@ -43,7 +45,7 @@ if TYPE_CHECKING:
     from sqlalchemy import ColumnElement, Connection, RowMapping, Select
 
     from tinkex.server.store.ownership import NodeModel
-    from tinkex.server.store.records import Operation
+    from tinkex.server.store.records import Occupied, Operation
 
 ENDED = ("dead", "left")
 # How long one try to declare a node dead waits for the node's transaction under way. It delays the
@@ -245,6 +247,26 @@ class OwnershipQueries(StoreState):
             lambda c: [_claim(row) for row in c.execute(query).mappings()]
         )
 
+    async def reserve(self, wanted: Reserved, *, max_bytes: int, max_checkpoints: int) -> Occupied:
+        values = {**asdict(wanted), "node_id": self._me()}
+
+        def reserve(connection: Connection) -> Occupied:
+            self._count_alone(connection, wanted.owner)
+            # Before what is kept: a record is stored before its reservation ends.
+            others = _reserved(connection, wanted)
+            found = occupied(all_kept(connection, wanted.owner), others)
+            if found.leaves(wanted, max_bytes, max_checkpoints):
+                query = insert(connection, reservations).values(values)
+                names = [reservations.c.reservation_id]
+                connection.execute(query.on_conflict_do_update(index_elements=names, set_=values))
+            return found
+
+        return await self._database.write(reserve)
+
+    async def unreserve(self, reservation_id: str) -> None:
+        query = delete(reservations).where(reservations.c.reservation_id == reservation_id)
+        await self._database.write(lambda connection: connection.execute(query) and None)
+
     async def adopt(self, claim: Claim) -> None:
         # Another node's claim is found to be none of this one.
         tenure = Tenure(claim.key, self._me(), claim.epoch)
@@ -407,6 +429,7 @@ def _locked(connection: Connection, node_id: str, now: ColumnElement[float]) -> 
 def _end(connection: Connection, node_id: str, state: str, now: ColumnElement[float]) -> None:
     query = update(nodes).where(nodes.c.node_id == node_id, nodes.c.state.in_(LIVING))
     connection.execute(query.values(state=state, ended_at=now))
+    connection.execute(delete(reservations).where(reservations.c.node_id == node_id))
 
 
 class _BusyError(Exception):
@@ -450,6 +473,17 @@ def _is(claim: Claim) -> ColumnElement[bool]:
         claims.c.node_id == claim.node_id,
         claims.c.epoch == claim.epoch,
     )
+
+
+def _reserved(connection: Connection, wanted: Reserved) -> list[Reserved]:
+    """What else is reserved for the same owner."""
+    columns = [reservations.c[field.name] for field in fields(Reserved)]
+    query = select(*columns).where(
+        reservations.c.owner == wanted.owner,
+        reservations.c.reservation_id != wanted.reservation_id,
+    )
+    rows = connection.execute(query).mappings()
+    return [Reserved(**cast("dict[str, Any]", row)) for row in rows]
 
 
 def _refused(message: str, place: str) -> StorageError:

@@ -448,3 +448,14 @@ claims = Table(
     _text("wanted", null=True),
     Index("claims_node_id", "node_id"),
 )
+
+reservations = Table(
+    "reservations",
+    METADATA,
+    Column("reservation_id", PlainText, primary_key=True),
+    _text("node_id"),
+    _text("owner"),
+    _whole("size_bytes"),
+    _whole("checkpoints"),
+    Index("reservations_owner", "owner"),
+)

@@ -61,8 +61,13 @@ class _Requests(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.path.startswith("/exit/"):
             os._exit(int(self.path.rpartition("/")[2]))
-        database = os.environ.get("TINKEX_DATABASE")
-        body = json.dumps({"pid": os.getpid(), "database": database}).encode()
+        about = {
+            "pid": os.getpid(),
+            "database": os.environ.get("TINKEX_DATABASE"),
+            "devices": os.environ.get("CUDA_VISIBLE_DEVICES"),
+            "arguments": sys.argv[1:],
+        }
+        body = json.dumps(about).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ray.cluster_utils import Cluster as RayCluster
 
     from tinkex.ray_cluster.connection import RayConnection
+    from tinkex.ray_cluster.nodes import NodeKind
 
 FAKE_NODE = (sys.executable, str(Path(__file__).with_name("fake_node.py")))
 NAMED_NODE = (sys.executable, str(Path(__file__).with_name("named_node.py")))
@@ -34,12 +35,13 @@ POLICY = RestartPolicy(first_delay_s=0.05, longest_delay_s=0.2, quick_s=0.0, mos
 
 @contextmanager
 def raylets(
-    first: int, *cpus: int, system_config: dict[str, Any] | None = None
+    first: int, *cpus: int, gpus: int = 0, system_config: dict[str, Any] | None = None
 ) -> Generator[RayCluster]:
-    """A head and other raylets, with these numbers of CPUs."""
+    """A head and other raylets, with these numbers of CPUs; the head says it has some GPUs."""
     from ray.cluster_utils import Cluster as RayCluster
 
     head: dict[str, Any] = {"num_cpus": first, "include_dashboard": False, **_SMALL}
+    head["num_gpus"] = gpus
     if system_config:
         head["_system_config"] = system_config
     cluster = RayCluster(initialize_head=True, head_node_args=head)
@@ -93,8 +95,14 @@ class Driver:
             policy=POLICY,
         )
 
-    def specs(self, model: str = "fake/model", count: int = 1, cpus: float = 1.0) -> list[NodeSpec]:
-        group = NodeGroup(kind="cpu", count=count, base_model=model)
+    def specs(
+        self,
+        model: str = "fake/model",
+        count: int = 1,
+        cpus: float = 1.0,
+        kind: NodeKind = "cpu",
+    ) -> list[NodeSpec]:
+        group = NodeGroup(kind=kind, count=count, base_model=model)
         return node_specs(self.name, [group], cpus=cpus, host="127.0.0.1", program=FAKE_NODE)
 
     def seen(self, event: str) -> list[str]:

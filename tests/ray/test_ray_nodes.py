@@ -38,7 +38,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def connection() -> Generator[RayConnection]:
-    with raylets(2, 2) as cluster, RayConnection(cluster.address) as connection:
+    with raylets(2, 2, gpus=2) as cluster, RayConnection(cluster.address) as connection:
         yield connection
 
 
@@ -236,3 +236,18 @@ def _tables() -> list[bytes]:
         *accessor.get_worker_table(),
         *accessor.get_task_events(),
     ]
+
+
+def test_nodes_with_gpus_get_one_each(driver: MakeDriver):
+    some = driver(placement_s=3.0)
+    reports = some.cluster.up(some.specs(count=2, cpus=0.5, kind="gpu"), some.secrets)
+    told = [ask(report.url or "") for report in reports]
+    assert sorted(each["devices"] for each in told) == ["0", "1"]
+    assert all(each["arguments"][-2:] == ["--device", "cuda"] for each in told)
+    more = some.specs(count=3, cpus=0.5, kind="gpu")
+    with pytest.raises(ClusterError) as caught:
+        some.cluster.up(more, some.secrets)
+    text = str(caught.value)
+    assert "demanded: 1 x (1 GPU, 0.5 CPU)" in text
+    assert "0 of 2 GPU" in text
+    assert [report.state for report in some.cluster.reports()] == ["ready", "ready"]

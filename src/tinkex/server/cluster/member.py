@@ -326,7 +326,10 @@ class Member:
         if what == "session":
             self._ended_sessions.add(name)
         elif what == "claim":
-            self._changed_keys.add(name)
+            key, _, node_id = name.partition(" ")
+            if node_id != self.node_id:
+                return
+            self._changed_keys.add(key)
         elif what in ("node", "all"):
             self._look_again = True
             if what == "all":

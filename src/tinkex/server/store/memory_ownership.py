@@ -149,7 +149,7 @@ class MemoryOwnership:
             since=self._clock.wall(),
         )
         self._shared.claims[key] = new
-        self._hint(f"claim {key}")
+        self._hint(f"claim {key} {node_id}")
         return new
 
     async def reassign(self, claim: Claim, node_id: str) -> Claim | None:
@@ -161,7 +161,7 @@ class MemoryOwnership:
         new = replace(claim, node_id=node_id, epoch=claim.epoch + 1, since=since, wanted=None)
         self._shared.claims[claim.key] = new
         self._disown(claim)
-        self._hint(f"claim {claim.key}")
+        self._hint(f"claim {claim.key} {node_id}")
         return new
 
     async def want(self, key: str, node_id: str | None) -> bool:
@@ -170,7 +170,7 @@ class MemoryOwnership:
         if known is None:
             return False
         self._shared.claims[key] = replace(known, wanted=node_id)
-        self._hint(f"claim {key}")
+        self._hint(f"claim {key} {known.node_id}")
         return True
 
     async def release(self, claim: Claim) -> bool:
@@ -179,7 +179,6 @@ class MemoryOwnership:
             return False
         del self._shared.claims[claim.key]
         self._disown(claim)
-        self._hint(f"claim {claim.key}")
         return True
 
     async def get_claim(self, key: str) -> Claim | None:

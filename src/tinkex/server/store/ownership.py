@@ -240,8 +240,8 @@ class Ownership(Protocol):
     def on_hint(self, hint: Callable[[str], None]) -> None:
         """Call `hint` on the event loop when another node has changed something.
 
-        Hints may be lost or come twice; a poll finds the same. They are `claim KEY`, `node ID`,
-        `session ID`, `key ID` of an API key that was revoked, and `all` after a connection was
-        lost. There are none before `join`.
+        Hints may be lost or come twice; a poll finds the same. They are `claim KEY NODE` with the
+        node that owns the key now, `node ID`, `session ID`, `key ID` of an API key that was
+        revoked, and `all` after a connection was lost. There are none before `join`.
         """
         ...

@@ -182,7 +182,7 @@ class OwnershipQueries(StoreState):
             # A claim that was in the way may be released before it is read.
             for _ in range(3):
                 if connection.execute(query).one_or_none() is not None:
-                    notify(connection, self._origin, f"claim {key}")
+                    notify(connection, self._origin, f"claim {key} {node_id}")
                 kept = _get(connection, key)
                 if kept is not None:
                     return kept
@@ -199,7 +199,7 @@ class OwnershipQueries(StoreState):
             query = update(claims).where(_is(claim), self._may_give(claim), takes).values(values)
             if connection.execute(query).rowcount == 0:
                 return None
-            notify(connection, self._origin, f"claim {claim.key}")
+            notify(connection, self._origin, f"claim {claim.key} {node_id}")
             return _get(connection, claim.key)
 
         def given(kept: Claim | None) -> Claim | None:
@@ -211,12 +211,13 @@ class OwnershipQueries(StoreState):
 
     async def want(self, key: str, node_id: str | None) -> bool:
         query = update(claims).where(claims.c.key == key).values(wanted=node_id)
+        query = query.returning(claims.c.node_id)
 
         def want(connection: Connection) -> bool:
-            found = connection.execute(query).rowcount > 0
-            if found:
-                notify(connection, self._origin, f"claim {key}")
-            return found
+            owner = connection.execute(query).scalar_one_or_none()
+            if owner is not None:
+                notify(connection, self._origin, f"claim {key} {owner}")
+            return owner is not None
 
         return await self._database.write(want)
 
@@ -224,10 +225,7 @@ class OwnershipQueries(StoreState):
         query = delete(claims).where(_is(claim), self._may_give(claim))
 
         def release(connection: Connection) -> bool:
-            found = connection.execute(query).rowcount > 0
-            if found:
-                notify(connection, self._origin, f"claim {claim.key}")
-            return found
+            return connection.execute(query).rowcount > 0
 
         def released(found: bool) -> bool:
             if found:

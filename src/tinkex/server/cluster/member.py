@@ -231,14 +231,17 @@ class Member:
             self._look_soon()
             while True:
                 # Not with the renewal: an engine that hangs must not cost the lease.
-                stats = await engine.stats()
-                self._adapter_bytes = (
-                    int(stats.get("adapters_resident_bytes", 0)),
-                    int(stats.get("adapters_capacity_bytes", 0)),
-                )
+                await quietly(self._read_figures(engine), "reading the engine's figures")
                 await self._clock.sleep(self._settings.lease_s / _RENEWALS)
 
         return announce
+
+    async def _read_figures(self, engine: Engine) -> None:
+        stats = await engine.stats()
+        self._adapter_bytes = (
+            int(stats.get("adapters_resident_bytes", 0)),
+            int(stats.get("adapters_capacity_bytes", 0)),
+        )
 
     async def stop(self) -> None:
         """Hand everything over, if other nodes can take it."""

@@ -7,6 +7,7 @@ import json
 import tarfile
 import threading
 import urllib.request
+from collections import Counter
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -278,16 +279,21 @@ def test_a_session_lives_by_heartbeats_and_its_end_reaches_the_owner(
         until(lambda: world.cluster.query(query) == [], "the owner keeps the model")
 
 
-def test_the_trace_of_a_session_has_what_only_the_owner_knows(world: Front, key: str) -> None:
+def test_the_trace_of_a_session_has_what_only_the_owners_know(world: Front, key: str) -> None:
     with world.client(key) as service, RestClient(base_url=world.url, api_key=key) as rest:
-        training = trained(service, OTHER)
-        sampler = training.save_weights_and_get_sampling_client()
+        trainings = [trained(service, model) for model in MODELS]
+        samplers = [each.save_weights_and_get_sampling_client() for each in trainings]
         params = SamplingParams(max_tokens=2, seed=1)
-        sampler.sample(ModelInput.from_ints([1, 2, 3]), 1, params).result(PATIENCE_S)
-        session = training.model_id.partition(":")[0]
+        for sampler in samplers:
+            sampler.sample(ModelInput.from_ints([1, 2, 3]), 1, params).result(PATIENCE_S)
+        session = trainings[0].model_id.partition(":")[0]
         link = rest.export_session_trace(session).result(PATIENCE_S)
-        names = {event["name"] for event in json.loads(fetched(link))["traceEvents"]}
-        assert {"optim_step", "sample", "poll"} <= names
+        events = json.loads(fetched(link))["traceEvents"]
+        computed = [e["args"]["request_id"] for e in events if e.get("cat") == "compute"]
+        assert len(computed) == len(set(computed))
+        names = Counter(e["name"] for e in events if e.get("cat") == "compute")
+        assert (names["optim_step"], names["sample"]) == (2, 2)
+        assert "poll" in {event["name"] for event in events}
 
 
 # -- tenants ---------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from tinkex.server.api.trace import trace
+from tinkex.server.api.trace import merged, trace
 from tinkex.server.observability.requests import Poll, Polls
 from tinkex.server.store.records import Operation, OperationOutcome
 from tinkex.testing.fake_engine import Delays
@@ -129,3 +129,34 @@ def test_only_the_latest_polls_are_kept() -> None:
         polls.add(Poll("s" if number else "t", str(number), 0, 1, 200))
     assert [poll.target for poll in polls.of("s")] == ["2", "3"]
     assert polls.of("t") == []
+
+
+def test_traces_of_several_nodes_are_one() -> None:
+    def op(name: str, model: str, began: float) -> Operation:
+        return Operation(
+            op_id=name,
+            kind="optim_step",
+            owner="o",
+            session_id="s",
+            created_at=began,
+            model_id=model,
+            state="done",
+            started_at=began + 0.5,
+            finished_at=began + 2.0,
+        )
+
+    # Two that overlap on one model, which all nodes know, and one more on each of two nodes.
+    stored = [op("one", "m", 1.0), op("two", "m", 1.25)]
+    here = trace([*stored, op("three", "n", 3.0)])
+    there = trace([op("four", "m", 1.125), *stored])
+    found = check(merged([here, there]))
+    assert sorted(each["args"]["request_id"] for each in found if each["cat"] == "compute") == [
+        "four",
+        "one",
+        "three",
+        "two",
+    ]
+    assert len(found) == 8
+    assert sorted(msgspec.json.decode(merged([here]))["traceEvents"], key=str) == sorted(
+        msgspec.json.decode(here)["traceEvents"], key=str
+    )

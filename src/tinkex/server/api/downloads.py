@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import logging
 import os
 import re
 import tarfile
@@ -21,15 +22,15 @@ import anyio
 import anyio.to_thread
 from starlette.responses import RedirectResponse, Response, StreamingResponse
 
-from tinkex.errors import StorageError
+from tinkex.errors import InputError, StorageError
 from tinkex.server import age
 from tinkex.server.api.call import no_node, reply
 from tinkex.server.api.checkpoints import audit, named
 from tinkex.server.api.errors import refuse
 from tinkex.server.api.sessions import when
-from tinkex.server.api.trace import trace
-from tinkex.server.cluster.forwarding import Elsewhere
-from tinkex.server.cluster.hop import received_hop
+from tinkex.server.api.trace import merged, trace
+from tinkex.server.cluster.hop import received_hop, target_of
+from tinkex.server.cluster.peers import BrokenOffError, NodeUnreachable
 from tinkex.server.cluster.roster import NoNodeError
 from tinkex.server.scheduler.checkpoints import is_live
 from tinkex.types import ExternalWeightsUrlsResponse
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
 
     from tinkex.engine.protocol import Engine, Layout
     from tinkex.server.api.call import Call, Parts
+    from tinkex.server.cluster.member import Member
+    from tinkex.server.store.ownership import Node
     from tinkex.server.store.records import StoredCheckpoint
 
     Files = dict[str, IO[bytes]]
@@ -52,6 +55,7 @@ if TYPE_CHECKING:
     Recipients = tuple[str, ...] | None
     Key = tuple[str, "ExportKind", Recipients]
 
+_log = logging.getLogger(__name__)
 _HEAD_BYTES = 1 << 12
 
 _PIECE_BYTES = 1 << 20
@@ -189,8 +193,7 @@ async def download(parts: Parts, request: Request, token: str, name: str) -> Res
     """The export or trace of a signed link."""
     claims = await parts.identity.open_link(token)
     if claims["kind"] == "trace":
-        await _at_owner(parts, request, claims["session"])
-        return await _trace(parts, claims["session"])
+        return await _trace(parts, request, claims["session"])
     await _at_engine(parts, claims["path"])
     return await send_export(parts, request, claims, name)
 
@@ -205,28 +208,32 @@ async def _at_engine(parts: Parts, path: str) -> None:
             raise no_node(error) from error
 
 
-async def _at_owner(parts: Parts, request: Request, session_id: str) -> None:
-    """Go on only at a node that owns something of a session: it knows of polls and samples.
-
-    Of a session with keys on several nodes, the trace has the samples and polls of one of them.
-    """
-    member = parts.member
-    if member is None or received_hop(request.scope) is not None:
-        return
-    runs, samplers = await parts.store.ids_of_session(session_id)
-    keys = (*runs, *samplers)
-    if any(key in member.keys.owned for key in keys):
-        return
-    for key in keys:
-        node = await member.owner(key)
-        if node is not None and node.node_id != member.node_id:
-            raise Elsewhere(node, key)
-
-
-async def _trace(parts: Parts, session_id: str) -> Response:
+async def _trace(parts: Parts, request: Request, session_id: str) -> Response:
     operations = await parts.store.operations(session_id)
     body = trace(operations, parts.polls.of(session_id))
+    if parts.member is not None and received_hop(request.scope) is None:
+        others = await _traces_elsewhere(parts, parts.member, request, session_id)
+        body = await anyio.to_thread.run_sync(merged, [body, *others]) if others else body
     return Response(body, media_type="application/json")
+
+
+async def _traces_elsewhere(
+    parts: Parts, member: Member, request: Request, session_id: str
+) -> list[bytes]:
+    """What the other nodes know that own something of a session: its samples and polls there."""
+    nodes: dict[str, Node] = {}
+    for keys in await parts.store.ids_of_session(session_id):
+        for key in keys:
+            node = None if key in member.keys.owned else await member.owner(key)
+            if node is not None and node.node_id != member.node_id:
+                nodes[node.node_id] = node
+    found: list[bytes] = []
+    for node in nodes.values():
+        try:
+            found.append(await member.forwarder.ask(node, "GET", target_of(request.scope)))
+        except (NodeUnreachable, BrokenOffError, InputError) as error:
+            _log.warning("a trace lacks what node %s knows: %s", node.name, error)
+    return found
 
 
 @dataclass(frozen=True, slots=True)

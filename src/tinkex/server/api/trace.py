@@ -8,6 +8,7 @@ and tid whole numbers, names in metadata events.
 from __future__ import annotations
 
 import heapq
+import re
 from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from tinkex.server.store.records import Operation
 
 _Phase = Literal["queue", "compute", "poll"]
+# What the second and later rows of a lane add to its name.
+_ROW = re.compile(r" \(\d+\)$")
 _PIDS: dict[_Phase, int] = {"queue": 1, "compute": 2, "poll": 3}
 
 
@@ -49,6 +52,37 @@ def trace(operations: Sequence[Operation], polls: Iterable[Poll] = ()) -> bytes:
         )
         for poll in polls
     ]
+    return _encoded(slices)
+
+
+def merged(traces: Iterable[bytes]) -> bytes:
+    """The traces of one session by several nodes as one; what several of them have is in it once.
+
+    Every node has the operations that are stored, and its own samples and polls.
+    """
+    slices: dict[bytes, _Slice] = {}
+    for text in traces:
+        events: list[dict[str, Any]] = msgspec.json.decode(text)["traceEvents"]
+        lanes = {
+            (event["pid"], event["tid"]): _ROW.sub("", event["args"]["name"])
+            for event in events
+            if event["name"] == "thread_name"
+        }
+        for event in events:
+            if event["ph"] == "X":
+                piece = _Slice(
+                    event["cat"],
+                    lanes[event["pid"], event["tid"]],
+                    event["name"],
+                    event["ts"] / 1e6,
+                    (event["ts"] + event["dur"]) / 1e6,
+                    event["args"],
+                )
+                slices[msgspec.json.encode(piece)] = piece
+    return _encoded(slices.values())
+
+
+def _encoded(slices: Iterable[_Slice]) -> bytes:
     events = [*_process_names(), *_events(slices)]
     return msgspec.json.encode({"traceEvents": events, "displayTimeUnit": "ms"})
 

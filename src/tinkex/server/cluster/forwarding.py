@@ -13,7 +13,7 @@ import anyio
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from tinkex.errors import ResponseInfo, status_error
+from tinkex.errors import InputError, ResponseInfo, status_error
 from tinkex.server.cluster.hop import HEADER, received_hop, refused_hop, target_of
 from tinkex.server.cluster.peers import BrokenOffError, NodeUnreachable
 from tinkex.server.observability.requests import header_value, request_record, sent_body
@@ -100,6 +100,28 @@ class Forwarder:
     def __init__(self, peers: Peers, hops: Hops) -> None:
         self._peers = peers
         self._hops = hops
+
+    async def ask(
+        self, node: Node, method: str, target: str, body: bytes = b"", media: str = ""
+    ) -> bytes:
+        """What another node answers to a question of this one.
+
+        Raises `NodeUnreachable`, `BrokenOffError`, and `InputError` for any status but 200.
+        """
+        headers = [
+            (b"content-length", str(len(body)).encode()),
+            (HEADER.encode(), self._hops.sign(method, target).encode()),
+        ]
+        if media:
+            headers.append((b"content-type", media.encode()))
+        reply = await self._peers.send(node, method, target, headers, body)
+        try:
+            answer = await reply.read()
+        finally:
+            reply.close()
+        if reply.status != 200:
+            raise InputError(f"it answered {reply.status}: {answer[:200]!r}")
+        return answer
 
     async def forward(self, request: Request, node: Node) -> Response:
         """The reply of another node, on its way to the client.

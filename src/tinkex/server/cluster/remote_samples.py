@@ -126,20 +126,8 @@ class RemoteSamples:
         return outcome
 
     async def _call(self, node: Node, op: SampleOp) -> SampleResult | RequestFailedError:
-        body = encode_op(op)
-        headers = [
-            (b"content-type", _MEDIA.encode()),
-            (b"content-length", str(len(body)).encode()),
-            (b"x-tinkex-hop", self._member.hops.sign("POST", PATH).encode()),
-        ]
-        reply = await self._member.peers.send(node, "POST", PATH, headers, body)
-        try:
-            answer = await reply.read()
-            if reply.status != 200:
-                raise InputError(f"it answered {reply.status}: {answer[:200]!r}")
-            return decode_outcome(answer, op)
-        finally:
-            reply.close()
+        ask = self._member.forwarder.ask
+        return decode_outcome(await ask(node, "POST", PATH, encode_op(op), _MEDIA), op)
 
     def _note(self, version: str, node: Node) -> None:
         self._present.setdefault(version, set()).add(node.node_id)

@@ -64,7 +64,7 @@ class _Entry:
         return self.rebuild is None
 
 
-class Counts(NamedTuple):
+class ParkingCounts(NamedTuple):
     """Values on the device and parked, copies left out."""
 
     resident: int
@@ -126,7 +126,7 @@ class Parking:
         """Bytes of values parked in host memory."""
         return sum(entry.size_bytes for entry in self._entries.values() if entry.host is not None)
 
-    def counts(self) -> Counts:
+    def counts(self) -> ParkingCounts:
         """What is on the device and what is parked; for any thread."""
         # One atomic copy: the owning thread may modify the dict.
         entries = list(self._entries.items())
@@ -137,7 +137,7 @@ class Parking:
         ]
         resident = [size for ready, size in found if ready]
         parked = [size for ready, size in found if not ready]
-        return Counts(len(resident), len(parked), sum(resident), sum(parked))
+        return ParkingCounts(len(resident), len(parked), sum(resident), sum(parked))
 
     def close(self) -> None:
         """Drop all values and remove the files."""

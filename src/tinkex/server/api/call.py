@@ -231,19 +231,33 @@ class Call:
         others = [model for name, model in member.roster.base_models.items() if name not in here]
         return [*specs, *(ModelSpec(**asdict(model)) for model in others)]
 
-    def base_model(self, name: str) -> ModelSpec:
+    async def base_model(self, name: str) -> ModelSpec:
         """A base model that is served."""
-        specs = self.base_models
-        for spec in specs:
+        spec = await self.find_base_model(name)
+        if spec is not None:
+            return spec
+        member = self.parts.member
+        if member is None:
+            raise _unknown_model(name, {spec.name: () for spec in self.base_models})
+        raise _unknown_model(name, member.roster.serving)
+
+    async def find_base_model(self, name: str) -> ModelSpec | None:
+        """A base model that is served, or was lately: nodes that ended are started again."""
+        for spec in self.base_models:
             if spec.name == name:
                 return spec
         member = self.parts.member
         if member is None:
-            raise _unknown_model(name, {spec.name: () for spec in specs})
-        if not specs:
-            # Nodes are starting, or all of those with an engine are gone for now.
-            raise no_node(NoNodeError("No node of the cluster has a base model yet; try again."))
-        raise _unknown_model(name, member.roster.serving)
+            return None
+        found = (await self._hold(member, lambda: member.roster.remembered)).get(name)
+        return None if found is None else ModelSpec(**asdict(found))
+
+    async def _hold(self, member: Member, look: Callable[[], T]) -> T:
+        """Hold the request until there is a node for it, for a while."""
+        try:
+            return await member.when(look)
+        except NoNodeError as error:
+            raise no_node(error) from error
 
     async def own(self, key: str, base_model: str, *, here: bool = False) -> None:
         """Go on only at the node that owns a key; raises `Elsewhere` at any other."""
@@ -264,14 +278,11 @@ class Call:
             except NoNodeError as error:
                 raise no_node(error) from error
 
-    def at_engine(self, base_model: str | None = None) -> None:
+    async def at_engine(self, base_model: str | None = None) -> None:
         """Go on only at a node whose engine serves a base model, or any; this one if it does."""
         member = self.parts.member
         if member is not None:
-            try:
-                member.roster.at_engine(base_model)
-            except NoNodeError as error:
-                raise no_node(error) from error
+            await self._hold(member, lambda: member.roster.at_engine(base_model))
 
 
 def no_node(error: NoNodeError) -> APIStatusError:

@@ -183,7 +183,7 @@ def _known_kinds(call: Call) -> list[CheckpointKind]:
 
 async def delete_checkpoint(call: Call) -> Response:
     """Delete; samplers made before keep what they have."""
-    call.at_engine()
+    await call.at_engine()
     checkpoint = await _own(call)
     # It expires now, whatever becomes of its files; the upkeep retries what fails below.
     if not await call.store.change_checkpoint(checkpoint, expires_at=call.now()):
@@ -251,7 +251,7 @@ async def weights_info(call: Call) -> Response:
 async def copy_weights(call: Call) -> Response:
     """Copy a checkpoint into a run of the caller's own; copies do not expire with it."""
     request = await call.json(CopyWeightsRequest)
-    call.at_engine()
+    await call.at_engine()
     key = call.idempotency_key()
     if key and (known := await call.store.recall(call.owner, f"copy:{key}")) is not None:
         return reply(CopyWeightsResponse(tinker_path=known))

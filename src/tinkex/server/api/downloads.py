@@ -202,8 +202,9 @@ async def _at_engine(parts: Parts, path: str) -> None:
     """Go on only at a node with the base model of a checkpoint; others cannot export it."""
     checkpoint = None if parts.member is None else await parts.store.get_checkpoint(path)
     if parts.member is not None and checkpoint is not None:
+        roster = parts.member.roster
         try:
-            parts.member.roster.at_engine(checkpoint.base_model)
+            await parts.member.when(lambda: roster.at_engine(checkpoint.base_model))
         except NoNodeError as error:
             raise no_node(error) from error
 

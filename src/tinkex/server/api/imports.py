@@ -86,8 +86,8 @@ async def import_weights(call: Call) -> Response:
     key = call.idempotency_key()
     if key and (known := await call.store.recall(call.owner, f"import:{key}")) is not None:
         return reply(ImportWeightsResponse(tinker_path=known))
-    base_model = call.base_model(call.request.query_params.get("base_model", "")).name
-    call.at_engine(base_model)
+    base_model = (await call.base_model(call.request.query_params.get("base_model", ""))).name
+    await call.at_engine(base_model)
     name = call.request.query_params.get("name", _DEFAULT_NAME)
     check_name(name)
     kind = _kind(call)

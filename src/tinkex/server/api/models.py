@@ -55,7 +55,7 @@ async def create_model(call: Call) -> Response:
     old_client = body.get("session_id") is None
     if old_client:
         # Before a session is made, which another node would make again.
-        call.at_engine(call.base_model(str(body.get("base_model"))).name)
+        await call.at_engine((await call.base_model(str(body.get("base_model")))).name)
         key = call.idempotency_key() or call.parts.new_id()
         known = await call.store.recall(call.owner, key)
         if known is None:
@@ -67,7 +67,7 @@ async def create_model(call: Call) -> Response:
 
 
 async def _create(call: Call, request: CreateModelRequest, *, here: bool) -> Response:
-    spec = call.base_model(request.base_model)
+    spec = await call.base_model(request.base_model)
     lora = request.lora_config or LoraConfig(rank=32)
     _check_lora(lora)
     session = await call.live_session(request.session_id)
@@ -92,7 +92,7 @@ async def get_info(call: Call) -> Response:
     """What a client needs to know about its model."""
     request = await call.json(GetInfoRequest)
     model = await call.model(request.model_id)
-    spec = call.base_model(model.base_model)
+    spec = await call.base_model(model.base_model)
     return reply(
         GetInfoResponse(
             type="get_info",

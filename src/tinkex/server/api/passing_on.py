@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tinkex.server.cluster.forwarding import Elsewhere
     from tinkex.server.cluster.member import Member
 
-# So many moves of its key a request follows.
+# So many nodes a request is sent to after the first one.
 _MOVES: Final = 3
 
 
@@ -58,15 +58,17 @@ async def pass_on(parts: Parts, request: Request, elsewhere: Elsewhere) -> Respo
 
 
 async def _reply_of_owner(member: Member, request: Request, elsewhere: Elsewhere) -> Response:
-    node = elsewhere.node
+    """The reply, of another node if the first one cannot be reached or has handed the key over."""
+    node, others = elsewhere.node, list(elsewhere.others or ())
     for _ in range(_MOVES):
         try:
             return await member.forwarder.forward(request, node)
-        except NotOwner:
-            owner = await member.owner(elsewhere.key)
-            if owner is None or owner.node_id in (node.node_id, member.node_id):
-                raise
+        except (NodeUnreachable, NotOwner):
             if not can_resend(request):
                 raise
-            node = owner
+            if elsewhere.others is None:
+                others = await member.next_owners(elsewhere.key, node)
+            if not others:
+                raise
+            node = others.pop(0)
     return await member.forwarder.forward(request, node)

@@ -63,7 +63,7 @@ async def _sampler(
             sampler_id=sampler_id,
             owner=call.owner,
             session_id=session_id,
-            base_model=call.base_model(base_model).name,
+            base_model=(await call.base_model(base_model)).name,
             created_at=call.now(),
             model_path=request.model_path,
             location=location,
@@ -184,7 +184,7 @@ async def _sampler_of(call: Call, request: SampleRequest) -> StoredSampler:
     base_model = request.base_model
     if request.model_path is not None:
         base_model = (await _named_weights(call, request.model_path)).base_model
-    call.at_engine(None if base_model is None else call.base_model(base_model).name)
+    await call.at_engine(None if base_model is None else (await call.base_model(base_model)).name)
     session = await open_session(call, heartbeats=False)
     return await _sampler(call, f"{session.session_id}:sample:0", session.session_id, request)
 

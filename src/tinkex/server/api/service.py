@@ -102,8 +102,8 @@ async def get_server_capabilities(call: Call) -> Response:
 
 async def get_tokenizer(call: Call) -> Response:
     """The tokenizer of a base model, so that clients need no hub."""
-    spec = call.base_model(call.request.query_params.get("base_model", ""))
-    call.at_engine(spec.name)
+    spec = await call.base_model(call.request.query_params.get("base_model", ""))
+    await call.at_engine(spec.name)
     text = spec.text
     if text is None:
         raise refuse(404, f"{spec.name} has no tokenizer here; send token ids.")

@@ -20,7 +20,7 @@ from tinkex.server.observability.requests import header_value, request_record, s
 from tinkex.server.supervision import while_connected
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+    from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 
     from starlette.requests import Request
     from starlette.types import Message, Receive, Scope, Send
@@ -69,10 +69,12 @@ _REPLY_OWN: Final = frozenset(
 class Elsewhere(Exception):
     """Another node owns what a request is about, and has to answer it."""
 
-    def __init__(self, node: Node, key: str) -> None:
+    def __init__(self, node: Node, key: str, others: Sequence[Node] | None = None) -> None:
         super().__init__(f"{key} is on node {node.name}")
         self.node = node
         self.key = key
+        self.others = others
+        """Nodes that could answer as well; None if only the owner of the key can."""
 
 
 class NotOwner(Exception):

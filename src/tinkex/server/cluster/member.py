@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import anyio
 
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
     from anyio.abc import TaskGroup
 
+    from tinkex.clock import Clock
     from tinkex.engine.protocol import Engine
     from tinkex.server.cluster.shared_date import SharedDate
     from tinkex.server.scheduler.worker import Worker
@@ -48,16 +49,19 @@ if TYPE_CHECKING:
 
 # How often a lease is renewed before it would run out.
 _RENEWALS: Final = 3
-# Tries to find out who owns a key while it changes.
-_LOOKS: Final = 5
-# How long a request waits for a key that is being handed over, or for the first list of nodes.
+# How long a request is held for a key that is being handed over, for a node that can take it, or
+# for the first list of nodes; and the pauses between two looks. Official clients send a request
+# again ten times.
 _PATIENCE_S: Final = 20.0
+_FIRST_PAUSE_S: Final = 0.02
+_LONGEST_PAUSE_S: Final = 0.5
 # How often a node looks whether others have ended sessions without its hearing of that.
 _SESSIONS_S: Final = 60.0
 # Nodes that have ended are shown for so long.
 _REMEMBERED_S: Final = 24 * 3600.0
 
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +77,23 @@ class Joined:
     on_lost: Callable[[str], None]
     rebalance_s: float = 0.0
     ssl_context: ssl.SSLContext | None = None
+
+
+class Hold:
+    """A request that is held for a while, because what it needs may come."""
+
+    def __init__(self, clock: Clock, patience_s: float) -> None:
+        self._clock = clock
+        self._ends = clock.now() + patience_s
+        self._pause_s = _FIRST_PAUSE_S
+
+    async def again(self) -> bool:
+        """Pause, each time longer; False when it was held long enough."""
+        if self._clock.now() >= self._ends:
+            return False
+        await self._clock.sleep(self._pause_s)
+        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+        return True
 
 
 class Member:
@@ -104,8 +125,9 @@ class Member:
         self._worker: Worker | None = None
         # Mutable state: since when the database has answered without a break; whether this node
         # leaves; what wakes the loop, and what it was told; the bytes of adapters on the device,
-        # and how many there may be; when to look for sessions that others have ended, because
-        # hints may be lost; and when to look whether the nodes are out of balance.
+        # and how many there may be; keys of ended nodes that no node can take over; when to look
+        # for sessions that others have ended, because hints may be lost; and when to look whether
+        # the nodes are out of balance.
         self._in_touch_since: float | None = None
         self._renewed_at = clock.now()
         self._leaves = False
@@ -116,6 +138,7 @@ class Member:
         self._all_claimed = False
         self._known = anyio.Event()
         self._adapter_bytes = (0, 0)
+        self._orphans: set[str] = set()
         self._look_at_sessions_at = clock.now() + _SESSIONS_S
         self._balance_at = clock.now() + joined.rebalance_s
         store.on_hint(self._hinted)
@@ -140,19 +163,27 @@ class Member:
         if self.keys.has(key):
             return
         await self._wait_for(self._known)
-        for _ in range(_LOOKS):
+        hold = self.hold()
+        while True:
             changing = self.keys.change_of(key)
             if changing is not None:
                 await self._wait_for(changing)
-            elif self.keys.has(key):
+            if self.keys.has(key):
                 return
-            else:
-                claim = await self._claim(key, owner, base_model, here=here)
-                if claim.node_id == self.node_id:
-                    await self.keys.take_over(claim)
-                elif await self._is_owner(claim.node_id):
-                    raise Elsewhere(self.roster.nodes[claim.node_id], key)
-        raise NoNodeError(f"the owner of {key} changes; send the request again")
+            claim = await self._store.get_claim(key)
+            if claim is None:
+                node = await self.when(
+                    lambda: self.roster.for_new(key, owner, base_model, here=here)
+                )
+                claim = await self._claim(key, node, owner, base_model)
+            if claim.node_id == self.node_id:
+                await self.keys.take_over(claim)
+                if self.keys.has(key):
+                    return
+            elif await self._is_owner(claim.node_id):
+                raise Elsewhere(self.roster.nodes[claim.node_id], key)
+            if not await hold.again():
+                raise NoNodeError(f"no node has taken over {key} yet; send the request again")
 
     async def at_owner(self, key: str) -> None:
         """Like `own`, for a key that need not be owned: nothing is claimed."""
@@ -169,17 +200,42 @@ class Member:
             return None
         return self.roster.nodes[claim.node_id]
 
+    async def next_owners(self, key: str, last: Node) -> list[Node]:
+        """The other node that owns a key after the last one; the request is held until it does.
+
+        Empty if none does in time, or this node does, or the key is over.
+        """
+        hold = self.hold()
+        while True:
+            claim = await self._store.get_claim(key)
+            if claim is None or claim.node_id == self.node_id:
+                return []
+            if await self._is_owner(claim.node_id) and claim.node_id != last.node_id:
+                return [self.roster.nodes[claim.node_id]]
+            if not await hold.again():
+                return []
+
     async def _wait_for(self, event: anyio.Event) -> None:
         async with time_limit(self._clock, _PATIENCE_S) as limit:
             await event.wait()
         if limit.expired:
             raise NoNodeError("the owner of this is changing; send the request again")
 
-    async def _claim(self, key: str, owner: str, base_model: str, *, here: bool = False) -> Claim:
-        claim = await self._store.get_claim(key)
-        if claim is not None:
-            return claim
-        node = self.roster.for_new(key, owner, base_model, here=here)
+    async def when(self, look: Callable[[], T]) -> T:
+        """What a look at the nodes gives, as soon as one can do it: nodes are started again."""
+        hold = self.hold()
+        while True:
+            try:
+                return look()
+            except NoNodeError:
+                if not await hold.again():
+                    raise
+
+    def hold(self) -> Hold:
+        """Holds a request that no node can answer now."""
+        return Hold(self._clock, _PATIENCE_S)
+
+    async def _claim(self, key: str, node: Node, owner: str, base_model: str) -> Claim:
         claim = await self._store.claim(key, node.node_id, owner=owner, base_model=base_model)
         if claim.node_id == node.node_id:
             self.roster.expect(claim)
@@ -417,9 +473,12 @@ class Member:
         for claim in await self._store.claims(node_ids) if node_ids else ():
             target = self.roster.for_orphan(claim)
             if target is None:
-                why = why_not(self.roster.nodes.values(), claim.base_model)
-                _log.error("no node takes over %s: %s", claim.key, why)
+                if claim.key not in self._orphans:
+                    self._orphans.add(claim.key)
+                    why = why_not(self.roster.nodes.values(), claim.base_model)
+                    _log.error("no node takes over %s: %s", claim.key, why)
                 continue
+            self._orphans.discard(claim.key)
             moved = await self._store.reassign(claim, target.node_id)
             if moved is not None:
                 self.roster.expect(moved)
@@ -430,6 +489,7 @@ class Member:
         for model in await self._store.open_models():
             if model.model_id not in claimed:
                 try:
-                    await self._claim(model.model_id, model.owner, model.base_model)
+                    node = self.roster.for_new(model.model_id, model.owner, model.base_model)
+                    await self._claim(model.model_id, node, model.owner, model.base_model)
                 except NoNodeError as error:
                     _log.error("no node takes over %s: %s", model.model_id, error)

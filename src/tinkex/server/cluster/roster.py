@@ -58,6 +58,14 @@ class Roster:
         return {model.name: model for node in self._alive() for model in node.base_models}
 
     @property
+    def remembered(self) -> dict[str, NodeModel]:
+        """The base models of all nodes that are known, also of those that ended a while ago."""
+        found = {model.name: model for node in self.nodes.values() for model in node.base_models}
+        if not found:
+            raise NoNodeError("No node of the cluster has a base model yet; try again.")
+        return found
+
+    @property
     def serving(self) -> dict[str, list[str]]:
         """The names of the nodes that serve each base model."""
         found: dict[str, list[str]] = {}
@@ -91,8 +99,8 @@ class Roster:
         if not able:
             raise NoNodeError(why_not(self.nodes.values(), base_model or ""))
         if all(node.node_id != self.node_id for node in able):
-            target = min(able, key=lambda node: node.load.samples_running)
-            raise Elsewhere(target, base_model or "an engine")
+            first, *others = sorted(able, key=lambda node: node.load.samples_running)
+            raise Elsewhere(first, base_model or "an engine", others)
 
     def for_new(self, key: str, owner: str, base_model: str, *, here: bool = False) -> Node:
         """The node for a key that nobody owns: this one, if wished and possible, or the best."""

@@ -35,14 +35,14 @@ class Chosen:
 async def choose(call: Call, name: str) -> Chosen:
     """The weights that a caller may sample from under this name; a 404 for any other."""
     if not name.startswith(_PATH):
-        return Chosen(name, _spec(call, name, name), Weights(base_model=name))
+        return Chosen(name, await _spec(call, name, name), Weights(base_model=name))
     try:
         checkpoint = await readable(call, name, await readers(call, None))
     except NotFoundError:
         raise _unknown(name) from None
     check_sampleable(checkpoint)
     weights = Weights(base_model=checkpoint.base_model, location=checkpoint.location)
-    return Chosen(name, _spec(call, checkpoint.base_model, name), weights, checkpoint)
+    return Chosen(name, await _spec(call, checkpoint.base_model, name), weights, checkpoint)
 
 
 async def list_models(call: Call) -> Response:
@@ -75,15 +75,14 @@ def _described(chosen: Chosen) -> dict[str, Any]:
     }
 
 
-def _spec(call: Call, base_model: str, name: str) -> ModelSpec:
-    specs = call.base_models
-    if not specs:
+async def _spec(call: Call, base_model: str, name: str) -> ModelSpec:
+    spec = await call.find_base_model(base_model)
+    if spec is None and not call.base_models:
         raise problem(503, "The engine is starting; try again.", headers={"retry-after": "1"})
-    for spec in specs:
-        if spec.name == base_model:
-            call.at_engine(base_model)
-            return spec
-    raise _unknown(name)
+    if spec is None:
+        raise _unknown(name)
+    await call.at_engine(base_model)
+    return spec
 
 
 def _unknown(name: str) -> Exception:

@@ -271,3 +271,32 @@ async def test_a_node_reports_the_bytes_of_its_adapters() -> None:
         expected = (await parts.engine.stats())["adapters_resident_bytes"]
         (load,) = [each.load for each in await store.nodes()]
         assert load.resident_bytes == expected > 0
+
+
+async def test_requests_for_a_base_model_whose_nodes_ended_are_held_for_a_while() -> None:
+    clock = FakeClock()
+    store = MemoryStore(clock)
+    async with clock.running(), running_node(store, clock, lease_s=9.0) as (_, transport):
+        await created(transport)
+        other = store.beside()
+        await other.join("test", node("b"), 9.0)
+        served = NodeModel(name="tinkex/other", max_context_length=64, vocab_size=256)
+        await other.announce([served])
+        await other.leave()
+        await clock.sleep(9.0)
+        session = {"tags": [], "user_metadata": {}, "sdk_version": "0.36.0"}
+        opened = msgspec.json.decode((await post(transport, "/create_session", session)).body)
+        body = {
+            "session_id": opened["session_id"],
+            "model_seq_id": 0,
+            "lora_config": {"rank": 4},
+        }
+        told: list[tuple[int, float]] = []
+        for name in ("tinkex/other", "tinkex/unknown"):
+            began = clock.now()
+            reply = await post(transport, "/create_model", {**body, "base_model": name})
+            told.append((reply.status, clock.now() - began))
+        (held, held_s), (unknown, unknown_s) = told
+        assert (held, unknown) == (503, 400)
+        assert held_s >= 20.0
+        assert unknown_s < 1.0

@@ -183,8 +183,10 @@ class Disturber:
         """A node stops for longer than its lease, and continues: it must end by itself."""
         name = self._victim(moment)
         served = self.cluster.nodes[name]
+        # The last one: the node of the same name before it may not have been declared dead yet.
         ((node_id,),) = self.cluster.query(
-            f"SELECT node_id FROM nodes WHERE name = '{name}' AND state = 'alive'"
+            f"SELECT node_id FROM nodes WHERE name = '{name}' AND state = 'alive' "
+            "ORDER BY number DESC LIMIT 1"
         )
         self.cluster.freeze(name)
         begun.set()

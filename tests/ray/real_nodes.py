@@ -99,7 +99,7 @@ class RayNodes(Cluster):
         """The ids of the nodes that serve, by name."""
         ready = (
             "SELECT name, node_id FROM nodes WHERE state = 'alive' "
-            "AND (role = 'api' OR base_models::text LIKE '%tiny%')"
+            "AND (role = 'api' OR base_models::text LIKE '%tiny%') ORDER BY number"
         )
         return dict(self.query(ready))
 

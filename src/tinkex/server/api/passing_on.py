@@ -63,11 +63,12 @@ async def _reply_of_owner(member: Member, request: Request, elsewhere: Elsewhere
     for _ in range(_MOVES):
         try:
             return await member.forwarder.forward(request, node)
-        except (NodeUnreachable, NotOwner):
+        except (NodeUnreachable, NotOwner) as error:
             if not can_resend(request):
                 raise
             if elsewhere.others is None:
-                others = await member.next_owners(elsewhere.key, node)
+                unreachable = isinstance(error, NodeUnreachable)
+                others = await member.next_owners(elsewhere.key, node, unreachable=unreachable)
             if not others:
                 raise
             node = others.pop(0)

@@ -200,13 +200,19 @@ class Member:
             return None
         return self.roster.nodes[claim.node_id]
 
-    async def next_owners(self, key: str, last: Node) -> list[Node]:
+    async def next_owners(self, key: str, last: Node, *, unreachable: bool) -> list[Node]:
         """The other node that owns a key after the last one; the request is held until it does.
 
-        Empty if none does in time, or this node does, or the key is over.
+        Empty if none does in time, or this node does, or the key is over; or if the last one is
+        alive and only cannot be reached from here.
         """
         hold = self.hold()
+        # Later than it can have renewed its lease before it was asked.
+        alive_until = last.lease_until + self._settings.lease_s / 2
         while True:
+            seen = self.roster.nodes.get(last.node_id, last)
+            if unreachable and seen.lease_until > alive_until:
+                return []
             claim = await self._store.get_claim(key)
             if claim is None or claim.node_id == self.node_id:
                 return []

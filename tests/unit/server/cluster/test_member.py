@@ -300,3 +300,35 @@ async def test_requests_for_a_base_model_whose_nodes_ended_are_held_for_a_while(
         assert (held, unknown) == (503, 400)
         assert held_s >= 20.0
         assert unknown_s < 1.0
+
+
+@pytest.mark.parametrize("alive", [True, False])
+async def test_a_request_for_an_owner_that_cannot_be_reached_is_held_until_it_is_known(
+    alive: bool,
+) -> None:
+    clock = FakeClock()
+    store = MemoryStore(clock)
+    joined = running_node(store, clock, lease_s=9.0, grace_s=9e9)
+    async with clock.running(), joined as (parts, transport), anyio.create_task_group() as group:
+        model_id = await created(transport)
+        other = await add_node(store, "b")
+        group.start_soon(keep_alive, other, clock)
+        await store.want(model_id, "b#1")
+        while (claim := await store.get_claim(model_id)) is None or claim.node_id != "b#1":
+            await clock.sleep(1.0)
+        member = parts.member
+        assert member is not None
+        last = member.roster.nodes["b#1"]
+        if not alive:
+            group.cancel_scope.cancel()
+        began = clock.now()
+        with anyio.CancelScope(shield=True):
+            found = await member.next_owners(model_id, last, unreachable=True)
+            held_s = clock.now() - began
+            now = await store.get_claim(model_id)
+        assert found == []
+        assert now is not None
+        # It is alive, and this node is told so; or it is dead, and this node has the key.
+        assert now.node_id == ("b#1" if alive else "a#1")
+        assert 3.0 <= held_s < 20.0
+        group.cancel_scope.cancel()

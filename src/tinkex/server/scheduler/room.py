@@ -116,6 +116,8 @@ class Room:
                 "user",
             )
         most = self._most + taken.replaced_bytes
+        # From here on: a call that is cancelled may have reserved it.
+        taken.held = wanted
         found = await self._reserve(wanted, most)
         excess = found.size_bytes + wanted.size_bytes - most
         if excess > 0:
@@ -123,7 +125,6 @@ class Room:
             found = await self._reserve(wanted, most)
         if not found.leaves(wanted, most, self._most_checkpoints):
             raise await self._refusal(found, taken, wanted, most)
-        taken.held = wanted
 
     async def _reserve(self, wanted: Reserved, max_bytes: int) -> Occupied:
         if self._shared:
@@ -159,7 +160,7 @@ class Room:
         if held is not None and self._shared:
             await self._store.unreserve(held.reservation_id)
         elif held is not None:
-            del self._held[held.reservation_id]
+            self._held.pop(held.reservation_id, None)
         taken.held = None
 
     @asynccontextmanager
@@ -190,7 +191,7 @@ class Reservation:
         self._room = room
         self.wanted = wanted
         self.replaced_bytes = replaced_bytes
-        # Mutable state: what it holds now.
+        # Mutable state: what it holds now, or has asked for.
         self.held: Reserved | None = None
 
     def spent(self, size_bytes: int) -> AbstractAsyncContextManager[None]:

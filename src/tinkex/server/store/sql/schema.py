@@ -95,7 +95,7 @@ def _plain(value: object) -> object:
     return dict(cast("Any", value))  # the one other thing a record holds: any Mapping
 
 
-VERSION: Final = "0005"
+VERSION: Final = "0006"
 """The newest migration: what a new database starts with."""
 
 METADATA = MetaData()

@@ -1,4 +1,4 @@
-"""Nodes with leases, their claims on keys, the room they reserve, and epochs of operations."""
+"""Nodes with leases, claims of nodes on keys, and the epoch under which an operation finished."""
 
 from __future__ import annotations
 
@@ -42,13 +42,6 @@ def upgrade() -> None:
         text("wanted", nullable=True),
     )
     op.create_index("claims_node_id", "claims", ["node_id"])
-    op.create_table(
-        "reservations",
-        sa.Column("reservation_id", sa.Text(), primary_key=True),
-        *(text(name) for name in ("node_id", "owner")),
-        *(whole(name) for name in ("size_bytes", "checkpoints")),
-    )
-    op.create_index("reservations_owner", "reservations", ["owner"])
 
 
 def text(name: str, *, nullable: bool = False) -> sa.Column[str]:

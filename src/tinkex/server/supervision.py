@@ -15,6 +15,9 @@
 | watcher of uploads (`Uploads`)         | `keep_running`                                          |
 | usage and heartbeats (`WriteBehind`)   | kept and written in the next round; `keep_running`      |
 | thread of the database                 | raised at the calls that wait; it continues             |
+| lease of a node (`Member._renew`)      | renewed again; a node that was declared dead exits (75) |
+| announcing a node, looking after the   | `keep_running`                                          |
+| cluster (`Member`)                     |                                                         |
 | thread that hears hints (`Listener`)   | connects again; until then a node caches no records     |
 | supervisor of the engine process       | the process exits with an error and is started again    |
 | engine process, and what reads from it | killed and started again; calls get `EngineDiedError`   |

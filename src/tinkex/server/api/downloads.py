@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from tinkex.engine.protocol import Engine, Layout
     from tinkex.server.api.call import Call, Parts
     from tinkex.server.cluster.member import Member
-    from tinkex.server.store.ownership import Node
     from tinkex.server.store.records import StoredCheckpoint
 
     Files = dict[str, IO[bytes]]
@@ -213,23 +212,15 @@ async def _trace(parts: Parts, request: Request, session_id: str) -> Response:
     operations = await parts.store.operations(session_id)
     body = trace(operations, parts.polls.of(session_id))
     if parts.member is not None and received_hop(request.scope) is None:
-        others = await _traces_elsewhere(parts, parts.member, request, session_id)
+        others = await _traces_elsewhere(parts.member, request, session_id)
         body = await anyio.to_thread.run_sync(merged, [body, *others]) if others else body
     return Response(body, media_type="application/json")
 
 
-async def _traces_elsewhere(
-    parts: Parts, member: Member, request: Request, session_id: str
-) -> list[bytes]:
+async def _traces_elsewhere(member: Member, request: Request, session_id: str) -> list[bytes]:
     """What the other nodes know that own something of a session: its samples and polls there."""
-    nodes: dict[str, Node] = {}
-    for keys in await parts.store.ids_of_session(session_id):
-        for key in keys:
-            node = None if key in member.keys.owned else await member.owner(key)
-            if node is not None and node.node_id != member.node_id:
-                nodes[node.node_id] = node
     found: list[bytes] = []
-    for node in nodes.values():
+    for node in await member.owners_of_session(session_id):
         try:
             found.append(await member.forwarder.ask(node, "GET", target_of(request.scope)))
         except (NodeUnreachable, BrokenOffError, InputError) as error:

@@ -68,8 +68,10 @@ async def _reply_of_owner(member: Member, request: Request, elsewhere: Elsewhere
                 raise
             if elsewhere.others is None:
                 unreachable = isinstance(error, NodeUnreachable)
-                others = await member.next_owners(elsewhere.key, node, unreachable=unreachable)
-            if not others:
+                found = await member.next_owner(elsewhere.key, node, unreachable=unreachable)
+            else:
+                found = others.pop(0) if others else None
+            if found is None:
                 raise
-            node = others.pop(0)
+            node = found
     return await member.forwarder.forward(request, node)

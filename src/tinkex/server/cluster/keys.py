@@ -118,7 +118,7 @@ class OwnedKeys:
         claim = await self._store.get_claim(key)
         if claim is None or claim.node_id != self._roster.node_id:
             return
-        target = self._roster.for_mine(claim)
+        target = self._roster.handover_target(claim)
         # Again, because it may have changed during the await above.
         if target is None or not self.has(key):
             return

@@ -57,7 +57,7 @@ _FIRST_PAUSE_S: Final = 0.02
 _LONGEST_PAUSE_S: Final = 0.5
 # How often a node looks whether others have ended sessions without its hearing of that.
 _SESSIONS_S: Final = 60.0
-# Nodes that have ended are shown for so long.
+# Nodes that have ended are shown, and their base models known, for so long.
 _REMEMBERED_S: Final = 24 * 3600.0
 
 _log = logging.getLogger(__name__)
@@ -173,7 +173,7 @@ class Member:
             claim = await self._store.get_claim(key)
             if claim is None:
                 node = await self.when(
-                    lambda: self.roster.for_new(key, owner, base_model, here=here)
+                    lambda: self.roster.place_new(key, owner, base_model, here=here)
                 )
                 claim = await self._claim(key, node, owner, base_model)
             if claim.node_id == self.node_id:
@@ -193,17 +193,19 @@ class Member:
         if claim is not None:
             await self.own(key, owner=claim.owner, base_model=claim.base_model)
 
-    async def owner(self, key: str) -> Node | None:
-        """The node that owns a key now, if one does."""
-        claim = await self._store.get_claim(key)
-        if claim is None or not await self._is_owner(claim.node_id):
-            return None
-        return self.roster.nodes[claim.node_id]
+    async def owners_of_session(self, session_id: str) -> list[Node]:
+        """The other nodes that own something of a session."""
+        ids = {
+            claim.node_id
+            for claim in await self._store.claims()
+            if claim.key.startswith(f"{session_id}:") and claim.node_id != self.node_id
+        }
+        return [node for name, node in self.roster.members.items() if name in ids]
 
-    async def next_owners(self, key: str, last: Node, *, unreachable: bool) -> list[Node]:
+    async def next_owner(self, key: str, last: Node, *, unreachable: bool) -> Node | None:
         """The other node that owns a key after the last one; the request is held until it does.
 
-        Empty if none does in time, or this node does, or the key is over; or if the last one is
+        None if none does in time, or this node does, or the key is over; or if the last one is
         alive and only cannot be reached from here.
         """
         hold = self.hold()
@@ -212,14 +214,14 @@ class Member:
         while True:
             seen = self.roster.nodes.get(last.node_id, last)
             if unreachable and seen.lease_until > alive_until:
-                return []
+                return None
             claim = await self._store.get_claim(key)
             if claim is None or claim.node_id == self.node_id:
-                return []
+                return None
             if await self._is_owner(claim.node_id) and claim.node_id != last.node_id:
-                return [self.roster.nodes[claim.node_id]]
+                return self.roster.nodes[claim.node_id]
             if not await hold.again():
-                return []
+                return None
 
     async def _wait_for(self, event: anyio.Event) -> None:
         async with time_limit(self._clock, _PATIENCE_S) as limit:
@@ -415,7 +417,7 @@ class Member:
     async def _reconcile(self) -> None:
         await self._look_at_nodes()
         self._known.set()
-        await self._bury()
+        await self._declare_dead()
         if self.roster.leads:
             await self._lead()
         for claim in await self._store.claims([self.node_id]):
@@ -460,7 +462,7 @@ class Member:
         if not self._leaves:
             self._on_lost(reason)
 
-    async def _bury(self) -> None:
+    async def _declare_dead(self) -> None:
         """Declare nodes dead whose leases have run out.
 
         Not while this node has only just reached the database again: the others may not have yet.
@@ -471,13 +473,13 @@ class Member:
         for node in [node for node in self.roster.nodes.values() if node.silent]:
             if node.node_id != self.node_id and await self._store.declare_dead(node.node_id):
                 _log.warning("node %s (%s) was declared dead", node.name, node.url)
-                self.roster.bury(node)
+                self.roster.mark_dead(node)
                 self.peers.drop(node.node_id)
 
     async def _give_away(self, node_ids: Sequence[str]) -> None:
         """Give the keys of nodes that have ended to others."""
         for claim in await self._store.claims(node_ids) if node_ids else ():
-            target = self.roster.for_orphan(claim)
+            target = self.roster.place_orphan(claim)
             if target is None:
                 if claim.key not in self._orphans:
                     self._orphans.add(claim.key)
@@ -495,7 +497,7 @@ class Member:
         for model in await self._store.open_models():
             if model.model_id not in claimed:
                 try:
-                    node = self.roster.for_new(model.model_id, model.owner, model.base_model)
+                    node = self.roster.place_new(model.model_id, model.owner, model.base_model)
                     await self._claim(model.model_id, node, model.owner, model.base_model)
                 except NoNodeError as error:
                     _log.error("no node takes over %s: %s", model.model_id, error)

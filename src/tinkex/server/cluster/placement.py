@@ -39,9 +39,10 @@ class Move:
     reason: Literal["drain", "balance"]
 
 
-def can_take(node: Node, base_model: str) -> bool:
-    """Whether a node may be given a key of this base model."""
-    return node.role == "full" and node.serving and _serves(node, base_model)
+def can_take(node: Node, base_model: str | None) -> bool:
+    """Whether a node may be given a key of this base model, or of any."""
+    able = node.role == "full" and node.serving
+    return able and (base_model is None or _serves(node, base_model))
 
 
 def place(
@@ -209,7 +210,7 @@ class _Board:
     def __init__(self, nodes: Iterable[Node], claims: Iterable[Claim]) -> None:
         ordered = sorted(nodes, key=lambda node: (node.number, node.node_id))
         self._nodes = {node.node_id: node for node in ordered}
-        self._takers = [node for node in ordered if node.role == "full" and node.serving]
+        self._takers = [node for node in ordered if can_take(node, None)]
         # Mutable state: the keys of each node that may move, all of its keys counted, those of
         # each tenant counted, and the moves so far by key.
         self._movable: dict[str, dict[str, Claim]] = {name: {} for name in self._nodes}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from tinkex.errors import TinkerError
 from tinkex.server.cluster.forwarding import Elsewhere
-from tinkex.server.cluster.placement import place, why_not
+from tinkex.server.cluster.placement import can_take, place, why_not
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -83,40 +83,35 @@ class Roster:
         node = self.nodes.get(node_id)
         return node is not None and node.state in _LIVING and not node.expired
 
-    def bury(self, node: Node) -> None:
+    def mark_dead(self, node: Node) -> None:
         """Note that a node was declared dead."""
         self.nodes[node.node_id] = replace(node, state="dead")
 
     def at_engine(self, base_model: str | None = None) -> None:
         """Raise `Elsewhere` unless this node can compute with a base model, or with any."""
-        able = [
-            node
-            for node in self.nodes.values()
-            if node.role == "full"
-            and node.serving
-            and (base_model is None or any(m.name == base_model for m in node.base_models))
-        ]
+        able = [node for node in self.nodes.values() if can_take(node, base_model)]
+        if not able and base_model is None:
+            raise NoNodeError("no node of the cluster has an engine that is ready; try again")
         if not able:
             raise NoNodeError(why_not(self.nodes.values(), base_model or ""))
         if all(node.node_id != self.node_id for node in able):
             first, *others = sorted(able, key=lambda node: node.load.samples_running)
             raise Elsewhere(first, base_model or "an engine", others)
 
-    def for_new(self, key: str, owner: str, base_model: str, *, here: bool = False) -> Node:
+    def place_new(self, key: str, owner: str, base_model: str, *, here: bool = False) -> Node:
         """The node for a key that nobody owns: this one, if wished and possible, or the best."""
-        serves = any(model.name == base_model for model in self.node.base_models)
-        if here and serves and self.node.serving:
+        if here and can_take(self.node, base_model):
             return self.node
         node = place(self.nodes.values(), base_model, owner, key=key)
         if node is None:
             raise NoNodeError(why_not(self.nodes.values(), base_model))
         return node
 
-    def for_orphan(self, claim: Claim) -> Node | None:
+    def place_orphan(self, claim: Claim) -> Node | None:
         """The node that takes over a key whose owner has ended, if one can."""
         return place(self.nodes.values(), claim.base_model, claim.owner, key=claim.key)
 
-    def for_mine(self, claim: Claim) -> Node | None:
+    def handover_target(self, claim: Claim) -> Node | None:
         """The node that is to have a key of this one: the wanted one, or any if this one drains."""
         wanted = self.nodes.get(claim.wanted or "")
         if wanted is not None and wanted.serving and wanted.node_id != self.node_id:
@@ -133,7 +128,9 @@ class Roster:
 
     def expect(self, claim: Claim) -> None:
         """Count a key for a node until it reports it, so that of a burst each has its share."""
-        node = self.nodes[claim.node_id]
+        node = self.nodes.get(claim.node_id)
+        if node is None:
+            return
         tenants = {**node.load.tenants, claim.owner: node.load.tenants.get(claim.owner, 0) + 1}
         load = replace(node.load, models=node.load.models + 1, tenants=tenants)
         self.nodes[claim.node_id] = replace(node, load=load)

@@ -74,10 +74,11 @@ class Room:
         """The bytes of each part of what is kept for an owner."""
         kept = await self._store.kept(owner)
         sizes: dict[Part, int] = {part: found.size_bytes for part, found in kept.items()}
-        if not self._shared:
-            # Without those whose file is still to be deleted: that may have to wait for the engine.
-            sizes["samplers"] = self._samplers.size_bytes(owner)
-        return sizes
+        return sizes if self._shared else self._with_samplers(owner, sizes)
+
+    def _with_samplers(self, owner: str, sizes: Mapping[Part, int]) -> dict[Part, int]:
+        """Without samplers whose file is still to be deleted: that may wait for the engine."""
+        return {**sizes, "samplers": self._samplers.size_bytes(owner)}
 
     @asynccontextmanager
     async def reserved(
@@ -131,11 +132,9 @@ class Room:
             return await self._store.reserve(
                 wanted, max_bytes=max_bytes, max_checkpoints=self._most_checkpoints
             )
-        others = [held for held in self._held.values() if held.owner == wanted.owner]
-        others = [held for held in others if held.reservation_id != wanted.reservation_id]
-        found = occupied(await self._store.kept(wanted.owner), others)
-        sizes = {**found.kept, "samplers": self._samplers.size_bytes(wanted.owner)}
-        found = replace(found, kept=sizes)
+        kept = await self._store.kept(wanted.owner)
+        found = occupied(kept, self._held.values(), wanted)
+        found = replace(found, kept=self._with_samplers(wanted.owner, found.kept))
         if found.leaves(wanted, max_bytes, self._most_checkpoints):
             self._held[wanted.reservation_id] = wanted
         return found

@@ -193,9 +193,8 @@ class MemoryOwnership:
     async def reserve(self, wanted: Reserved, *, max_bytes: int, max_checkpoints: int) -> Occupied:
         self._fence()
         held = self._shared.reservations
-        others = [r for _, r in held.values() if r.owner == wanted.owner]
-        others = [r for r in others if r.reservation_id != wanted.reservation_id]
-        found = occupied(await self.kept(wanted.owner), others)
+        reserved = [each for _, each in held.values()]
+        found = occupied(await self.kept(wanted.owner), reserved, wanted)
         if found.leaves(wanted, max_bytes, max_checkpoints):
             held[wanted.reservation_id] = (self._me(), wanted)
         return found

@@ -357,9 +357,15 @@ class Occupied:
         return few and self.size_bytes + wanted.size_bytes <= max_bytes
 
 
-def occupied(kept: Mapping[Part, KeptPart], others: Iterable[Reserved]) -> Occupied:
-    """The sum of what is kept and of reservations."""
-    held = list(others)
+def occupied(
+    kept: Mapping[Part, KeptPart], reserved: Iterable[Reserved], wanted: Reserved
+) -> Occupied:
+    """The sum of what is kept for an owner and of its reservations, without the one wanted."""
+    held = [
+        each
+        for each in reserved
+        if each.owner == wanted.owner and each.reservation_id != wanted.reservation_id
+    ]
     return Occupied(
         {part: found.size_bytes for part, found in kept.items()},
         kept["checkpoints"].count,

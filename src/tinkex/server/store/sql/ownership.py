@@ -251,8 +251,8 @@ class OwnershipQueries(StoreState):
         def reserve(connection: Connection) -> Occupied:
             self._count_alone(connection, wanted.owner)
             # Before what is kept: a record is stored before its reservation ends.
-            others = _reserved(connection, wanted)
-            found = occupied(all_kept(connection, wanted.owner), others)
+            reserved = _reserved(connection, wanted.owner)
+            found = occupied(all_kept(connection, wanted.owner), reserved, wanted)
             if found.leaves(wanted, max_bytes, max_checkpoints):
                 query = insert(connection, reservations).values(values)
                 names = [reservations.c.reservation_id]
@@ -473,13 +473,10 @@ def _is(claim: Claim) -> ColumnElement[bool]:
     )
 
 
-def _reserved(connection: Connection, wanted: Reserved) -> list[Reserved]:
-    """What else is reserved for the same owner."""
+def _reserved(connection: Connection, owner: str) -> list[Reserved]:
+    """What is reserved for an owner."""
     columns = [reservations.c[field.name] for field in fields(Reserved)]
-    query = select(*columns).where(
-        reservations.c.owner == wanted.owner,
-        reservations.c.reservation_id != wanted.reservation_id,
-    )
+    query = select(*columns).where(reservations.c.owner == owner)
     rows = connection.execute(query).mappings()
     return [Reserved(**cast("dict[str, Any]", row)) for row in rows]
 

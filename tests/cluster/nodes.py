@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import Any
 
+    from tinkex import TrainingClient
+
 # Long enough for a machine that is busy with other tests: a node that stalls for so long is dead.
 LEASE_S = 8.0
 
@@ -34,10 +36,11 @@ class Cluster:
     flags: tuple[str, ...] = ()
     artifacts: str | None = None
     auth: bool = False
+    model: str = MODEL
     nodes: dict[str, Served] = field(default_factory=dict)
     stack: ExitStack = field(default_factory=ExitStack)
 
-    def start(self, name: str, *flags: str, wait: bool = True, model: str = MODEL) -> Served:
+    def start(self, name: str, *flags: str, wait: bool = True, model: str = "") -> Served:
         """Start a node, and return when it is ready."""
         served = self.stack.enter_context(
             started(
@@ -45,9 +48,10 @@ class Cluster:
                 *("--join", "test", "--node-name", name),
                 *("--database", f"{self.database}&application_name=node-{name}"),
                 *("--artifacts", self.artifacts or f"file://{self.folder / 'weights'}"),
-                *("--base-model", model, "--threads", "1", "--port", "0"),
+                *("--base-model", model or self.model, "--threads", "1", "--port", "0"),
                 *(() if self.auth else ("--no-auth",)),
-                *("--set", f"lease_s={LEASE_S}", *self.flags, *flags),
+                # Keys move when a test says so.
+                *("--set", f"lease_s={LEASE_S}", "--set", "rebalance_s=0", *self.flags, *flags),
             )
         )
         self.nodes[name] = served
@@ -98,6 +102,18 @@ def until(condition: Callable[[], object], what: str) -> None:
         threading.Event().wait(0.05)
 
 
+def owned_by(name: str, nodes: Cluster, make: Callable[[], TrainingClient]) -> TrainingClient:
+    """A new model of a node; others are made on the way, also before all nodes know of it."""
+    made: list[TrainingClient] = []
+
+    def has_one() -> bool:
+        made.append(make())
+        return nodes.owner_of(made[-1].model_id) == name
+
+    until(has_one, f"no new model goes to {name}")
+    return made[-1]
+
+
 @contextmanager
 def cluster(
     folder: Path,
@@ -106,10 +122,11 @@ def cluster(
     gateway: str | None = None,
     flags: tuple[str, ...] = (),
     artifacts: str | None = None,
+    model: str = MODEL,
 ) -> Generator[Cluster]:
     """A cluster with these nodes, and one without an engine; all of them end with the block."""
     (folder / "weights").mkdir(parents=True)
-    found = Cluster(folder, database, flags, artifacts)
+    found = Cluster(folder, database, flags, artifacts, model=model)
     with found.stack:
         for name in names:
             found.start(name, wait=False)

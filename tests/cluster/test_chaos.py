@@ -36,7 +36,7 @@ MOST_ROUNDS = 10
 # With the first one, fifty-four disturbances.
 FIRST_SEED, MORE_SEEDS = 1, range(2, 10)
 # A client that does not end its session is given up after a while, and its models are closed.
-FLAGS = ("--set", "session_timeout_s=20", "--set", "upkeep_interval_s=2")
+FLAGS = ("--set", "session_timeout_s=20", "--set", "upkeep_interval_s=2", "--set", "rebalance_s=5")
 
 pytestmark = pytest.mark.timeout(600)
 

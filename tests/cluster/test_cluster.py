@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.cluster.nodes import Cluster, cluster
+from tests.cluster.nodes import cluster, owned_by
 from tests.contracts.conftest import postgres
 from tests.e2e.serving import KEY, served
 from tests.e2e.workers import datum, sample
@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 __all__ = ["postgres"]
 
 
+def new_model(client: ServiceClient) -> TrainingClient:
+    return client.create_lora_training_client("tinkex/tiny", rank=4, seed=1)
+
+
 def losses(training: TrainingClient, count: int) -> list[float]:
     futures = []
     for _ in range(count):
@@ -35,7 +39,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], list[i
     """The losses of ten steps and a sample of an undisturbed server."""
     with served(tmp_path_factory.mktemp("alone") / "data") as server:
         client = ServiceClient(base_url=server.url, api_key=KEY)
-        training = client.create_lora_training_client("tinkex/tiny", rank=4, seed=1)
+        training = new_model(client)
         told = losses(training, 10)
         tokens = sample(training.save_weights_and_get_sampling_client())
         client.close()
@@ -50,23 +54,14 @@ def test_a_model_outlives_the_node_that_owned_it(
         # The client talks to a node that is not killed.
         ServiceClient(base_url=nodes.nodes["c"].url, api_key=KEY) as client,
     ):
-        training = _owned_elsewhere(nodes, client)
-        owner = nodes.owner_of(training.model_id)
+        owner = "a"
+        training = owned_by(owner, nodes, lambda: new_model(client))
         told = losses(training, 5)
         nodes.kill(owner)
         told += losses(training, 5)
         assert nodes.owner_of(training.model_id) != owner
         tokens = sample(training.save_weights_and_get_sampling_client())
         assert (told, tokens) == alone
-
-
-def _owned_elsewhere(nodes: Cluster, client: ServiceClient) -> TrainingClient:
-    """A model that the client's own node does not own."""
-    for _ in range(20):
-        training = client.create_lora_training_client("tinkex/tiny", rank=4, seed=1)
-        if nodes.owner_of(training.model_id) != "c":
-            return training
-    raise AssertionError("every model is on the client's own node")
 
 
 def test_nodes_share_the_quota_of_a_tenant(tmp_path: Path, postgres: PostgresServer) -> None:
@@ -76,8 +71,7 @@ def test_nodes_share_the_quota_of_a_tenant(tmp_path: Path, postgres: PostgresSer
         cluster(tmp_path, postgres.new_place(), "a", "b", flags=flags) as nodes,
         ServiceClient(base_url=nodes.nodes["a"].url, api_key=KEY) as client,
     ):
-        models = [client.create_lora_training_client("tinkex/tiny", rank=4) for _ in range(4)]
-        assert {nodes.owner_of(model.model_id) for model in models} == {"a", "b"}
+        models = [owned_by(name, nodes, lambda: new_model(client)) for name in "abab"]
         saves = [model.save_state(f"s{n}") for n in range(4) for model in models]
         refused = [str(error) for save in saves if (error := save.exception(PATIENCE_S))]
         assert all("max_checkpoints" in text for text in refused)

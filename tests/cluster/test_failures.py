@@ -14,7 +14,7 @@ import anyio
 import pytest
 
 from tests.cluster.disturbances import LEASE_LOST, run, want
-from tests.cluster.nodes import LEASE_S, Cluster, cluster, until
+from tests.cluster.nodes import LEASE_S, Cluster, cluster, owned_by, until
 from tests.contracts.postgres import postgres_server
 from tests.e2e.serving import KEY, MODEL, refused, served
 from tests.e2e.workers import PROMPT, datum
@@ -261,8 +261,7 @@ def test_the_first_node_is_lost_and_one_that_joins_gets_new_models(
         assert each == alone[0]
         assert nodes.owner_of(training.model_id) != leader
     nodes.start(leader)
-    until(lambda: serves(nodes, leader), "the new node does not serve")
-    assert nodes.owner_of(new_model(client).model_id) == leader
+    owned_by(leader, nodes, lambda: new_model(client))
     # Somebody else ends the sessions of silent clients now.
     status, _, session = post(nodes, GATE, "create_session", {"tags": [], "sdk_version": "0"})
     assert status == 200

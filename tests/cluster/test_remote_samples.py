@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.cluster.nodes import Cluster, cluster, until
+from tests.cluster.nodes import Cluster, cluster, owned_by, until
 from tests.contracts.conftest import postgres
 from tests.e2e.serving import KEY
 from tests.e2e.workers import datum
@@ -69,12 +69,7 @@ def test_many_samples_of_one_sampler_are_computed_by_both_nodes(nodes: Cluster) 
 
 def test_a_node_that_is_gone_costs_no_sample(nodes: Cluster) -> None:
     with ServiceClient(base_url=nodes.nodes["a"].url, api_key=KEY) as client:
-        training = trained(client)
-        for _ in range(20):
-            if nodes.owner_of(training.model_id) == "a":
-                break
-            training = trained(client)
-        assert nodes.owner_of(training.model_id) == "a"
+        training = owned_by("a", nodes, lambda: trained(client))
         sampler = training.save_weights_and_get_sampling_client()
         expected = sample_many(sampler)
         nodes.kill("b")

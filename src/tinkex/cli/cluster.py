@@ -54,7 +54,7 @@ def find_node(nodes: Sequence[Node], text: str) -> Node:
     found = [node for node in nodes if node.node_id == text]
     found = found or [node for node in nodes if node.name == text]
     found = found or [node for node in nodes if text and node.node_id.startswith(text)]
-    members = [node for node in found if node.state in ("alive", "draining")]
+    members = [node for node in found if node.member]
     if len(members) == 1:
         return members[0]
     if members:

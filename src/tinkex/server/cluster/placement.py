@@ -66,7 +66,7 @@ def place(
 
 def why_not(nodes: Iterable[Node], base_model: str) -> str:
     """Why no node can take a key of this base model."""
-    members = [node for node in nodes if node.state in ("alive", "draining")]
+    members = [node for node in nodes if node.member]
     reasons = [f"{node.name} {_trouble(node)}" for node in members if _serves(node, base_model)]
     heading = f"no node serves {base_model!r}"
     if reasons:
@@ -222,7 +222,7 @@ class _Board:
 
     def _add(self, claim: Claim) -> None:
         source = self._nodes.get(claim.node_id)
-        if source is None or source.expired or source.state not in ("alive", "draining"):
+        if source is None or source.expired or not source.member:
             return
         target = self._nodes.get(claim.wanted or "")
         under_way = target is not None and can_take(target, claim.base_model)

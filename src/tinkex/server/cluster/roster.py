@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from tinkex.errors import TinkerError
 from tinkex.server.cluster.forwarding import Elsewhere
@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from tinkex.server.store.ownership import Claim, Node, NodeModel
-
-_LIVING: Final = ("alive", "draining")
 
 
 class NoNodeError(TinkerError):
@@ -39,12 +37,12 @@ class Roster:
     @property
     def members(self) -> dict[str, Node]:
         """The nodes that have not ended, by id; their leases may have run out."""
-        return {name: node for name, node in self.nodes.items() if node.state in _LIVING}
+        return {name: node for name, node in self.nodes.items() if node.member}
 
     @property
     def ended(self) -> list[str]:
         """The ids of nodes that are dead or have left."""
-        return [name for name, node in self.nodes.items() if node.state not in _LIVING]
+        return [name for name, node in self.nodes.items() if not node.member]
 
     @property
     def leads(self) -> bool:
@@ -81,7 +79,7 @@ class Roster:
     def has(self, node_id: str) -> bool:
         """Whether a node is there and its lease has not run out."""
         node = self.nodes.get(node_id)
-        return node is not None and node.state in _LIVING and not node.expired
+        return node is not None and node.member and not node.expired
 
     def mark_dead(self, node: Node) -> None:
         """Note that a node was declared dead."""

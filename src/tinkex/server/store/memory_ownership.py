@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from tinkex.server.store.records import KeptPart, Occupied, Part, Reserved, StoredSampler
     from tinkex.server.store.sample_memory import SampleMemory
 
-_LIVING = ("alive", "draining")
-
 
 @dataclass(slots=True)
 class SharedNodes:
@@ -69,7 +67,7 @@ class MemoryOwnership:
                 f"This store belongs to the cluster {shared.name!r}, and this node was to join "
                 f"{cluster!r}. Join {shared.name!r}, or give {cluster!r} a store of its own."
             )
-        living = [self._seen(n) for n in shared.nodes.values() if n.state in _LIVING]
+        living = [self._seen(n) for n in shared.nodes.values() if n.member]
         alive = [n for n in living if not n.expired]
         if any(n.version != node.version for n in alive):
             raise StorageError(
@@ -107,7 +105,7 @@ class MemoryOwnership:
     async def drain(self, name: str, *, undo: bool = False) -> bool:
         self._fence()
         named = [n for n in self._shared.nodes.values() if name in (n.name, n.node_id)]
-        found = [n for n in named if n.state in _LIVING]
+        found = [n for n in named if n.member]
         for node in found:
             self._shared.nodes[node.node_id] = replace(node, state="alive" if undo else "draining")
             self._hint(f"node {node.node_id}")
@@ -119,7 +117,7 @@ class MemoryOwnership:
     async def declare_dead(self, node_id: str) -> bool:
         self._fence()
         node = self._shared.nodes.get(node_id)
-        if node is None or node.state not in _LIVING:
+        if node is None or not node.member:
             return True
         if not self._seen(node).expired:
             return False
@@ -155,7 +153,7 @@ class MemoryOwnership:
     async def reassign(self, claim: Claim, node_id: str) -> Claim | None:
         self._fence()
         target = self._shared.nodes.get(node_id)
-        if not self._may_give(claim) or target is None or target.state not in _LIVING:
+        if not self._may_give(claim) or target is None or not target.member:
             return None
         since = self._clock.wall()
         new = replace(claim, node_id=node_id, epoch=claim.epoch + 1, since=since, wanted=None)
@@ -233,7 +231,7 @@ class MemoryOwnership:
         if self._node_id is None:
             return
         node = self._shared.nodes.get(self._node_id)
-        if node is None or node.state not in _LIVING:
+        if node is None or not node.member:
             raise LeaseLostError(f"Node {self._node_id} was declared dead, or has left.")
 
     def _check_key(self, key: str | None) -> None:
@@ -287,7 +285,7 @@ class MemoryOwnership:
         if not self._holds(claim):
             return False
         owner = self._shared.nodes.get(claim.node_id)
-        gone = owner is None or owner.state not in _LIVING
+        gone = owner is None or not owner.member
         return gone or claim.node_id == self._node_id
 
     def _disown(self, claim: Claim) -> None:

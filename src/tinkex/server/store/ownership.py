@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 NODE_VERSION: Final = 1
 """Of what nodes send each other and write for each other; nodes of one cluster have the same."""
 NodeState = Literal["alive", "draining", "dead", "left"]
+MEMBER_STATES: Final = ("alive", "draining")
+"""Of nodes that have not ended; their leases may have run out."""
 NodeRole = Literal["full", "api"]
 """`api` has no engine: it owns nothing, and passes requests on."""
 
@@ -76,9 +78,14 @@ class Node:
     load: NodeLoad = field(default_factory=NodeLoad)
 
     @property
+    def member(self) -> bool:
+        """Whether it has not ended."""
+        return self.state in MEMBER_STATES
+
+    @property
     def silent(self) -> bool:
         """Whether its lease has run out, and no other node has noticed yet."""
-        return self.expired and self.state in ("alive", "draining")
+        return self.expired and self.member
 
     @property
     def serving(self) -> bool:

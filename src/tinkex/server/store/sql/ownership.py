@@ -28,7 +28,14 @@ from sqlalchemy import true as always
 from sqlalchemy.exc import OperationalError
 
 from tinkex.errors import StorageError
-from tinkex.server.store.ownership import Claim, LeaseLostError, Membership, Node, NodeLoad
+from tinkex.server.store.ownership import (
+    MEMBER_STATES,
+    Claim,
+    LeaseLostError,
+    Membership,
+    Node,
+    NodeLoad,
+)
 from tinkex.server.store.records import Reserved, occupied
 from tinkex.server.store.sql.hints import notify
 from tinkex.server.store.sql.kept import all_kept
@@ -37,7 +44,7 @@ from tinkex.server.store.sql.overflow import forget_node
 from tinkex.server.store.sql.records import insert
 from tinkex.server.store.sql.schema import claims, cluster, nodes, reservations, samplers
 from tinkex.server.store.sql.state import StoreState
-from tinkex.server.store.sql.tenure import LIVING, NodeFence, Tenure, lease_lost
+from tinkex.server.store.sql.tenure import NodeFence, Tenure, lease_lost
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Sequence
@@ -87,7 +94,9 @@ class OwnershipQueries(StoreState):
 
         def renew(connection: Connection) -> float:
             now = self._clock_of(connection)
-            query = update(nodes).where(nodes.c.node_id == node_id, nodes.c.state.in_(LIVING))
+            query = update(nodes).where(
+                nodes.c.node_id == node_id, nodes.c.state.in_(MEMBER_STATES)
+            )
             query = query.values(lease_until=now + lease_s, load=load)
             until = connection.execute(query.returning(nodes.c.lease_until)).scalar_one_or_none()
             if until is None:
@@ -124,7 +133,7 @@ class OwnershipQueries(StoreState):
         state = "alive" if undo else "draining"
 
         def drain(connection: Connection) -> bool:
-            query = update(nodes).where(named, nodes.c.state.in_(LIVING))
+            query = update(nodes).where(named, nodes.c.state.in_(MEMBER_STATES))
             found = connection.execute(query.values(state=state).returning(nodes.c.node_id))
             node_ids = found.scalars().all()
             for node_id in node_ids:
@@ -191,7 +200,7 @@ class OwnershipQueries(StoreState):
         return await self._database.write(add)
 
     async def reassign(self, claim: Claim, node_id: str) -> Claim | None:
-        takes = exists().where(nodes.c.node_id == node_id, nodes.c.state.in_(LIVING))
+        takes = exists().where(nodes.c.node_id == node_id, nodes.c.state.in_(MEMBER_STATES))
 
         def give(connection: Connection) -> Claim | None:
             since = self._clock_of(connection)
@@ -329,7 +338,7 @@ class OwnershipQueries(StoreState):
         """Whether this store may end a claim: its own, or one of a node that is not a member."""
         if claim.node_id == self._origin:
             return always()
-        return ~exists().where(nodes.c.node_id == claim.node_id, nodes.c.state.in_(LIVING))
+        return ~exists().where(nodes.c.node_id == claim.node_id, nodes.c.state.in_(MEMBER_STATES))
 
     def _clock_of(self, connection: Connection) -> ColumnElement[float]:
         return _clock_of(connection, self._behind.clock.wall())
@@ -347,7 +356,7 @@ def living_nodes(connection: Connection, wall: float) -> list[str]:
     if not inspect(connection).has_table(nodes.name):
         return []
     now = _clock_of(connection, wall)
-    query = select(nodes.c.name).where(nodes.c.state.in_(LIVING), nodes.c.lease_until >= now)
+    query = select(nodes.c.name).where(nodes.c.state.in_(MEMBER_STATES), nodes.c.lease_until >= now)
     return list(connection.execute(query.order_by(nodes.c.name)).scalars())
 
 
@@ -361,7 +370,7 @@ def _join(
 ) -> Membership:
     secret = _enter(connection, name, place)
     single = connection.dialect.name == "sqlite"
-    others = list(connection.execute(_nodes(now).where(nodes.c.state.in_(LIVING))))
+    others = list(connection.execute(_nodes(now).where(nodes.c.state.in_(MEMBER_STATES))))
     # Whoever holds the file of SQLite is its only node, so an earlier one is not alive.
     gone = [o for o in others if single or (o.expired and o.version != node.version)]
     alive = [o for o in others if not (single or o.expired)]
@@ -425,7 +434,7 @@ def _locked(connection: Connection, node_id: str, now: ColumnElement[float]) -> 
 
 
 def _end(connection: Connection, node_id: str, state: str, now: ColumnElement[float]) -> None:
-    query = update(nodes).where(nodes.c.node_id == node_id, nodes.c.state.in_(LIVING))
+    query = update(nodes).where(nodes.c.node_id == node_id, nodes.c.state.in_(MEMBER_STATES))
     connection.execute(query.values(state=state, ended_at=now))
     connection.execute(delete(reservations).where(reservations.c.node_id == node_id))
 

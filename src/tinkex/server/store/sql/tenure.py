@@ -8,17 +8,16 @@ same connection: so a claim that was read after the fence is valid until the com
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from sqlalchemy import bindparam, exists, select
 
-from tinkex.server.store.ownership import ClaimLostError, LeaseLostError
+from tinkex.server.store.ownership import MEMBER_STATES, ClaimLostError, LeaseLostError
 from tinkex.server.store.sql.schema import claims, nodes
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
-LIVING: Final = ("alive", "draining")
 # SQLite ignores the lock and needs none: one connection writes at a time.
 _FENCE = (
     select(nodes.c.state)
@@ -44,7 +43,7 @@ class NodeFence:
     def check(self, connection: Connection) -> None:
         """Raise unless this node is a member until the transaction ends."""
         state = connection.execute(_FENCE, {"node_id": self.node_id}).scalar_one_or_none()
-        if state not in LIVING:
+        if state not in MEMBER_STATES:
             raise lease_lost(self.node_id, state)
 
 

@@ -20,6 +20,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.patience import PATIENCE_S
 from tests.unit.clients.world import MODEL, World, datum
 from tinkex import (
     AdminClient,
@@ -155,9 +156,11 @@ class Stage:
             before = len(self.world.server.requests)
             error: TinkerError | None = None
             try:
-                answer = await asyncio.wait_for(method(**args, **{target.parameter: junk}), 10)
+                answer = await asyncio.wait_for(
+                    method(**args, **{target.parameter: junk}), PATIENCE_S
+                )
                 if inspect.isawaitable(answer):
-                    await asyncio.wait_for(answer, 10)
+                    await asyncio.wait_for(answer, PATIENCE_S)
             except TinkerError as problem:
                 error = problem
             seen = self.world.server.requests[before:]

@@ -75,7 +75,9 @@ def test_mutated_bodies_are_decoded_or_refused(target: str) -> None:
 
 @pytest.mark.parametrize("target", ["protobuf", "json"])
 def test_bodies_sought_by_coverage_are_decoded_or_refused(target: str, tmp_path: Path) -> None:
-    done = run(target, "--atheris", "-runs=3000", "-seed=5", "-timeout=5", cwd=tmp_path)
+    done = run(
+        target, "--atheris", "-runs=3000", "-seed=5", f"-timeout={PATIENCE_S:.0f}", cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     assert "Done 3000 runs" in done.stderr
 

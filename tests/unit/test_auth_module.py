@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from tinkex import auth
 from tinkex.credentials import (
     CredentialStore,
@@ -118,7 +119,7 @@ def server(status: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 def test_a_server_that_takes_the_key_is_accessible(monkeypatch: pytest.MonkeyPatch):
     with server(200, monkeypatch) as asked:
-        auth.raise_if_tinker_not_accessible()
+        auth.raise_if_tinker_not_accessible(timeout=PATIENCE_S)
     assert asked == ["client/config", "client/dynamic_config", "get_server_capabilities"]
 
 
@@ -127,7 +128,7 @@ def test_a_refusal_is_raised_at_once_and_not_waited_out(
     status: int, kind: type[Exception], monkeypatch: pytest.MonkeyPatch
 ):
     with server(status, monkeypatch) as asked, pytest.raises(kind):
-        auth.raise_if_tinker_not_accessible()
+        auth.raise_if_tinker_not_accessible(timeout=PATIENCE_S)
     assert asked.count("get_server_capabilities") == 1
 
 

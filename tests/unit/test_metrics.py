@@ -12,6 +12,7 @@ from opentelemetry import metrics as otel
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
+from tests.own_thread import in_own_thread
 from tests.unit.clients.world import MODEL, World, datum
 from tinkex import AdamParams, ModelInput, SamplingParams
 from tinkex.errors import InputError, RequestFailedError, TinkerError
@@ -49,7 +50,7 @@ PROMPT = ModelInput.from_ints([1, 2, 3])
 @pytest.fixture
 def heard() -> Iterator[list[Measurement]]:
     measurements: list[Measurement] = []
-    stop = subscribe(measurements.append)
+    stop = subscribe(in_own_thread(measurements.append))
     yield measurements
     stop()
 

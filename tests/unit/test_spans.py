@@ -17,6 +17,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 
+from tests.own_thread import in_own_thread, own_records
 from tinkex.spans import Span, current_span, current_traceparent, span, subscribe
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 @pytest.fixture
 def ended() -> Iterator[list[Span]]:
     spans: list[Span] = []
-    stop = subscribe(spans.append)
+    stop = subscribe(in_own_thread(spans.append))
     yield spans
     stop()
 
@@ -157,7 +158,7 @@ def test_the_debug_log_tells_start_end_and_failure(caplog: pytest.LogCaptureFixt
         pass
     with pytest.raises(KeyError), span("bad"):
         raise KeyError("secret detail")
-    lines = [record.getMessage() for record in caplog.records]
+    lines = [record.getMessage() for record in own_records(caplog)]
     assert lines[0] == "good started model_id=m"
     assert lines[1].startswith("good ended after ")
     assert lines[3].startswith("bad failed (KeyError) after ")

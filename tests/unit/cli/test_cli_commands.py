@@ -360,22 +360,23 @@ def test_a_trace_is_saved_or_its_link_printed(run: Run, used: str):
     assert data["file_size_bytes"] == Path("deep/t.json").stat().st_size
 
 
-def today() -> tuple[str, str]:
+def two_days() -> tuple[str, str]:
+    """Yesterday as well: midnight may have passed since something was used."""
     day = datetime.now(UTC).replace(hour=0, minute=0, second=0, microsecond=0)
-    return day.isoformat(), (day + timedelta(days=1)).isoformat()
+    return (day - timedelta(days=1)).isoformat(), (day + timedelta(days=1)).isoformat()
 
 
 def test_usage_is_shown_by_the_hour(run: Run, used: str):
-    shown = run("billing", "usage", *today())
+    shown = run("billing", "usage", *two_days())
     assert shown.status == DONE
     assert "training" in shown.out
-    data = run("billing", "usage", *today(), "-f", "json").json
+    data = run("billing", "usage", *two_days(), "-f", "json").json
     assert set(data) == {"data", "sessions", "cost_data_through"}
     assert used in data["sessions"]
 
 
 def test_usage_is_written_as_csv_instead(run: Run, used: str):
-    written = run("billing", "usage", *today(), "--csv", "u.csv", "--sessions-csv", "-")
+    written = run("billing", "usage", *two_days(), "--csv", "u.csv", "--sessions-csv", "-")
     rows = list(csv.DictReader(io.StringIO(Path("u.csv").read_text())))
     assert {"type", "token_count", "session_id"} <= set(rows[0])
     assert used in {row["session_id"] for row in csv.DictReader(io.StringIO(written.out))}

@@ -67,17 +67,27 @@ def test_the_documentation_says_what_cannot_be_cancelled():
 
 
 def test_a_blocking_timeout_leaves_the_call_running_and_an_async_one_cancels_it():
+    go_on = threading.Event()
+
+    async def held(exchange: Any) -> None:
+        while not go_on.is_set():
+            await exchange.clock.sleep(0.01)
+        await exchange.forward()
+
     with (
-        FakeServer(delays=Delays(sample_s=0.3)).serve() as server,
+        FakeServer().serve() as server,
         ServiceClient(base_url=server.url, api_key=API_KEY) as service,
     ):
         sampler = service.create_sampling_client(base_model=MODEL)
+        server.faults.on("asample", held, times=None)
         patient = sampler.sample(PROMPT, 1, PARAMS)
         with pytest.raises(TimeoutError):
             patient.result(0.01)
         assert not patient.cancelled()
+        go_on.set()
         assert len(patient.result(PATIENCE_S).sequences) == 1
 
+        go_on.clear()
         hasty = sampler.sample(PROMPT, 1, PARAMS)
 
         async def wait() -> None:
@@ -86,6 +96,7 @@ def test_a_blocking_timeout_leaves_the_call_running_and_an_async_one_cancels_it(
         with pytest.raises(TimeoutError):
             asyncio.run(wait())
         assert hasty.cancelled()
+        go_on.set()
 
 
 def test_cancelling_a_finished_call_changes_nothing():
@@ -126,7 +137,7 @@ def test_a_cancelled_chunked_call_ends_all_its_parts(queued: bool):
             with pytest.raises(asyncio.CancelledError):
                 await future
             with pytest.raises((asyncio.CancelledError, concurrent.futures.CancelledError)):
-                await asyncio.wait_for(consuming, 5)
+                await asyncio.wait_for(consuming, PATIENCE_S)
 
     World({"fwdbwd_max_chunk_len": 1}).run(scenario)
 
@@ -164,6 +175,6 @@ def test_cancelling_from_another_thread_reaches_the_server():
         assert ended.wait(PATIENCE_S)
         with pytest.raises(concurrent.futures.CancelledError):
             future.result(PATIENCE_S)
-        deadline = server.clock.now() + 5.0
+        deadline = server.clock.now() + PATIENCE_S
         while not server.seen("cancel_future"):
             assert server.clock.now() < deadline

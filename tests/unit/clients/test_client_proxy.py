@@ -127,6 +127,10 @@ def test_the_proxys_password_is_in_no_event_log_repr_pickle_or_traceback(
             assert isinstance(error, errors.BadRequestError)
             said += repr(service.holder.config) + repr(error) + repr(vars(error))
             said += "".join(traceback.format_exception(error)) + repr(pickle.dumps(error))
+            # Closing waits two seconds for it at most.
+            deadline = server.clock.now() + PATIENCE_S
+            while not any(b"user_error" in seen.raw_body for seen in server.seen("telemetry")):
+                assert server.clock.now() < deadline
     said += b"".join(seen.raw_body for seen in server.seen("telemetry")).decode()
     assert "user_error" in said
     assert "canary" not in said + caplog.text

@@ -246,12 +246,19 @@ def test_a_call_withdrawn_while_it_waits_is_never_sent_and_leaves_no_gap(how: st
 
 @pytest.mark.req("B3")
 def test_a_call_that_times_out_while_it_waits_lets_the_next_one_through():
+    go_on = threading.Event()
+
+    async def held(exchange: Any) -> None:
+        while not go_on.is_set():
+            await exchange.clock.sleep(0.01)
+        await exchange.forward()
+
     with (
         FakeServer().serve() as server,
         ServiceClient(base_url=server.url, api_key=API_KEY) as service,
     ):
         training = service.create_lora_training_client(MODEL, rank=2)
-        server.faults.on("optim_step", faults.slow(0.3))
+        server.faults.on("optim_step", held)
         first, second, third = (training.optim_step(tagged(i)) for i in (1, 2, 3))
 
         async def hasty() -> None:
@@ -259,6 +266,7 @@ def test_a_call_that_times_out_while_it_waits_lets_the_next_one_through():
 
         with pytest.raises(TimeoutError):
             asyncio.run(hasty())
+        go_on.set()
         first.result(PATIENCE_S)
         third.result(PATIENCE_S)
         assert tags(server) == [1, 3]

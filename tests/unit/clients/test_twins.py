@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import inspect
 import logging
+import queue
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -222,12 +223,13 @@ def test_the_same_call_gives_a_future_in_blocking_and_in_async_code(service: Ser
 def test_futures_work_with_the_standard_library(service: ServiceClient):
     sampler = service.create_sampling_client(base_model=MODEL)
     futures = [sampler.sample(PROMPT, 1, PARAMS) for _ in range(5)]
-    heard: list[bool] = []
-    futures[0].add_done_callback(lambda future: heard.append(future.done()))
+    heard: queue.SimpleQueue[bool] = queue.SimpleQueue()
+    futures[0].add_done_callback(lambda future: heard.put(future.done()))
     done, pending = concurrent.futures.wait(futures, timeout=PATIENCE_S)
     assert (len(done), len(pending)) == (5, 0)
     assert len(list(concurrent.futures.as_completed(futures, timeout=1))) == 5
-    assert heard == [True]
+    assert heard.get(timeout=PATIENCE_S)  # callbacks run after waiters were woken
+    assert heard.empty()
     assert futures[0].future() is futures[0]
     assert futures[0].exception() is None
     assert not futures[0].cancel()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.own_thread import in_own_thread
 from tests.unit.clients.world import MODEL, World, datum
 from tinkex import ModelInput, SamplingParams
 from tinkex.futures.admission import ByteBudget
@@ -27,7 +28,7 @@ PARAMS = SamplingParams(max_tokens=2)
 @pytest.fixture
 def heard() -> Iterator[list[Measurement]]:
     measurements: list[Measurement] = []
-    stop = subscribe(measurements.append)
+    stop = subscribe(in_own_thread(measurements.append))
     yield measurements
     stop()
 

@@ -309,7 +309,7 @@ def test_other_models_are_served_in_the_middle_of_a_batch(tmp_path):
             batch = asyncio.ensure_future(
                 trained(target, train_op("m", [data(16, n) for n in range(4)]))
             )
-            await asyncio.to_thread(came.wait, 10)
+            await asyncio.to_thread(came.wait, PATIENCE_S)
             others = [
                 asyncio.ensure_future(call)
                 for call in (
@@ -324,7 +324,7 @@ def test_other_models_are_served_in_the_middle_of_a_batch(tmp_path):
             go.set()
             # All of them come back although the last pass has not begun to run.
             await asyncio.gather(*others)
-            await asyncio.to_thread(last_came.wait, 10)
+            await asyncio.to_thread(last_came.wait, PATIENCE_S)
             assert not batch.done()
             assert not same.done()
             last_go.set()
@@ -342,7 +342,7 @@ def test_stats_are_available_in_the_middle_of_a_pass(tmp_path):
                 await target.create_adapter(spec(name, 12))
             came, go = decoder.gate(1)
             batch = asyncio.ensure_future(trained(target, train_op("m", [data(16)])))
-            await asyncio.to_thread(came.wait, 10)
+            await asyncio.to_thread(came.wait, PATIENCE_S)
             during = await target.stats()
             assert not batch.done()
             go.set()
@@ -364,7 +364,7 @@ def test_a_cancelled_batch_ends_after_its_pass(tmp_path):
             batch = asyncio.ensure_future(
                 target.train([train_op("m", [data(16, n) for n in range(9)])])
             )
-            await asyncio.to_thread(came.wait, 10)
+            await asyncio.to_thread(came.wait, PATIENCE_S)
             batch.cancel()
             await checkpoint()
             go.set()
@@ -383,7 +383,7 @@ def test_a_sample_cancelled_before_it_was_submitted_takes_no_place(tmp_path):
             await target.create_adapter(spec("m"))
             came, go = decoder.gate(1)
             batch = asyncio.ensure_future(trained(target, train_op("m", [data(16)])))
-            await asyncio.to_thread(came.wait, 10)
+            await asyncio.to_thread(came.wait, PATIENCE_S)
             lost = asyncio.ensure_future(target.sample(sample_op(max_tokens=4000)))
             await checkpoint()
             lost.cancel()

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from tinkex.futures.admission import ByteBudget
 
 
@@ -48,7 +49,7 @@ def test_a_cancelled_waiter_gives_its_place_to_the_next():
         await second
         return "second"
 
-    assert asyncio.run(asyncio.wait_for(scenario(), 5)) == "second"
+    assert asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S)) == "second"
 
 
 def test_a_waiter_cancelled_in_the_moment_it_is_admitted_passes_it_on():
@@ -63,4 +64,4 @@ def test_a_waiter_cancelled_in_the_moment_it_is_admitted_passes_it_on():
         await second
         return "second"
 
-    assert asyncio.run(asyncio.wait_for(scenario(), 5)) == "second"
+    assert asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S)) == "second"

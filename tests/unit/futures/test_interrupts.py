@@ -6,6 +6,7 @@ import signal
 import threading
 from typing import TYPE_CHECKING
 
+from tests.patience import PATIENCE_S
 from tinkex.futures.future import APIFuture
 
 if TYPE_CHECKING:
@@ -42,5 +43,5 @@ def test_an_interrupt_never_leaves_the_lock_of_a_future_taken() -> None:
         signal.signal(signal.SIGALRM, before)
     asked = threading.Thread(target=future.done, daemon=True)
     asked.start()
-    asked.join(10)
+    asked.join(PATIENCE_S)
     assert not asked.is_alive()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.own_thread import own_records
 from tests.patience import PATIENCE_S
 from tests.unit.clients.world import MODEL, World, datum
 from tinkex import ModelInput, SamplingParams, TrainingClient
@@ -102,7 +103,7 @@ def test_every_change_reaches_log_callback_status_and_telemetry(
     world.run(scenario)
     assert heard.states(3) == ["paused_rate_limit", "paused_capacity", "active"]
     assert heard.calls[0][1] == "too many tokens a minute"
-    warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    warnings = [r.getMessage() for r in own_records(caplog) if r.levelno == logging.WARNING]
     # A pause that lasts is logged again after a minute.
     assert len(warnings) == 3
     assert "too many tokens a minute" in warnings[0]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import anyio.to_thread
 import pytest
 
+from tests.patience import PATIENCE_S
 from tinkex.clients.service import ServiceClient
 from tinkex.errors import RequestFailedError
 from tinkex.loops.sft import SubmittedStep
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
     from tinkex.clients.training import TrainingClient
 
-WAIT_S = 15.0
 ADAM = AdamParams(learning_rate=0.1)
 
 
@@ -63,7 +63,7 @@ class World:
         """What the weights make of some text."""
         self.engine.may_end.release()
         data = [Datum(ModelInput.from_ints([1, 2]), {"target_tokens": [2, 3]})]
-        return self.training.forward(data, "cross_entropy").result(WAIT_S).metrics["loss:sum"]
+        return self.training.forward(data, "cross_entropy").result(PATIENCE_S).metrics["loss:sum"]
 
 
 @pytest.fixture
@@ -81,9 +81,9 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
 def begin(world: World) -> tuple[SubmittedStep, SubmittedStep]:
     """A step that is being computed, and one behind it."""
     first, second = world.step(3), world.step(4)
-    assert world.engine.begun.acquire(timeout=WAIT_S)
+    assert world.engine.begun.acquire(timeout=PATIENCE_S)
     for _ in (first.passed, first.stepped, second.passed, second.stepped):
-        assert world.accepted.acquire(timeout=WAIT_S)
+        assert world.accepted.acquire(timeout=PATIENCE_S)
     return first, second
 
 
@@ -91,12 +91,12 @@ def test_a_step_that_has_not_begun_is_withdrawn_and_leaves_no_trace(world: World
     first, second = begin(world)
     assert second.withdraw()
     world.engine.may_end.release()
-    first.stepped.result(WAIT_S)
+    first.stepped.result(PATIENCE_S)
     with pytest.raises(RequestFailedError):
-        second.passed.result(WAIT_S)
+        second.passed.result(PATIENCE_S)
     with_one = world.loss()
     world.engine.may_end.release()
-    world.step(4).stepped.result(WAIT_S)
+    world.step(4).stepped.result(PATIENCE_S)
     assert world.loss() != with_one
     steps = [call for call in world.engine.calls if call.name == "optim_step"]
     assert len(steps) == 2
@@ -105,12 +105,12 @@ def test_a_step_that_has_not_begun_is_withdrawn_and_leaves_no_trace(world: World
 def test_a_step_that_has_begun_is_finished_by_another_optimizer_step(world: World):
     first, second = begin(world)
     world.engine.may_end.release()
-    first.stepped.result(WAIT_S)
-    assert world.engine.begun.acquire(timeout=WAIT_S)
+    first.stepped.result(PATIENCE_S)
+    assert world.engine.begun.acquire(timeout=PATIENCE_S)
     assert not second.withdraw()
     world.engine.may_end.release()
-    second.passed.result(WAIT_S)
-    second.stepped.result(WAIT_S)
+    second.passed.result(PATIENCE_S)
+    second.stepped.result(PATIENCE_S)
     steps = [call for call in world.engine.calls if call.name == "optim_step"]
     assert len(steps) == 2
 
@@ -123,8 +123,8 @@ def test_a_server_that_cannot_withdraw_is_not_asked(world: World):
     assert not world.server.seen("cancel_future")
     for _ in range(2):
         world.engine.may_end.release()
-    first.stepped.result(WAIT_S)
-    second.stepped.result(WAIT_S)
+    first.stepped.result(PATIENCE_S)
+    second.stepped.result(PATIENCE_S)
 
 
 def test_a_server_that_does_not_say_is_taken_to_have_kept_the_step(world: World):
@@ -133,5 +133,5 @@ def test_a_server_that_does_not_say_is_taken_to_have_kept_the_step(world: World)
     assert not second.withdraw()
     for _ in range(2):
         world.engine.may_end.release()
-    first.stepped.result(WAIT_S)
-    second.stepped.result(WAIT_S)
+    first.stepped.result(PATIENCE_S)
+    second.stepped.result(PATIENCE_S)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.own_thread import own_records
 from tinkex.server.observability.loop_watch import (
     BACKGROUND,
     BLOCK_S,
@@ -109,7 +110,7 @@ def test_blocks_are_counted_by_route_and_logged_once_a_minute(
         watch.add("asample", spent)
     assert value(meters, "loop_blocks_total", "asample") == 2
     assert value(meters, "loop_longest_cpu_seconds", "asample") == pytest.approx(1.5 * BLOCK_S)
-    lines = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    lines = [r.getMessage() for r in own_records(caplog) if r.levelno == logging.WARNING]
     assert lines == ["asample held the event loop for 200 ms (100 ms of CPU)"]
 
 

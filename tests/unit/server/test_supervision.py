@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import pytest
 
+from tests.patience import PATIENCE_S
 from tinkex.server.api.call import Uploads
 from tinkex.server.scheduler.upkeep import SessionEnds, Upkeep
 from tinkex.server.store.sql.write_behind import SEEN_EVERY_S, USAGE_EVERY_S, WriteBehind
@@ -107,7 +108,10 @@ async def test_a_body_is_given_up_although_its_watcher_was_started_again() -> No
     clock.fail = lambda seconds: next(failures, None) if seconds > 4 else None
     async with clock.running(), anyio.create_task_group() as group:
         group.start_soon(keep_running, "watching uploads", uploads.run, clock)
-        with anyio.fail_after(20), pytest.raises(Exception, match="did not arrive within 5 s"):
+        with (
+            anyio.fail_after(PATIENCE_S),
+            pytest.raises(Exception, match="did not arrive within 5 s"),
+        ):
             await uploads.within_limit(_nothing())  # type: ignore[arg-type]
         assert clock.now() == pytest.approx(5.0)
         group.cancel_scope.cancel()

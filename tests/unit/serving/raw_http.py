@@ -183,7 +183,9 @@ class Raw:
 
 
 def limits(**changed: Any) -> ConnectionLimits:
-    return ConnectionLimits(**{"connections": 64, "per_address": 32, **changed})
+    # A connection that a test leaves half-way stays open however slow the machine is.
+    patient = {"silent_s": PATIENCE_S, "head_s": PATIENCE_S, "handshake_s": PATIENCE_S}
+    return ConnectionLimits(**{"connections": 64, "per_address": 32, **patient, **changed})
 
 
 @contextmanager

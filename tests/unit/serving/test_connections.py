@@ -108,14 +108,14 @@ def test_a_slow_answer_has_all_the_time_it_needs():
 def test_a_client_that_does_not_read_its_answer_is_cut_off(loop: str):
     with running(limits(send_stall_s=0.3), loop=loop) as server, server.connect() as raw:
         raw.send(HEAD.replace(b"/ ", b"/large ", 1))
-        server.wait_for(lambda: len(server.server.connections) == 1)
+        server.wait_for(lambda: server.server.connections.refusals["unread"] == 1)
         server.wait_for(lambda: len(server.server.connections) == 0)
         with pytest.raises((EOFError, ConnectionError)):
             raw.reply()
 
 
 def test_a_client_that_reads_slowly_gets_all_of_its_answer():
-    with running(limits(send_stall_s=2.0)) as server, server.connect() as raw:
+    with running(limits(send_stall_s=PATIENCE_S)) as server, server.connect() as raw:
         server.app.large = 16 << 20
         raw.send(HEAD.replace(b"/ ", b"/large ", 1))
         size = 0

@@ -153,8 +153,9 @@ def test_chunks_of_one_byte_are_a_body():
 def test_requests_that_wait_on_one_connection_are_limited():
     with running(limits(pipelined=4)) as server, server.connect() as raw:
         raw.send(head("/wait"))
-        assert server.app.waiting.wait(20)
+        assert server.app.waiting.wait(PATIENCE_S)
         raw.send(head() * 200)
+        server.wait_for(lambda: server.server.connections.refusals["pipelined"] == 1)
         server.on_loop(server.app.release.set)
         statuses = [raw.reply().status for _ in range(6)]
         assert statuses == [200, 200, 200, 200, 200, 429]

@@ -11,6 +11,7 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from tests.patience import PATIENCE_S
 from tinkex.clock import SystemClock
 from tinkex.errors import StorageError
 from tinkex.server.store.memory import MemoryStore
@@ -56,7 +57,7 @@ async def test_the_loop_runs_while_a_place_is_opened() -> None:
 
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **options)
-            waited.append(running.wait(5))
+            waited.append(running.wait(PATIENCE_S))
 
     fsspec.register_implementation("slow", Slow, clobber=True)
     store = MemoryStore()

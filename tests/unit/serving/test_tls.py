@@ -88,7 +88,15 @@ def test_a_handshake_that_does_not_come_is_ended(loop: str, authority: Authority
         assert silent.ends()
         assert wrong.ends()
         server.wait_for(lambda: len(server.server.connections) == 0)
-        assert shown(server, authority) == "one"
+        # On a busy machine this client may take too long as well.
+        assert any(serves(server, authority) for _ in range(10))
+
+
+def serves(server: Running, authority: Authority) -> bool:
+    try:
+        return shown(server, authority) == "one"
+    except OSError:
+        return False
 
 
 def test_handshakes_count_as_connections(authority: Authority):

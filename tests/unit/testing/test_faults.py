@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 import msgspec
 import pytest
 
+from tests.patience import PATIENCE_S
 from tinkex.errors import APIConnectionError, APITimeoutError
 from tinkex.testing import API_KEY, FakeClock, FakeServer, faults
 from tinkex.transport.base import HttpRequest, Pool, Reply
@@ -185,7 +186,7 @@ def listening() -> Iterator[FakeServer]:
         yield server
 
 
-def ask(server: FakeServer, timeout: float = 5) -> tuple[int, bytes]:
+def ask(server: FakeServer, timeout: float = PATIENCE_S) -> tuple[int, bytes]:
     parts = urlsplit(server.url)
     connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=timeout)
     try:

@@ -31,6 +31,8 @@ class Screen:
         # Mutable: all lines ever, those that scrolled away too, and where the cursor is.
         self._cells: list[list[str]] = [[]]
         self._x = self._y = 0
+        # Whether some lines of a drawing are there, and others not yet.
+        self.half_drawn = False
         self.wrapped = 0
         self.styles: set[str] = set()
 
@@ -64,8 +66,10 @@ class Screen:
                 top = max(len(self._cells) - self.rows, 0)
                 self._y = max(self._y - int(number or 1), top)
             case "K":
+                self.half_drawn = True
                 del self._cells[self._y][self._x :]
             case "J":
+                self.half_drawn = False
                 del self._cells[self._y][self._x :]
                 del self._cells[self._y + 1 :]
             case "m":
@@ -148,8 +152,8 @@ class Terminal:
         self._process.send_signal(number)
 
     def until(self, there: Callable[[Screen], bool]) -> None:
-        """Read until the screen shows what is waited for."""
-        while not there(self.screen):
+        """Read until a whole drawing shows what is waited for."""
+        while self.screen.half_drawn or not there(self.screen):
             assert self._read(), f"the program ended; its screen:\n{self.screen.text}"
 
     def end(self) -> int:

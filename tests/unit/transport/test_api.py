@@ -8,6 +8,7 @@ import pickle
 import pytest
 from transport_fakes import Answer, ScriptedTransport, StillClock, json_reply
 
+from tests.own_thread import own_records
 from tinkex import types
 from tinkex.config import Config
 from tinkex.errors import (
@@ -325,7 +326,7 @@ async def test_the_first_connection_failure_is_logged_with_cause_and_next_step(c
     api, _ = api_with(clock, refused(), refused(), refused(), OK)
     with caplog.at_level(logging.WARNING):
         await api.call(routes.OPTIM_STEP, body=optim_step())
-    (record,) = caplog.records
+    (record,) = own_records(caplog)
     assert record.levelno == logging.WARNING
     assert "Nothing listens" in record.getMessage()
     assert "TINKER_BASE_URL" in record.getMessage()
@@ -335,7 +336,7 @@ async def test_a_long_outage_is_logged_again_every_minute(clock: StillClock, cap
     api, _ = api_with(clock, refused())
     with caplog.at_level(logging.WARNING), pytest.raises(APIConnectionError):
         await api.call(routes.OPTIM_STEP, body=optim_step())
-    assert 4 <= len(caplog.records) <= 6
+    assert 4 <= len(own_records(caplog)) <= 6
 
 
 async def test_deprecation_notes_are_logged_once_at_their_level(clock: StillClock, caplog):
@@ -346,7 +347,7 @@ async def test_deprecation_notes_are_logged_once_at_their_level(clock: StillCloc
     api, _ = api_with(clock, soft, soft, hard)
     for _ in range(3):
         await api.call(routes.OPTIM_STEP, body=optim_step())
-    assert [(r.levelno, r.getMessage()) for r in caplog.records] == [
+    assert [(r.levelno, r.getMessage()) for r in own_records(caplog)] == [
         (logging.WARNING, "old thing"),
         (logging.ERROR, "gone soon"),
     ]

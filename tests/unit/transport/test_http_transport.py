@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 from transport_fakes import read_request, reply_bytes, serve
 
+from tests.patience import PATIENCE_S
 from tinkex.errors import APIConnectionError, APITimeoutError, InputError, RequestInfo
 from tinkex.transport.base import HttpRequest, Pool
 from tinkex.transport.http import HttpTransport, describe
@@ -331,7 +332,7 @@ async def test_cancelling_the_caller_aborts_the_request():
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        await asyncio.wait_for(closed.wait(), 5)
+        await asyncio.wait_for(closed.wait(), PATIENCE_S)
         await transport.aclose()
 
 
@@ -424,7 +425,7 @@ async def test_a_heartbeat_goes_out_while_every_sampling_connection_is_busy():
             for _ in range(2000)
         ]
         await until(lambda: len(log) >= 50)
-        reply = await asyncio.wait_for(transport.send(post(pool=Pool.SESSION)), 5)
+        reply = await asyncio.wait_for(transport.send(post(pool=Pool.SESSION)), PATIENCE_S)
         assert reply.body == b"ok"
         assert not any(task.done() for task in busy)
         hold.set()
@@ -453,7 +454,7 @@ async def test_a_failed_connection_gives_its_place_back():
         transport = HttpTransport(f"http://127.0.0.1:{sock.getsockname()[1]}", max_connections=1)
         for _ in range(3):
             with pytest.raises(APIConnectionError):
-                await asyncio.wait_for(transport.send(post()), 5)
+                await asyncio.wait_for(transport.send(post()), PATIENCE_S)
 
 
 async def test_a_connection_the_server_closes_is_not_used_again():
@@ -634,7 +635,7 @@ async def test_leaving_a_stream_early_closes_its_connection():
     async with serve(handle) as url, HttpTransport(url).stream(post()) as reply:
         async for _ in reply.chunks:
             break
-    await asyncio.wait_for(closed.wait(), 5)
+    await asyncio.wait_for(closed.wait(), PATIENCE_S)
 
 
 async def test_a_compressed_stream_arrives_plain():
@@ -688,7 +689,7 @@ async def test_closing_the_transport_lets_go_of_connections_in_use_when_they_end
         await transport.aclose()
         hold.set()
         assert (await task).body == b"ok"
-        await asyncio.wait_for(closed.wait(), 5)
+        await asyncio.wait_for(closed.wait(), PATIENCE_S)
 
 
 async def test_an_answer_that_comes_before_the_whole_request_was_read_ends_the_connection():

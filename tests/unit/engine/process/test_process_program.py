@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from tinkex.clock import SystemClock
 from tinkex.engine.process.program import start_program
 
@@ -39,7 +40,7 @@ async def test_the_child_is_a_fresh_interpreter_and_never_a_fork() -> None:
             words = _command_line(child.pid)
         finally:
             child.kill()
-        code = await child.wait(SystemClock(), 10.0)
+        code = await child.wait(SystemClock(), PATIENCE_S)
     await gone.wait()
     assert words[:2] == [sys.executable.encode(), b"-c"]
     assert b"tinkex.engine.process.child" in words[2]

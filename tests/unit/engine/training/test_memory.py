@@ -94,6 +94,7 @@ def _peak_bytes(made, length: int) -> int:
 
 
 def _peak_of(made, wanted) -> int:
+    gc.collect()  # tensors of other tests that are freed meanwhile would count as less memory
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         run(made, wanted)
     results = seen.profiler.kineto_results

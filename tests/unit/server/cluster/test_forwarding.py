@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from starlette.requests import Request
+
+    from tinkex.server.store.ownership import Node
 
 pytestmark = pytest.mark.anyio
 
@@ -447,10 +450,16 @@ async def outcome_of(node: Any, **settings: Any) -> Exception:
     return outcome
 
 
+def unheard(taken: socket.socket) -> Node:
+    """A node where nothing listens, as long as the socket keeps its port from others."""
+    taken.bind(("127.0.0.1", 0))
+    return node_at(f"http://127.0.0.1:{taken.getsockname()[1]}")
+
+
 async def test_a_node_that_does_not_listen_is_unreachable_and_got_nothing():
-    async with serving(echo) as node:
-        pass
-    outcome = await outcome_of(node)
+    with socket.socket() as taken:
+        node = unheard(taken)
+        outcome = await outcome_of(node)
     assert isinstance(outcome, NodeUnreachable)
     assert outcome.node is node
     assert not outcome.received
@@ -689,8 +698,11 @@ async def test_a_request_can_be_sent_to_the_new_owner_unless_its_body_was_used_u
 
 
 async def test_an_unread_body_can_be_sent_elsewhere_while_none_of_it_was():
-    async with serving(echo) as gone:
-        pass
+    with socket.socket() as taken:
+        await sent_elsewhere(unheard(taken))
+
+
+async def sent_elsewhere(gone: Node) -> None:
     async with serving(echo, name="c") as owner, gateway_to(gone, read=False) as (state, _):
 
         async def answer(request: Request) -> Response:

@@ -327,7 +327,7 @@ class Recorder:
             media, body = self._reply(entry, raw)
         return media, body if isinstance(body, bytes) else json.dumps(body).encode()
 
-    def wait_for(self, path: str, count: int = 1, timeout_s: float = 20) -> None:
+    def wait_for(self, path: str, count: int = 1, timeout_s: float = 240) -> None:
         """Block until `path` was asked for `count` times."""
         with self._changed:
             arrived = self._changed.wait_for(

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from interpreters import Interpreters
 
-pytestmark = [pytest.mark.official, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.official]
 
 PROGRAM = """
 import os

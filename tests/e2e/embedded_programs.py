@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from tests.e2e.serving import MODEL, children
 from tests.e2e.workers import datum, sample
+from tests.patience import PATIENCE_S
 from tinkex import ServiceClient
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def end(how: str) -> None:
     say(processes=children(os.getpid()), folder=os.environ["TINKEX_EMBEDDED_SERVER"])
     endings: dict[str, Callable[[], Any]] = {
         "returns": lambda: None,
-        "closes": lambda: service.close().result(20),
+        "closes": lambda: service.close().result(PATIENCE_S),
         "raises": lambda: 1 / 0,
         "sys.exit": lambda: sys.exit(3),
         "os._exit": lambda: os._exit(4),
@@ -113,10 +114,10 @@ def other_processes() -> None:
     answers["forked"] = json.loads(os.read(read, 1 << 16))
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=spawn) as pool:
-        answers["pickled"] = [url_of(service), pool.submit(sample, sampler).result(60)]
-        answers["spawned"] = pool.submit(sample_from_a_new_client).result(60)
+        answers["pickled"] = [url_of(service), pool.submit(sample, sampler).result(PATIENCE_S)]
+        answers["spawned"] = pool.submit(sample_from_a_new_client).result(PATIENCE_S)
     program = [sys.executable, "-m", "tests.e2e.embedded_programs", "say_sample"]
-    answers["separate"] = json.loads(subprocess.check_output(program, timeout=60))["answer"]
+    answers["separate"] = json.loads(subprocess.check_output(program, timeout=PATIENCE_S))["answer"]
     key = service.holder.config.api_key
     assert key is not None
     say(
@@ -135,11 +136,11 @@ def outlive_the_server() -> None:
     """Kill the server in the middle; training goes on with the next one at the same place."""
     with ServiceClient() as service:
         training = service.create_lora_training_client(MODEL, rank=2, seed=1)
-        before = training.forward([datum()], "cross_entropy").result(60).metrics["loss:sum"]
+        before = training.forward([datum()], "cross_entropy").result(PATIENCE_S).metrics["loss:sum"]
         url = url_of(service)
         (server, *_) = children(os.getpid())
         os.kill(server, signal.SIGKILL)
-        after = training.forward([datum()], "cross_entropy").result(60).metrics["loss:sum"]
+        after = training.forward([datum()], "cross_entropy").result(PATIENCE_S).metrics["loss:sum"]
         now = children(os.getpid())
         say(same=before == after, url=url == url_of(service), replaced=server not in now)
 
@@ -147,14 +148,14 @@ def outlive_the_server() -> None:
 def save(name: str) -> None:
     with ServiceClient() as service:
         training = service.create_lora_training_client(MODEL, rank=2, seed=1)
-        training.forward_backward([datum()], "cross_entropy").result(60)
-        say(path=training.save_state(name).result(60).path)
+        training.forward_backward([datum()], "cross_entropy").result(PATIENCE_S)
+        say(path=training.save_state(name).result(PATIENCE_S).path)
 
 
 def load(path: str) -> None:
     with ServiceClient() as service:
         training = service.create_training_client_from_state(path)
-        say(metrics=bool(training.forward([datum()], "cross_entropy").result(60).metrics))
+        say(metrics=bool(training.forward([datum()], "cross_entropy").result(PATIENCE_S).metrics))
 
 
 def fail() -> None:

@@ -6,6 +6,7 @@ import os
 import re
 import select
 import signal
+import socket
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -117,6 +118,18 @@ def served(
         yield server
 
 
+@contextmanager
+def held_port() -> Generator[str]:
+    """A port for servers to listen on, one after another, that the system gives to nobody else.
+
+    It is bound and never listened on, so a server that reuses addresses can have it.
+    """
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield str(held.getsockname()[1])
+
+
 def read_line(popen: subprocess.Popen[Any], seconds: float) -> str:
     """A line of a program's output; fails when none comes in time."""
     assert popen.stdout is not None
@@ -138,7 +151,7 @@ def children(pid: int) -> list[int]:
     return found + [below for child in found for below in children(child)]
 
 
-def wait_gone(pid: int, seconds: float = 20.0) -> None:
+def wait_gone(pid: int, seconds: float = PATIENCE_S) -> None:
     """Return when a process has ended, whoever its parent is."""
     try:
         handle = os.pidfd_open(pid)

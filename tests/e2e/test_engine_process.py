@@ -62,6 +62,8 @@ pytestmark = [
 __all__ = ["bucket", "s3_environment", "s3_url"]
 
 ROOT = Path(__file__).parents[2]
+# What an engine says at its end is waited for, where a server would go on without it.
+PATIENT = ProcessSettings(reap_timeout_s=PATIENCE_S)
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +79,7 @@ def engine_spec(folder: Path, *sources: str, **options: Any) -> EngineSpec:
 @pytest.fixture
 async def engine(tmp_path: Path) -> AsyncIterator[ProcessEngine]:
     """An engine to be ended by its test."""
-    async with await ProcessEngine.start(engine_spec(tmp_path)) as engine:
+    async with await ProcessEngine.start(engine_spec(tmp_path), PATIENT) as engine:
         yield engine
 
 
@@ -121,7 +123,7 @@ async def deaths(callers: list[asyncio.Future[Any]]) -> set[str]:
     return {str(error) for error in errors}
 
 
-def wait_gone(pid: int, seconds: float = 20.0) -> None:
+def wait_gone(pid: int, seconds: float = PATIENCE_S) -> None:
     """Return when a process has ended, whoever its parent is."""
     try:
         handle = os.pidfd_open(pid)
@@ -361,7 +363,7 @@ async def faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
     """A real child whose engine only pretends: there is no device here that could fail."""
     (tmp_path / "torch.py").write_text(STAND_IN)
     monkeypatch.syspath_prepend(str(tmp_path))
-    async with await ProcessEngine.start(engine_spec(tmp_path)) as engine:
+    async with await ProcessEngine.start(engine_spec(tmp_path), PATIENT) as engine:
         yield engine
 
 
@@ -484,7 +486,7 @@ async def test_a_child_that_dies_while_it_starts_is_reported_with_what_it_was_do
     (tmp_path / "torch.py").write_text("import sys; sys.exit('this torch is broken')")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(EngineDiedError, match="this torch is broken"):
-        await ProcessEngine.start(engine_spec(tmp_path))
+        await ProcessEngine.start(engine_spec(tmp_path), PATIENT)
 
 
 async def test_a_child_that_falls_silent_while_it_starts_is_given_up(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.e2e.serving import environment
-from tinkex.testing import API_KEY, Delays, FakeServer
+from tinkex.testing import API_KEY, FakeServer, faults
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,7 +22,9 @@ PROMPTS = 6
 
 @pytest.fixture
 def server() -> Iterator[FakeServer]:
-    with FakeServer(delays=Delays(sample_s=0.5)).serve() as server:
+    """The third prompt is never answered the first time, so the command waits for the signal."""
+    with FakeServer().serve() as server:
+        server.faults.on("asample", faults.hang(), nth=2)
         yield server
 
 
@@ -48,6 +50,8 @@ def test_what_was_answered_is_not_asked_again(
         assert popen.stderr is not None
         said = iter(popen.stderr)
         assert any(line.startswith("prompt 2/6") for line in said)
+        while len(server.seen("asample")) < 3:
+            assert popen.poll() is None
         popen.send_signal(number)
         rest = "".join(said)
     if number is signal.SIGINT:

@@ -19,6 +19,7 @@ from tests.e2e.serving import (
     MODEL,
     START_S,
     children,
+    held_port,
     read_line,
     refused,
     served,
@@ -30,12 +31,20 @@ from tests.patience import PATIENCE_S
 from tinkex import AdamParams, ServiceClient
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from tests.e2e.serving import Served
     from tinkex import TrainingClient
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="uses pidfd and /proc"),
 ]
+
+
+@pytest.fixture
+def port() -> Iterator[str]:
+    with held_port() as port:
+        yield port
 
 
 def client(server: Served) -> ServiceClient:
@@ -92,15 +101,14 @@ def test_what_was_saved_is_there_after_a_restart(tmp_path: Path):
         assert result.metrics["loss:sum"] == loss
 
 
-def test_a_stop_in_the_middle_of_a_run_loses_nothing_that_was_accepted(tmp_path: Path):
+def test_a_stop_in_the_middle_of_a_run_loses_nothing_that_was_accepted(tmp_path: Path, port: str):
     with served(tmp_path / "calm") as server, client(server) as service:
         training = service.create_lora_training_client(MODEL, rank=2, seed=1)
         expected = steps(training, 20)
         assert server.end() == 0
 
     data_dir = tmp_path / "disturbed"
-    with served(data_dir) as server:
-        port = server.port
+    with served(data_dir, "--port", port) as server:
         service = client(server)
         training = service.create_lora_training_client(MODEL, rank=2, seed=1)
         futures = []
@@ -128,13 +136,15 @@ def test_a_killed_engine_is_replaced_and_the_server_goes_on(tmp_path: Path):
 
 
 def test_a_second_interrupt_ends_a_server_at_once(tmp_path: Path):
-    with served(tmp_path / "data") as server:
-        training = client(server).create_lora_training_client(MODEL, rank=2)
-        long = [datum() for _ in range(2000)]
-        training.forward_backward(long, "cross_entropy")
-        training.forward_backward(long, "cross_entropy")
+    waits = ("--set", f"shutdown_s={PATIENCE_S}")
+    with served(tmp_path / "data", *waits) as server, client(server) as service:
+        training = service.create_lora_training_client(MODEL, rank=2)
         (engine,) = children(server.pid)
         os.kill(engine, signal.SIGSTOP)
+        # Work that the server has accepted and that does not end: the first interrupt waits for it.
+        pending = training.forward_backward([datum()], "cross_entropy")
+        while pending.status().state != "running":
+            assert not pending.done()
         server.popen.send_signal(signal.SIGINT)
         # The gate is closed as soon as the first one has arrived.
         while status_of(f"{server.url}/api/v1/get_server_capabilities")[0] != 503:
@@ -147,22 +157,20 @@ def test_a_second_interrupt_ends_a_server_at_once(tmp_path: Path):
 # -- before it is ready ---------------------------------------------------------------------------
 
 
-def test_a_server_that_loads_is_healthy_not_ready_and_says_what_it_does(tmp_path: Path):
+def test_a_server_that_loads_is_healthy_not_ready_and_says_what_it_does(tmp_path: Path, port: str):
     folder = tmp_path / "slow"
     folder.mkdir()
     os.mkfifo(folder / "config.json")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    flags = ("--base-model", f"slow={folder}", "--no-auth", "--port", str(port))
+    flags = ("--base-model", f"slow={folder}", "--no-auth", "--port", port)
     with started(tmp_path / "data", *flags) as server:
         url = f"http://127.0.0.1:{port}"
         # Opening the pipe waits for the reader: from here on the engine reads, and waits.
         config = (folder / "config.json").open("w")
         assert status_of(f"{url}/healthz")[0] == 200
         code, said = status_of(f"{url}/readyz")
+        while "loading slow" not in json.dumps(said):  # the time limit of the test is the limit
+            code, said = status_of(f"{url}/readyz")
         assert code == 503
-        assert "loading slow" in json.dumps(said)
         config.write("{}")
         config.close()
         assert server.popen.wait(START_S) == 1

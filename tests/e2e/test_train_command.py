@@ -10,11 +10,12 @@ from __future__ import annotations
 import json
 import random
 import signal
+import socket
 import subprocess
 import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -31,7 +32,9 @@ if TYPE_CHECKING:
 # Every start of the command starts a server, which loads torch.
 pytestmark = pytest.mark.timeout(600)
 
-STEPS = 12
+STEPS = 48
+# So many steps the command can at most be ahead of the line that a test has read: see `train`.
+AHEAD = 12
 LIMIT_S = 200.0
 TASK = """
 def prompts():
@@ -75,12 +78,12 @@ class Command:
     """A `tinkex train` that runs."""
 
     popen: subprocess.Popen[str]
+    stderr: IO[str]
     said: list[str]
 
     def wait_for(self, beginning: str) -> None:
         """Read what it says until a line begins so."""
-        assert self.popen.stderr is not None
-        for line in self.popen.stderr:
+        for line in self.stderr:
             self.said.append(line)
             if line.startswith(beginning):
                 return
@@ -88,8 +91,8 @@ class Command:
 
     def end(self) -> int:
         """Wait for its end; returns its exit status."""
-        out, err = self.popen.communicate(timeout=LIMIT_S)
-        self.said += [err, out]
+        self.said.append(self.stderr.read())
+        self.said.append(self.popen.communicate(timeout=LIMIT_S)[0])
         return self.popen.returncode
 
     @property
@@ -101,7 +104,11 @@ class Command:
 def train(
     work: Path, kind: str, output: str, *more: str, server: str | None = None
 ) -> Generator[Command]:
-    """Start the command, on a server or the embedded one; killed at the end, if it still runs."""
+    """Start the command, on a server or the embedded one; killed at the end, if it still runs.
+
+    A step takes milliseconds, and the test may be slow to send its signal. So standard error is a
+    socket that takes half a dozen lines; then the command waits until the test has read them.
+    """
     if server is None:
         settings = {"TINKEX_THREADS": "1", "TINKEX_EMBEDDED_MODELS": "tinkex/tiny"}
     else:
@@ -109,18 +116,22 @@ def train(
     usual = ("--model", "tinkex/tiny", "--steps", str(STEPS), "--batch-size", "4", "--rank", "4")
     every = ("--save-every", "3", "--eval-every", "2", "--seed", "5", *OPTIONS[kind])
     argv = [sys.executable, "-m", "tinkex.cli", "train", kind, SOURCES[kind], "--output", output]
+    ours, theirs = socket.socketpair()
+    ours.settimeout(LIMIT_S)
+    theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # the least that the system allows
     popen = subprocess.Popen(
         [*argv, *more] if "--resume" in more else [*argv, *usual, *every, *more],
         cwd=work,
         env=environment(work, **settings),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stderr=theirs,
         text=True,
     )
-    with popen:
+    theirs.close()
+    with popen, ours, ours.makefile() as stderr:
         try:
-            yield Command(popen, [])
+            yield Command(popen, stderr, [])
         finally:
             popen.kill()
 
@@ -171,13 +182,14 @@ def metrics(work: Path, output: str) -> list[dict[str, float]]:
 
 def test_a_run_that_is_broken_off_again_and_again_ends_with_the_same_adapter(work: Path):
     finished(work, "sft", "whole")
-    first, second, third = sorted(random.Random(20).sample(range(1, STEPS - 4), 3))
+    chosen = random.Random(20)
+    first, second, third = (chosen.randint(1, 3) + part * (AHEAD + 3) for part in range(3))
     said = broken_off(work, "sft", "broken", first)
     assert "  tinkex train sft chats.jsonl --output broken --resume\n" in said
     assert max(map(len, said.splitlines())) <= 85, said
-    # One step more than was reached at least: the one that was computed when the signal came.
-    broken_off(work, "sft", "broken", second + 2, "--resume", by=signal.SIGKILL)
-    broken_off(work, "sft", "broken", third + 2, "--resume")
+    # Later than the steps that the run before can have reached when its signal came.
+    broken_off(work, "sft", "broken", second, "--resume", by=signal.SIGKILL)
+    broken_off(work, "sft", "broken", third, "--resume")
     finished(work, "sft", "broken", "--resume")
     assert_same_adapter(work, "whole", "broken")
     assert metrics(work, "whole") == metrics(work, "broken")
@@ -191,7 +203,7 @@ def test_the_other_kinds_of_run_go_on_to_the_same_adapter(work: Path, kind: str)
     with served(work / "data") as server:
         finished(work, kind, "whole", server=server.url)
         broken_off(work, kind, "broken", chosen.randint(1, 4), server=server.url)
-        step = chosen.randint(8, 9)
+        step = chosen.randint(8, 9) + AHEAD
         broken_off(work, kind, "broken", step, "--resume", by=signal.SIGKILL, server=server.url)
         finished(work, kind, "broken", "--resume", server=server.url)
     assert_same_adapter(work, "whole", "broken")

@@ -9,6 +9,7 @@ import sys
 import threading
 from typing import TYPE_CHECKING
 
+from tests.patience import PATIENCE_S
 from tinkex import AdamParams, Datum, ModelInput, SamplingParams, ServiceClient, TinkerError
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ def datum() -> Datum:
 
 
 def sample(client: SamplingClient) -> list[list[int]]:
-    answer = client.sample(PROMPT, 2, PARAMS).result(20)
+    answer = client.sample(PROMPT, 2, PARAMS).result(PATIENCE_S)
     return [sequence.tokens for sequence in answer.sequences]
 
 

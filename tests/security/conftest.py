@@ -25,5 +25,8 @@ def world(
         database = request.getfixturevalue("postgres").new_place()
     # Polls of an attack that asks for the longest ones end soon.
     flags = ("--set", "long_poll_s=3")
-    with world_on(tmp_path_factory.mktemp("world"), *flags, database=database) as made:
+    folder = tmp_path_factory.mktemp("world")
+    # Its temporary files, apart from those of other servers.
+    (folder / "tmp").mkdir()
+    with world_on(folder, *flags, database=database, TMPDIR=str(folder / "tmp")) as made:
         yield made

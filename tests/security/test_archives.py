@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import struct
 import tarfile
-import tempfile
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,6 +15,7 @@ from tinkex.adapters.archive import pack
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from tests.security.world import Answer, World
 
@@ -48,9 +47,9 @@ def send(world: World, body: bytes) -> Answer:
 
 def kept(world: World) -> tuple[set[Path], set[Path]]:
     """Every file of the server's folder that is no database, and the folders of uploads."""
-    data = world.server.log.parent / "data"
-    uploads = set(Path(tempfile.gettempdir()).glob("tinkex-import-*"))
-    return {path for path in data.rglob("*.safetensors") if path.is_file()}, uploads
+    folder = world.server.log.parent
+    uploads = set((folder / "tmp").glob("tinkex-import-*"))
+    return {path for path in (folder / "data").rglob("*.safetensors") if path.is_file()}, uploads
 
 
 def test_the_adapter_itself_is_taken(world: World, adapter: Archive) -> None:

@@ -82,7 +82,13 @@ class InProcessNode:
 
 
 class _NeverDue(SystemClock):
-    """For the store alone: nothing is written later by itself, so that counts are exact."""
+    """For the store alone: time stands still, so that counts are exact.
+
+    Nothing is written later by itself, and no copy of a record becomes too old.
+    """
+
+    def now(self) -> float:
+        return 0.0
 
     async def sleep(self, seconds: float) -> None:
         await asyncio.Event().wait()

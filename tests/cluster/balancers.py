@@ -6,7 +6,6 @@ import http.client
 import os
 import platform
 import shutil
-import socket
 import ssl
 import subprocess
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ import pytest
 
 from tests.cluster.nodes import until
 from tests.docs.blocks import DOCS, blocks_of
+from tests.e2e.serving import reserved_port
 from tests.patience import PATIENCE_S
 from tests.unit.serving.authority import Authority
 
@@ -145,13 +145,9 @@ def balanced(
     balancer: Balancer, folder: Path, ports: Mapping[str, int], changes: Mapping[str, str] = NONE
 ) -> Generator[Balanced]:
     """The page's configuration for nodes at these ports; `changes` replaces more of its text."""
-    with socket.socket() as free:
-        free.bind((HOST, 0))
-        port: int = free.getsockname()[1]
     authority = Authority(folder)
     certificate, key = authority.issue("one")
     words = {
-        balancer.listener: balancer.own_listener.format(port=port),
         "tinker.example.com": HOST,
         "/etc/ssl/tinker.pem": str(certificate),
         "/etc/ssl/tinker.key": str(key),
@@ -160,23 +156,26 @@ def balanced(
     for name, address in ADDRESSES.items():
         there = balancer.node.format(host=address, port=8000)
         words[there] = balancer.node.format(host=HOST, port=ports[name])
-    text = _on_page(balancer.file)
-    for old, new in words.items():
-        assert old in text
-        text = text.replace(old, new)
     place = folder / balancer.name
     place.mkdir()
-    popen = subprocess.Popen(balancer.command(place, text))
-    found = Balanced(port, authority)
-    try:
-        until(
-            lambda: found.answers() or popen.poll() is not None, f"{balancer.name} does not answer"
-        )
-        assert popen.poll() is None, f"{balancer.name} has ended"
-        yield found
-    finally:
-        popen.terminate()
-        popen.wait(PATIENCE_S)
+    with reserved_port() as port:
+        words[balancer.listener] = balancer.own_listener.format(port=port)
+        text = _on_page(balancer.file)
+        for old, new in words.items():
+            assert old in text
+            text = text.replace(old, new)
+        popen = subprocess.Popen(balancer.command(place, text))
+        found = Balanced(port, authority)
+        try:
+            until(
+                lambda: found.answers() or popen.poll() is not None,
+                f"{balancer.name} does not answer",
+            )
+            assert popen.poll() is None, f"{balancer.name} has ended"
+            yield found
+        finally:
+            popen.terminate()
+            popen.wait(PATIENCE_S)
 
 
 def _on_page(file: str) -> str:

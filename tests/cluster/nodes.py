@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import urllib.request
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -63,7 +63,8 @@ class Cluster:
         """End a node and its engine without a word, as the loss of its machine does."""
         served = self.nodes.pop(name)
         for pid in (*children(served.pid), served.pid):
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it has ended with the one before it
+                os.kill(pid, signal.SIGKILL)
         served.popen.wait(PATIENCE_S)
 
     def freeze(self, name: str) -> None:

@@ -6,7 +6,6 @@ import ast
 import json
 import re
 import signal
-import socket
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +15,7 @@ import pytest
 from tests.cluster.loopback import Machine, stand_ins
 from tests.contracts.postgres import postgres_server
 from tests.docs.blocks import DOCS, ROOT, blocks_of
-from tests.e2e.serving import MODEL, served
+from tests.e2e.serving import MODEL, reserved_port, served
 from tests.e2e.workers import datum
 from tests.patience import PATIENCE_S
 from tests.s3 import bucket, s3_environment, s3_url
@@ -106,7 +105,16 @@ def own_postgres() -> Iterator[PostgresServer]:
 
 
 @pytest.fixture
-def lab(tmp_path: Path, own_postgres: PostgresServer, bucket: str, s3_url: str) -> Iterator[Lab]:
+def port() -> Iterator[int]:
+    """A port on all addresses of loopback, also while no node runs."""
+    with reserved_port("0.0.0.0") as port:
+        yield port
+
+
+@pytest.fixture
+def lab(
+    tmp_path: Path, own_postgres: PostgresServer, bucket: str, s3_url: str, port: int
+) -> Iterator[Lab]:
     words = {
         DATABASE: f"postgresql://tinkex:change-me@/tinkex?host={own_postgres.socket_folder}",
         "http://10.0.0.10:9000": s3_url,
@@ -115,7 +123,7 @@ def lab(tmp_path: Path, own_postgres: PostgresServer, bucket: str, s3_url: str) 
         "Qwen/Qwen3-8B": MODEL,
         "TINKEX_DEVICE=cuda": "TINKEX_DEVICE=cpu",
         "10.0.0.": "127.0.0.",
-        ":8000": f":{_free_port()}",
+        ":8000": f":{port}",
         "tml-…": "",
         "MODEL": "MODEL",
     }
@@ -125,13 +133,6 @@ def lab(tmp_path: Path, own_postgres: PostgresServer, bucket: str, s3_url: str) 
         yield found
     finally:
         found.close()
-
-
-def _free_port() -> int:
-    """A port that no address of loopback has now."""
-    with socket.socket() as listener:
-        listener.bind(("0.0.0.0", 0))
-        return listener.getsockname()[1]
 
 
 @pytest.mark.timeout(3 * PATIENCE_S)

@@ -366,7 +366,9 @@ def test_another_cluster_or_another_version_is_refused(nodes: Cluster, tmp_path:
     nodes.query(
         "INSERT INTO nodes (node_id, name, url, version, release, role, base_models, state, "
         "joined_at, lease_until, load) SELECT 'later#1', 'later', url, 2, '9.0', role, base_models,"
-        " 'alive', joined_at, lease_until + 1000, load FROM nodes LIMIT 1 RETURNING 1"
+        # Not of a node that ended long ago, whose lease would have run out all the same.
+        f" 'alive', joined_at, lease_until + 1000, load FROM nodes WHERE name = '{GATE}' "
+        "RETURNING 1"
     )
     try:
         status, said = start("test")

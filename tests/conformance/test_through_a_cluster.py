@@ -6,6 +6,7 @@ see the difference: they get the same numbers as from a server alone.
 
 from __future__ import annotations
 
+import urllib.request
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,9 +14,10 @@ from interpreters import finish
 from test_matrix import ABSENT, NEWEST, VERSIONS, absent, failures, tell
 from test_recipes import SHORTENED, for_the_official_client
 
-from tests.cluster.nodes import Cluster, cluster
+from tests.cluster.nodes import Cluster, cluster, until
 from tests.contracts.conftest import postgres
 from tests.e2e.serving import KEY, MODEL, served
+from tests.patience import PATIENCE_S
 from tinkex import ServiceClient
 
 if TYPE_CHECKING:
@@ -35,8 +37,16 @@ pytestmark = [pytest.mark.official]
 def nodes(tmp_path_factory: pytest.TempPathFactory, postgres: PostgresServer) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("nodes")
     with cluster(folder, postgres.new_place(), "engine") as found:
-        found.start("front", "--role", "api")
+        front = found.start("front", "--role", "api")
+        until(lambda: lists_the_model(front.url), "the node does not know of the other one")
         yield found
+
+
+def lists_the_model(url: str) -> bool:
+    where = f"{url}/api/v1/get_server_capabilities"
+    asked = urllib.request.Request(where, headers={"x-api-key": KEY})
+    with urllib.request.urlopen(asked, timeout=PATIENCE_S) as reply:
+        return MODEL.encode() in reply.read()
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +103,7 @@ def test_a_recipe_runs_with_the_official_client(
 def test_the_node_that_clients_talked_to_owned_nothing(nodes: Cluster, url: str) -> None:
     # Its own client: those of the other tests may have talked to the node of another process.
     with ServiceClient(base_url=url, api_key=KEY) as service:
-        service.create_lora_training_client(MODEL, rank=2)
-    owners = nodes.query("SELECT DISTINCT n.name FROM claims c JOIN nodes n USING (node_id)")
-    assert ("front",) not in owners
+        service.create_lora_training_client(MODEL, rank=4)
+        owners = nodes.query("SELECT DISTINCT n.name FROM claims c JOIN nodes n USING (node_id)")
+    assert owners == [("engine",)]
     assert nodes.metric("front", "tinkex_cluster_passed_on_total") > 0

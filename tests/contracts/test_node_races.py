@@ -110,9 +110,9 @@ async def test_a_write_is_before_the_declaration_or_refused(joined: Joined) -> N
         await asyncio.wait(writers, timeout=0.01, return_when=asyncio.FIRST_COMPLETED)
     # As if its renewals were late.
     await slow.renew(EXPIRED_S, NodeLoad())
-    for _ in range(1000):
-        if await other.declare_dead("a-1"):
-            break
+    async with asyncio.timeout(PATIENCE_S):
+        while not await other.declare_dead("a-1"):
+            pass
     seen = {op.op_id for op in await other.journal(KEY, -1)}
     stop.set()
     await asyncio.gather(*writers)
@@ -164,15 +164,19 @@ async def test_a_process_frozen_in_a_transaction_does_not_stop_others(
     place: str, joined: Joined
 ) -> None:
     other = await joined("b")
-    entered, thaw = threading.Event(), threading.Event()
+    entered, tried, thaw = threading.Event(), threading.Event(), threading.Event()
+    # As of a node with the shortest lease, but not before the other one has tried.
+    impatient = text("SET LOCAL idle_in_transaction_session_timeout = '1s'")
 
     def freeze(connection: Connection) -> None:
         entered.set()
+        assert tried.wait(PATIENCE_S)
+        connection.execute(impatient)
         assert thaw.wait(PATIENCE_S)
         connection.execute(text("SELECT 1"))
 
     async with SqlStore.open(place) as frozen:
-        await frozen.join("c", node("a"), 1.0)
+        await frozen.join("c", node("a"), LEASE_S)
         claim = await adopted(frozen, "a")
         await frozen.renew(EXPIRED_S, NodeLoad())
         writing = asyncio.create_task(frozen._database.write(freeze))
@@ -181,6 +185,7 @@ async def test_a_process_frozen_in_a_transaction_does_not_stop_others(
             # Each try gives up after a moment, so this node can write in between.
             assert not await other.declare_dead("a-1")
             await other.put_session(session())
+            tried.set()
             async with asyncio.timeout(PATIENCE_S):
                 while not await other.declare_dead("a-1"):
                     await other.renew(LEASE_S, NodeLoad())
@@ -189,6 +194,7 @@ async def test_a_process_frozen_in_a_transaction_does_not_stop_others(
             await other.adopt(taken)
             assert (await other.submit(step(1)))[1]
         finally:
+            tried.set()
             thaw.set()
         with pytest.raises(LeaseLostError):
             await writing

@@ -16,6 +16,7 @@ from tests.docs.blocks import DOCS
 from tinkex.server.store.ownership import NodeLoad
 from tinkex.server.store.records import OperationOutcome
 from tinkex.server.store.sql import SqlStore
+from tinkex.testing import FakeClock
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Generator
@@ -50,8 +51,12 @@ async def test_calls_send_as_many_statements_as_the_page_says(postgres: Postgres
             found[name] = len(sent)
             return result
 
-        place = postgres.new_place()
-        async with SqlStore.open(place) as store, SqlStore.open(place) as other:
+        # Time stands still: nothing is written later by itself, and no copy becomes too old.
+        place, clock = postgres.new_place(), FakeClock()
+        async with (
+            SqlStore.open(place, clock=clock) as store,
+            SqlStore.open(place, clock=clock) as other,
+        ):
             me = (await store.join("c", node("a"), LEASE_S)).node.node_id
             target = (await other.join("c", node("b"), LEASE_S)).node.node_id
             await store.put_session(session())

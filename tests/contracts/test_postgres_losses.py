@@ -13,6 +13,7 @@ from sqlalchemy import text
 from tests.contracts.lossy_proxy import LossyProxy
 from tests.contracts.postgres import postgres_server
 from tests.contracts.store_suite import DONE, hour_of, sampler, session, step, used
+from tests.patience import PATIENCE_S
 from tinkex.errors import StorageError
 from tinkex.server.store.sql import SqlStore
 
@@ -25,8 +26,9 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.anyio
 
+PATIENCE_MS = round(1000 * PATIENCE_S)
 END_OTHERS = (
-    "SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity "
+    f"SELECT pg_terminate_backend(pid, {PATIENCE_MS}) FROM pg_stat_activity "
     "WHERE application_name = 'tinkex' AND pid <> pg_backend_pid()"
 )
 
@@ -96,13 +98,15 @@ async def test_a_server_that_restarts_is_waited_for_and_one_that_is_gone_is_not(
         async with SqlStore.open(place) as store:
             await store.lock()
             await store.put_session(session())
+            driver = cast("Postgres", store._database.driver)
+            driver.patience_s = PATIENCE_S
             await asyncio.to_thread(server.stop)
             waiting = asyncio.create_task(store.submit(step(1, body=b"body")))
             await asyncio.to_thread(server.start)
             assert (await waiting)[1]
 
             await asyncio.to_thread(server.stop)
-            cast("Postgres", store._database.driver).patience_s = 0.0
+            driver.patience_s = 0.0
             with pytest.raises(StorageError, match="running and reachable") as caught:
                 await store.submit(step(2))
             assert caught.value.retryable
@@ -125,7 +129,8 @@ async def test_a_lost_connection_finds_another_server_in_its_place(
         pid = await store._database.read(
             lambda c: c.execute(text("SELECT pg_backend_pid()")).scalar_one()
         )
-        await asyncio.to_thread(postgres.execute, f"SELECT pg_terminate_backend({pid}, 5000)")
+        end = f"SELECT pg_terminate_backend({pid}, {PATIENCE_MS})"
+        await asyncio.to_thread(postgres.execute, end)
         await other.lock()
         with pytest.raises(StorageError, match="in use by another server"):
             await store.submit(step(1))

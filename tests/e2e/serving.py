@@ -119,23 +119,32 @@ def served(
 
 
 @contextmanager
-def held_port() -> Generator[str]:
+def reserved_port(host: str = "127.0.0.1") -> Generator[int]:
     """A port for servers to listen on, one after another, that the system gives to nobody else.
 
     It is bound and never listened on, so a server that reuses addresses can have it.
     """
-    with socket.socket() as held:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind(("127.0.0.1", 0))
-        yield str(held.getsockname()[1])
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind((host, 0))
+        yield holder.getsockname()[1]
 
 
 def read_line(popen: subprocess.Popen[Any], seconds: float) -> str:
-    """A line of a program's output; fails when none comes in time."""
+    """A line of a program's output; fails when none comes in time.
+
+    Nothing beyond the line is read: `select` does not see what lies in a buffer.
+    """
     assert popen.stdout is not None
-    ready, _, _ = select.select([popen.stdout], [], [], seconds)
-    assert ready, f"nothing was said within {seconds} s"
-    return popen.stdout.readline()
+    line = b""
+    while not line.endswith(b"\n"):
+        ready, _, _ = select.select([popen.stdout], [], [], seconds)
+        assert ready, f"nothing was said within {seconds} s after {line!r}"
+        byte = os.read(popen.stdout.fileno(), 1)
+        if not byte:
+            break
+        line += byte
+    return line.decode()
 
 
 def children(pid: int) -> list[int]:

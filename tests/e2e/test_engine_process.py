@@ -327,6 +327,32 @@ async def test_a_pass_longer_than_the_heartbeat_timeout_is_not_taken_for_silence
         assert engine.state == "ready"
 
 
+async def test_a_sign_of_life_that_comes_while_its_threads_are_looked_at_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = ProcessSettings(heartbeat_interval_s=0.2, heartbeat_timeout_s=1.0)
+    async with await ProcessEngine.start(engine_spec(tmp_path), settings) as engine:
+        looked = asyncio.Event()
+
+        def computes(pid: int) -> bool:
+            """It gets CPU time only now, sends what is due, and sleeps before it is looked at."""
+            os.kill(pid, signal.SIGCONT)
+            connection = engine._channel._transport.get_extra_info("socket")
+            assert select.select([connection], [], [], PATIENCE_S)[0]
+            looked.set()
+            return False
+
+        # A process that is not scheduled is silent like one that is stopped.
+        module = "tinkex.engine.process.process_engine"
+        monkeypatch.setattr(f"{module}.is_stopped", lambda pid: False)
+        monkeypatch.setattr(f"{module}.computes", computes)
+        os.kill(engine.pid, signal.SIGSTOP)
+        await looked.wait()
+        monkeypatch.setattr(f"{module}.computes", lambda pid: True)
+        await engine.create_adapter(spec("m"))
+        assert engine.state == "ready"
+
+
 STAND_IN = """
 import asyncio, sys, threading, types
 from tinkex.testing import FakeEngine

@@ -19,9 +19,9 @@ from tests.e2e.serving import (
     MODEL,
     START_S,
     children,
-    held_port,
     read_line,
     refused,
+    reserved_port,
     served,
     started,
     wait_gone,
@@ -43,8 +43,8 @@ pytestmark = [
 
 @pytest.fixture
 def port() -> Iterator[str]:
-    with held_port() as port:
-        yield port
+    with reserved_port() as port:
+        yield str(port)
 
 
 def client(server: Served) -> ServiceClient:

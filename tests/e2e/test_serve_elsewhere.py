@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.contracts.conftest import postgres
-from tests.e2e.serving import KEY, held_port, served
+from tests.e2e.serving import KEY, reserved_port, served
 from tests.e2e.workers import datum, sample
 from tests.patience import PATIENCE_S
 from tests.s3 import bucket, s3_environment, s3_url
@@ -29,8 +29,8 @@ __all__ = ["bucket", "postgres", "s3_environment", "s3_url"]
 
 @pytest.fixture
 def port() -> Iterator[str]:
-    with held_port() as port:
-        yield port
+    with reserved_port() as port:
+        yield str(port)
 
 
 def losses(training: TrainingClient, count: int) -> list[float]:

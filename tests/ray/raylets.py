@@ -11,6 +11,7 @@ import urllib.request
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 from tests.patience import PATIENCE_S
 from tinkex.ray_cluster.cluster import Cluster, Limits
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
 
 FAKE_NODE = (sys.executable, str(Path(__file__).with_name("fake_node.py")))
 NAMED_NODE = (sys.executable, str(Path(__file__).with_name("named_node.py")))
-PASSWORD = "m4rk3r-of-a-secret"
+# Of this process: lists of processes also show the commands of other tests.
+PASSWORD = f"m4rk3r-of-a-secret-{uuid4().hex}"
 _SMALL = {"object_store_memory": 80 << 20}
 POLICY = RestartPolicy(first_delay_s=0.05, longest_delay_s=0.2, quick_s=0.0, most_failures=3)
 

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -110,11 +111,20 @@ def _listening(place: Path) -> set[str]:
     inodes: set[str] = set()
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and os.fsencode(place) in _read(entry / "environ"):
-            links = (os.readlink(link) for link in (entry / "fd").iterdir())
-            inodes |= {link[8:-1] for link in links if link.startswith("socket:[")}
+            inodes |= {link[8:-1] for link in _links(entry) if link.startswith("socket:[")}
     rows = [row.split() for name in ("tcp", "tcp6") for row in _rows(Path("/proc/net") / name)]
     # The fourth column is the state; 0A is LISTEN.
     return {_address(row[1]) for row in rows if row[3] == "0A" and row[9] in inodes}
+
+
+def _links(process: Path) -> list[str]:
+    """What a process has open."""
+    found: list[str] = []
+    with suppress(OSError):  # it has just ended
+        for link in (process / "fd").iterdir():
+            with suppress(OSError):  # just closed
+                found.append(os.readlink(link))
+    return found
 
 
 def _rows(path: Path) -> list[str]:

@@ -33,7 +33,8 @@ def test_a_node_whose_machine_is_lost_starts_on_another_one(tmp_path: Path):
 
 
 def test_nodes_serve_without_the_head_and_up_starts_them_on_a_new_one(tmp_path: Path):
-    patience = {"gcs_rpc_server_reconnect_timeout_s": 5}
+    # Long enough to ask the node before its raylet gives up, on a machine that stalls, too.
+    patience = {"gcs_rpc_server_reconnect_timeout_s": 30}
     with raylets(0, 1, system_config=patience) as cluster:
         with RayConnection(cluster.address) as connection:
             some = Driver(connection, "headless", tmp_path)

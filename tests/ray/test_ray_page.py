@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 from contextlib import suppress
@@ -19,7 +18,7 @@ import tinkex
 from tests.cluster.loopback import Machine, stand_ins
 from tests.contracts.conftest import postgres
 from tests.docs.blocks import DOCS, ROOT, blocks_of
-from tests.e2e.serving import MODEL, wait_gone
+from tests.e2e.serving import MODEL, reserved_port, wait_gone
 from tests.e2e.workers import datum
 from tests.patience import PATIENCE_S
 from tests.s3 import bucket, s3_environment, s3_url
@@ -65,16 +64,22 @@ def short() -> Generator[Path]:
 
 
 @pytest.fixture
+def port() -> Generator[int]:
+    with reserved_port("127.0.0.11") as port:
+        yield port
+
+
+@pytest.fixture
 def machines(
     tmp_path: Path,
     short: Path,
     postgres: PostgresServer,
     bucket: str,
     s3_url: str,
+    port: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> dict[str, Machine]:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    port = _free_port()
     words = {
         DATABASE: f"'{postgres.new_place()}'",
         "http://10.0.0.10:9000": s3_url,
@@ -100,12 +105,6 @@ def machines(
         machine.root.mkdir()
         machine.write("/etc/tinkex/cluster.env", shared.text + more)
     return found
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def test_the_sections_commands_run(machines: dict[str, Machine]) -> None:

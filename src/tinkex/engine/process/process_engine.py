@@ -13,6 +13,7 @@ import socket
 from typing import TYPE_CHECKING, Any, Literal
 
 import anyio
+import anyio.lowlevel
 
 from tinkex.clock import SystemClock, time_limit
 from tinkex.engine.process.calls import Calls, ForwardingEngine
@@ -252,8 +253,21 @@ class ProcessEngine(ForwardingEngine):
                 if stopped_s >= self._settings.stopped_timeout_s:
                     self._reason = f"was stopped by a signal for {stopped_s:g} s and was killed"
             else:
-                self._reason = self._judge(silent_s)
+                reason = self._judge(silent_s)
+                if reason is not None and await self._has_just_said_something():
+                    silence.look(look_s, heard=True)
+                else:
+                    self._reason = reason
         self._over.set()
+
+    async def _has_just_said_something(self) -> bool:
+        """Whether anything arrived while its threads were looked at.
+
+        A process that had no CPU time sends what is due as soon as it gets some, and sleeps again.
+        """
+        for _ in range(2):  # the loop reads, then calls what it has read for
+            await anyio.lowlevel.checkpoint()
+        return self._channel.heard()
 
     def _judge(self, silent_s: float) -> str | None:
         settings, starting = self._settings, self.state == "starting"

@@ -208,7 +208,8 @@ def _owner(lab: Lab) -> str:
 def test_every_command_of_the_page_is_run() -> None:
     shell = [block for block in blocks_of(PAGE) if block.language == "sh"]
     reasons = {block.not_run for block in shell}
-    assert reasons == {"installs packages", HERE, "tests/ray/test_ray_page.py runs it"}
+    on_ray = {f"tests/ray/test_ray_{name}.py runs it" for name in ("page", "redis")}
+    assert reasons == {"installs packages", HERE, *on_ray}
     run = [block for block in shell if block.not_run != "installs packages"]
     machines = [block.text.partition("\n")[0] for block in run]
     assert set(machines) == {f"# on {n}" for n in ("10.0.0.10", *NODES, "your own machine")}

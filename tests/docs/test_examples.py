@@ -53,7 +53,7 @@ NOT_RUN = {
     "README.md": 2,  # make and pip
     "attach.md": 1,  # a program that was killed: tests/e2e/test_attach.py
     "cli.md": 3,  # the hub; a cluster, and one on Ray
-    "cluster.md": 19,  # tests/cluster/test_cluster_page.py and tests/ray/test_ray_page.py run them
+    "cluster.md": 20,  # tests/cluster/test_cluster_page.py and tests/ray run them
     "coming-from-tinker.md": 1,  # a script of the reader's
     "export.md": 3,  # a model of the hub; the rest is in tests/e2e/test_export_import.py
     "gpu.md": 2,  # a GPU, and a server that runs

@@ -132,6 +132,11 @@ def is_running(pid: int) -> bool:
         return False
 
 
+def parent(pid: int) -> int:
+    """The process that has started this one."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
 def until(condition: Callable[[], Any]) -> Any:
     """Wait until something is true, and return it."""
     deadline = time.monotonic() + PATIENCE_S

@@ -124,7 +124,7 @@ class RayNodes(Cluster):
             *([] if name is None else [name.encode()]),
         ]
         wanted = b"\0".join(words) + (b"\0" if name is not None else b"")
-        return [pid for pid in self._processes() if wanted in _command_line(pid)]
+        return [pid for pid in self._processes() if wanted in command_line(pid)]
 
     def _processes(self) -> list[int]:
         """Everything that runs on the machines of Ray."""
@@ -168,7 +168,7 @@ class RayNodes(Cluster):
             wait_gone(pid, PATIENCE_S)
 
 
-def _command_line(pid: int) -> bytes:
+def command_line(pid: int) -> bytes:
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:

@@ -16,7 +16,7 @@ import pytest
 
 from tests.docs.blocks import ROOT
 from tests.patience import PATIENCE_S
-from tests.ray.raylets import PASSWORD, Driver, ask, is_running, mentions, raylets, until
+from tests.ray.raylets import PASSWORD, Driver, ask, is_running, mentions, parent, raylets, until
 from tinkex.ray_cluster.connection import ClusterError, RayConnection
 
 pytest.importorskip("ray")
@@ -154,7 +154,7 @@ def test_a_node_dies_with_its_actor_and_ray_starts_both_again(driver: MakeDriver
     some = driver()
     [before] = some.cluster.up(some.specs(), some.secrets)
     assert before.pid is not None
-    os.kill(_parent(before.pid), signal.SIGKILL)
+    os.kill(parent(before.pid), signal.SIGKILL)
     until(lambda: not is_running(before.pid or 0))
     [after] = until(lambda: _ready(some))
     assert ask(after.url or "")["pid"] == after.pid != before.pid
@@ -217,10 +217,6 @@ def test_the_command_takes_its_secrets_off_its_command_line(driver: MakeDriver):
     assert ask(node["url"])["database"] == database
     assert any(b"tests.ray.cluster_command" in table for table in _tables())
     assert not [table for table in _tables() if PASSWORD.encode() in table]
-
-
-def _parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def _session_folder() -> str:

@@ -18,7 +18,7 @@ import tinkex
 from tests.cluster.loopback import Machine, stand_ins
 from tests.contracts.conftest import postgres
 from tests.docs.blocks import DOCS, ROOT, blocks_of
-from tests.e2e.serving import MODEL, reserved_port, wait_gone
+from tests.e2e.serving import MODEL, children, reserved_port, wait_gone
 from tests.e2e.workers import datum
 from tests.patience import PATIENCE_S
 from tests.s3 import bucket, s3_environment, s3_url
@@ -54,7 +54,7 @@ def short() -> Generator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="tx", dir="/tmp"))
     yield folder
     # Not `ray stop`, which ends every Ray of this machine.
-    left = processes(folder)
+    left = [pid for each in processes(folder) for pid in (each, *children(each))]
     for pid in left:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Mapping, Sequence
 
-    from tinkex.ray_cluster.cluster import Cluster
+    from tinkex.ray_cluster.cluster import Cluster, Limits
     from tinkex.ray_cluster.connection import RayConnection
     from tinkex.ray_cluster.local_ray import LocalRay
     from tinkex.ray_cluster.nodes import NodeSpec
@@ -43,7 +43,7 @@ def down(args: argparse.Namespace) -> None:
             "Name its Ray cluster with --address.",
         )
     try:
-        with RayConnection(address) as connection:
+        with RayConnection(address, _limits(args).placement_s) as connection:
             stopped = _cluster(args, connection).down(force=args.force)
     except ClusterError as error:
         raise CommandError(str(error), error.hint) from error
@@ -81,7 +81,7 @@ def run_up(args: argparse.Namespace, program: Sequence[str] | None = None) -> No
             hidden = node_environment()
             plain = {k: v for k, v in process_environment().items() if k not in hidden}
             address, started = local.start(plain), True
-        with RayConnection(address) as connection:
+        with RayConnection(address, _limits(args).placement_s) as connection:
             reports = _up(args, connection, specs, secrets)
     except BaseException as error:
         if started and not args.keep_partial:
@@ -103,15 +103,20 @@ def _up(
 
 
 def _cluster(args: argparse.Namespace, connection: RayConnection) -> Cluster:
-    from tinkex.ray_cluster.cluster import Cluster, Limits
+    from tinkex.ray_cluster.cluster import Cluster
+
+    return Cluster(connection, args.name, say, limits=_limits(args))
+
+
+def _limits(args: argparse.Namespace) -> Limits:
+    from tinkex.ray_cluster.cluster import Limits
 
     given = {
         "drain_s": args.drain_timeout,
         "placement_s": getattr(args, "placement_timeout", None),
         "start_s": getattr(args, "start_timeout", None),
     }
-    limits = Limits(**{name: value for name, value in given.items() if value is not None})
-    return Cluster(connection, args.name, say, limits=limits)
+    return Limits(**{name: value for name, value in given.items() if value is not None})
 
 
 def _cluster_name(args: argparse.Namespace) -> str:
@@ -241,7 +246,9 @@ VERBS = {
         Argument("--port N", "all nodes listen on N, one on each machine", type=whole_number(1)),
         Argument("--port-base N", "nodes listen on N, N+1, … (default: any)", type=whole_number(1)),
         Argument(
-            "--placement-timeout S", "for Ray to place all nodes (default: 60)", type=_SECONDS
+            "--placement-timeout S",
+            "for Ray to answer, and to place all nodes (default: 60)",
+            type=_SECONDS,
         ),
         Argument("--start-timeout S", "for all nodes to be ready (default: 900)", type=_SECONDS),
         _DRAIN,

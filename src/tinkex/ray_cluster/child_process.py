@@ -18,14 +18,14 @@ from typing import IO, TYPE_CHECKING, Any, Final, cast
 
 import anyio.lowlevel
 
-from tinkex.config import process_environment
+from tinkex.config import node_environment, process_environment
 from tinkex.ray_cluster.nodes import node_arguments
+from tinkex.ray_cluster.secrets import NodeSecrets
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tinkex.ray_cluster.nodes import NodeSpec
-    from tinkex.ray_cluster.secrets import NodeSecrets
 
 _KEPT_LINES: Final = 40
 _LINE_BYTES: Final = 4096
@@ -124,8 +124,10 @@ async def start_child(
     folder = await asyncio.to_thread(_new_folder, spec)
     program = spec.program or (sys.executable, "-m", "tinkex.cli", "serve")
     command = [*program, *node_arguments(spec, host=host, data_dir=str(folder))]
-    order = {"command": command, "environment": secrets.environment(process_environment())}
-    child = ChildProcess(_launch(), folder, secrets, log)
+    environment = secrets.environment(process_environment())
+    order = {"command": command, "environment": environment}
+    # Secrets may also be set on the machine.
+    child = ChildProcess(_launch(), folder, NodeSecrets(node_environment(environment)), log)
     await asyncio.to_thread(child.send, json.dumps(order).encode())
     return child
 

@@ -32,7 +32,10 @@ class Limits:
     """How long `up` and `down` wait."""
 
     placement_s: float = 60.0
-    """Until Ray has placed one more node; an autoscaler needs time to add machines."""
+    """Until Ray's head answers, and until Ray has placed one more node.
+
+    An autoscaler needs time to add machines.
+    """
     start_s: float = 900.0
     """Until every node is ready: base models are downloaded and loaded."""
     drain_s: float = 120.0

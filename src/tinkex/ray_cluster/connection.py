@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import socket
+import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, cast
 
+from tinkex.clock import SystemClock
 from tinkex.errors import MissingPackageError
 from tinkex.ray_cluster.actor import NodeActor
 from tinkex.ray_cluster.nodes import NAMESPACE, actor_prefix
@@ -21,6 +24,11 @@ if TYPE_CHECKING:
 
 _CONCURRENT_CALLS: Final = 16  # a few wait for a change of the report
 _ALIVE: Final = "ALIVE"
+_PAUSE_S: Final = 0.5
+_CHECK_ADDRESS: Final = (
+    "Check --address, and that `ray status` works there. Without --address, Ray is started on this "
+    "machine."
+)
 
 
 class ClusterError(Exception):
@@ -40,10 +48,14 @@ class Actor:
 
 
 class RayConnection:
-    """Connected while it is entered. One that this process already has is used as it is."""
+    """Connected while it is entered. One that this process already has is used as it is.
 
-    def __init__(self, address: str) -> None:
+    The head may still be starting: it is waited for up to `wait_s`.
+    """
+
+    def __init__(self, address: str, wait_s: float = 0.0) -> None:
         self.address = address
+        self._wait_s = wait_s
         self._ray = _ray()
         # Mutable state: whether leaving disconnects.
         self._owned = False
@@ -51,6 +63,7 @@ class RayConnection:
     def __enter__(self) -> RayConnection:
         if self._ray.is_initialized():
             return self
+        await_head(self.address, self._wait_s)
         try:
             self._ray.init(
                 address=self.address,
@@ -60,11 +73,8 @@ class RayConnection:
                 logging_level=logging.ERROR,
             )
         except (ConnectionError, RuntimeError, ValueError) as error:
-            raise ClusterError(
-                f"cannot connect to Ray at {self.address}: {error}",
-                "Check --address, and that `ray status` works there. Without --address, Ray is "
-                "started on this machine.",
-            ) from error
+            text = f"cannot connect to Ray at {self.address}: {error}"
+            raise ClusterError(text, _CHECK_ADDRESS) from error
         self._owned = True
         return self
 
@@ -185,6 +195,27 @@ def _ray() -> Any:
     except ModuleNotFoundError as error:
         raise MissingPackageError("nodes on Ray need ray", "'tinkex[ray]'") from error
     return cast("Any", ray)
+
+
+def await_head(address: str, wait_s: float) -> None:
+    """Return when something listens there: Ray itself would try for a quarter of an hour."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdecimal():
+        return  # a word such as `auto`
+    clock = SystemClock()
+    deadline = clock.now() + wait_s
+    while True:
+        left_s = max(deadline - clock.now(), 0.0)
+        try:
+            # One attempt has some seconds in any case.
+            socket.create_connection((host.strip("[]"), int(port)), max(left_s, 5.0)).close()
+        except (OSError, OverflowError) as error:  # the latter for a port above 65535
+            if not left_s:
+                text = f"Ray's head does not answer at {address}: {error}"
+                raise ClusterError(text, _CHECK_ADDRESS) from error
+            threading.Event().wait(min(_PAUSE_S, left_s))
+        else:
+            return
 
 
 def _state() -> Any:

@@ -55,6 +55,14 @@ async def test_the_readiness_line_the_log_and_the_exit_status_are_read():
     assert max(map(len, child.lines)) <= 4096
 
 
+async def test_secrets_of_the_machine_are_removed_from_the_log_too(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "word-of-the-machine")
+    code = "import os; print(os.environ['AWS_SECRET_ACCESS_KEY'], os.environ['TINKEX_DATABASE'])"
+    child = await started(code)
+    await asyncio.wait_for(child.wait(), PATIENCE_S)
+    assert child.lines == ("*** postgresql://u:***@h/d",)
+
+
 async def test_a_program_that_exits_before_reading_is_an_exit():
     group = NodeGroup(kind="cpu", count=1, base_model="m")
     [missing] = node_specs("lab", [group], program=("/nonexistent/program",))

@@ -123,10 +123,14 @@ class Target(Protocol):
 
 
 class Relay:
-    """Passes bytes between clients and whatever server there is."""
+    """Passes bytes between clients and whatever server there is.
 
-    def __init__(self, mortal: Target) -> None:
+    While there is none, a connection is held for `held_s` before it is closed.
+    """
+
+    def __init__(self, mortal: Target, held_s: float = 0.0) -> None:
         self._mortal = mortal
+        self._held_s = held_s
         self.port = 0
         self._ready = threading.Event()
         self._stop: asyncio.Event
@@ -152,8 +156,7 @@ class Relay:
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             with suppress(OSError, asyncio.IncompleteReadError):
-                port = await asyncio.to_thread(lambda: self._mortal.port)
-                up_reader, up_writer = await asyncio.open_connection("127.0.0.1", port)
+                up_reader, up_writer = await self._server()
                 down = asyncio.create_task(_copy(up_reader, writer))
                 try:
                     await self._up(reader, up_writer)
@@ -162,6 +165,17 @@ class Relay:
                 await down
         finally:
             writer.close()
+
+    async def _server(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        deadline = self._loop.time() + self._held_s
+        while True:
+            try:
+                port = await asyncio.to_thread(lambda: self._mortal.port)
+                return await asyncio.open_connection("127.0.0.1", port)
+            except OSError:
+                if self._loop.time() >= deadline:
+                    raise
+            await asyncio.sleep(0.5)
 
     async def _up(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(1 << 16):

@@ -168,7 +168,8 @@ class RayDisturber(Disturber):
 def disturbed(nodes: RayNodes, moments: list[Disturbance]) -> Generator[tuple[RayDisturber, str]]:
     """The nodes, disturbed at these moments, and the address that stays."""
     disturber = RayDisturber(nodes, "", list(moments))
-    relay = Relay(disturber)
+    # Official clients send a request again ten times, and Ray may take minutes to start again.
+    relay = Relay(disturber, held_s=30.0)
     relay.start()
     try:
         yield disturber, f"http://127.0.0.1:{relay.port}"

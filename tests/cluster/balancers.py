@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Final
 
 import pytest
 
-from tests.cluster.nodes import until
 from tests.docs.blocks import DOCS, blocks_of
 from tests.e2e.serving import reserved_port
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, until
 from tests.unit.serving.authority import Authority
 
 if TYPE_CHECKING:

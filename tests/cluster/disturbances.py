@@ -21,10 +21,9 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import anyio
 import psycopg
 
-from tests.cluster.nodes import until
 from tests.e2e.killing import Relay
 from tests.e2e.serving import children, environment
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, until
 from tinkex.clock import SystemClock
 from tinkex.server.store.sql import SqlStore
 

@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tests.cluster.nodes import Cluster, until
+from tests.cluster.nodes import Cluster
 from tests.e2e.serving import MODEL
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, until
 from tests.unit.engine.models.reference import random_model
 from tinkex import AdamParams, Datum, ModelInput, ServiceClient
 from tinkex.clock import SystemClock

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import urllib.request
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -13,15 +12,15 @@ from typing import TYPE_CHECKING
 import psycopg
 
 from tests.e2e.serving import MODEL, Served, children, started
-from tests.patience import PATIENCE_S
-from tinkex.clock import SystemClock
+from tests.patience import PATIENCE_S, until
+from tinkex import ModelInput, SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
     from pathlib import Path
     from typing import Any
 
-    from tinkex import TrainingClient
+    from tinkex import SamplingClient, TrainingClient
 
 # Long enough for a machine that is busy with other tests: a node that stalls for so long is dead.
 LEASE_S = 8.0
@@ -93,16 +92,6 @@ class Cluster:
         return name
 
 
-def until(condition: Callable[[], object], what: str) -> None:
-    """Look until something holds."""
-    clock = SystemClock()
-    deadline = clock.now() + PATIENCE_S
-    while not condition():
-        assert clock.now() < deadline, what
-        # Each look is a query; the nodes need the processor, too.
-        threading.Event().wait(0.05)
-
-
 def owned_by(name: str, nodes: Cluster, make: Callable[[], TrainingClient]) -> TrainingClient:
     """A new model of a node; others are made on the way, also before all nodes know of it."""
     made: list[TrainingClient] = []
@@ -113,6 +102,19 @@ def owned_by(name: str, nodes: Cluster, make: Callable[[], TrainingClient]) -> T
 
     until(has_one, f"no new model goes to {name}")
     return made[-1]
+
+
+def sample_many(sampler: SamplingClient, count: int, max_tokens: int = 16) -> list[list[int]]:
+    """The tokens of many samples that are asked for at once, each with a seed of its own."""
+    futures = [
+        sampler.sample(
+            ModelInput.from_ints([1 + number % 7, 2, 3]),
+            1,
+            SamplingParams(max_tokens=max_tokens, seed=number),
+        )
+        for number in range(count)
+    ]
+    return [list(future.result(PATIENCE_S).sequences[0].tokens) for future in futures]
 
 
 @contextmanager

@@ -14,10 +14,11 @@ import fsspec
 import pytest
 
 from tests.cluster.disturbances import KINDS, check_records, disturbed, planned
-from tests.cluster.nodes import cluster, until
+from tests.cluster.nodes import cluster
 from tests.contracts.conftest import postgres
 from tests.e2e.serving import served
 from tests.e2e.test_durability import run
+from tests.patience import until
 from tests.s3 import bucket, s3_environment, s3_url
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ import pytest
 from tests.cluster.nodes import cluster, owned_by
 from tests.contracts.conftest import postgres
 from tests.e2e.serving import KEY, served
-from tests.e2e.workers import datum, sample
+from tests.e2e.workers import losses, sample
 from tests.patience import PATIENCE_S
-from tinkex import AdamParams, ServiceClient
+from tinkex import ServiceClient
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -24,14 +24,6 @@ __all__ = ["postgres"]
 
 def new_model(client: ServiceClient) -> TrainingClient:
     return client.create_lora_training_client("tinkex/tiny", rank=4, seed=1)
-
-
-def losses(training: TrainingClient, count: int) -> list[float]:
-    futures = []
-    for _ in range(count):
-        futures.append(training.forward_backward([datum()], "cross_entropy"))
-        training.optim_step(AdamParams(learning_rate=0.01))
-    return [future.result(PATIENCE_S).metrics["loss:sum"] for future in futures]
 
 
 @pytest.fixture(scope="module")

@@ -14,13 +14,13 @@ import anyio
 import pytest
 
 from tests.cluster.disturbances import LEASE_LOST, run, want
-from tests.cluster.nodes import LEASE_S, Cluster, cluster, owned_by, until
+from tests.cluster.nodes import LEASE_S, Cluster, cluster, owned_by
 from tests.contracts.postgres import postgres_server
 from tests.e2e.serving import KEY, MODEL, refused, served
-from tests.e2e.workers import PROMPT, datum
-from tests.patience import PATIENCE_S
+from tests.e2e.workers import PROMPT, losses
+from tests.patience import PATIENCE_S, until
 from tests.s3 import s3_environment, s3_url
-from tinkex import AdamParams, SamplingParams, ServiceClient
+from tinkex import SamplingParams, ServiceClient
 from tinkex.clock import SystemClock
 
 if TYPE_CHECKING:
@@ -93,14 +93,6 @@ def new_model(client: ServiceClient) -> TrainingClient:
 
 def session_of(training: TrainingClient) -> str:
     return training.model_id.partition(":train:")[0]
-
-
-def losses(training: TrainingClient, count: int) -> list[float]:
-    futures: list[Any] = []
-    for _ in range(count):
-        futures.append(training.forward_backward([datum()], "cross_entropy"))
-        training.optim_step(AdamParams(learning_rate=1e-2))
-    return [future.result(PATIENCE_S).metrics["loss:sum"] for future in futures]
 
 
 def samples(sampler: SamplingClient, count: int) -> list[Any]:

@@ -25,10 +25,9 @@ from tests.cluster.front import (
     front,
     trained,
 )
-from tests.cluster.nodes import until
 from tests.contracts.conftest import postgres
 from tests.e2e.serving import MODEL
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, until
 from tinkex import (
     AdamParams,
     BadRequestError,

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 
 from tests.cluster.balancers import ADDRESSES, HOST, NONE, balanced, behind_each, behind_envoy
-from tests.cluster.nodes import until
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, until
 from tinkex.server.server_settings import ServerSettings
 
 if TYPE_CHECKING:

@@ -6,18 +6,18 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.cluster.nodes import Cluster, cluster, owned_by, until
+from tests.cluster.nodes import Cluster, cluster, owned_by, sample_many
 from tests.contracts.conftest import postgres
 from tests.e2e.serving import KEY
 from tests.e2e.workers import datum
-from tests.patience import PATIENCE_S
-from tinkex import AdamParams, ModelInput, SamplingParams, ServiceClient
+from tests.patience import PATIENCE_S, until
+from tinkex import AdamParams, ServiceClient
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
     from tests.contracts.postgres import PostgresServer
-    from tinkex import SamplingClient, TrainingClient
+    from tinkex import TrainingClient
 
 __all__ = ["postgres"]
 
@@ -28,18 +28,6 @@ MANY = 96
 def nodes(tmp_path_factory: pytest.TempPathFactory, postgres: PostgresServer) -> Generator[Cluster]:
     with cluster(tmp_path_factory.mktemp("nodes"), postgres.new_place(), "a", "b") as found:
         yield found
-
-
-def sample_many(sampler: SamplingClient, count: int = MANY) -> list[list[int]]:
-    futures = [
-        sampler.sample(
-            ModelInput.from_ints([1 + number % 7, 2, 3]),
-            1,
-            SamplingParams(max_tokens=16, seed=number),
-        )
-        for number in range(count)
-    ]
-    return [list(future.result(PATIENCE_S).sequences[0].tokens) for future in futures]
 
 
 def trained(client: ServiceClient) -> TrainingClient:
@@ -61,11 +49,11 @@ def test_many_samples_of_one_sampler_are_computed_by_both_nodes(nodes: Cluster) 
         alone = [sample_many(sampler, 1)[0]]
         location = "SELECT count(*) FROM samplers WHERE location IS NOT NULL"
         until(lambda: nodes.query(location) == [(1,)], "the weights are not in a file")
-        first = sample_many(sampler)
+        first = sample_many(sampler, MANY)
         assert first[0] == alone[0]
 
         def both_compute() -> bool:
-            assert sample_many(sampler) == first
+            assert sample_many(sampler, MANY) == first
             return computed_elsewhere(nodes) > before
 
         # Not before the owner knows that the other one serves, and has many to compute at once.
@@ -76,6 +64,6 @@ def test_a_node_that_is_gone_costs_no_sample(nodes: Cluster) -> None:
     with ServiceClient(base_url=nodes.nodes["a"].url, api_key=KEY) as client:
         training = owned_by("a", nodes, lambda: trained(client))
         sampler = training.save_weights_and_get_sampling_client()
-        expected = sample_many(sampler)
+        expected = sample_many(sampler, MANY)
         nodes.kill("b")
-        assert sample_many(sampler) == expected
+        assert sample_many(sampler, MANY) == expected

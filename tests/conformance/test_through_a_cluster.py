@@ -14,10 +14,10 @@ from interpreters import finish
 from test_matrix import ABSENT, NEWEST, VERSIONS, absent, failures, tell
 from test_recipes import SHORTENED, for_the_official_client
 
-from tests.cluster.nodes import Cluster, cluster, until
+from tests.cluster.nodes import Cluster, cluster
 from tests.contracts.conftest import postgres
 from tests.e2e.serving import KEY, MODEL, served
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, until
 from tinkex import ServiceClient
 
 if TYPE_CHECKING:

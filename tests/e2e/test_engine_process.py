@@ -31,6 +31,7 @@ from tests.contracts.engine_suite import (
     train_op,
 )
 from tests.e2e.engine_parents import LONG
+from tests.e2e.serving import wait_gone
 from tests.patience import PATIENCE_S
 from tests.s3 import bucket, s3_environment, s3_url
 from tinkex.clock import SystemClock
@@ -121,17 +122,6 @@ async def deaths(callers: list[asyncio.Future[Any]]) -> set[str]:
         assert isinstance(error, EngineDiedError), error
         assert error.retryable
     return {str(error) for error in errors}
-
-
-def wait_gone(pid: int, seconds: float = PATIENCE_S) -> None:
-    """Return when a process has ended, whoever its parent is."""
-    try:
-        handle = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return
-    ready, _, _ = select.select([handle], [], [], seconds)
-    os.close(handle)
-    assert ready, f"process {pid} is still there after {seconds} s"
 
 
 # -- its end ----------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import multiprocessing
 import os
@@ -20,6 +19,7 @@ import pytest
 
 from tests.e2e import workers
 from tests.e2e.workers import MODEL, datum, sample
+from tests.held import held
 from tests.patience import PATIENCE_S
 from tinkex import (
     APIConnectionError,
@@ -67,12 +67,6 @@ def in_a_forked_child(work: Callable[[], Any], seconds: float = PATIENCE_S) -> A
 @pytest.mark.req("S22")
 def test_a_forked_child_gets_clear_errors_from_old_clients_and_a_working_new_one():
     forked = threading.Event()
-
-    async def after_the_fork(exchange: Any) -> None:
-        while not forked.is_set():  # noqa: ASYNC110 - set by another thread
-            await asyncio.sleep(0.01)
-        await exchange.forward()
-
     with FakeServer().serve() as server:
         service = ServiceClient(base_url=server.url, api_key=API_KEY)
         training = service.create_lora_training_client(MODEL, rank=2)
@@ -80,7 +74,7 @@ def test_a_forked_child_gets_clear_errors_from_old_clients_and_a_working_new_one
         # Python cannot fork while another thread is importing, as the first calls do.
         expected = sample(sampler)
         training.forward([datum()], "cross_entropy").result(PATIENCE_S)
-        server.faults.on("forward_backward", after_the_fork)
+        server.faults.on("forward_backward", held(forked))
         pending = training.forward_backward([datum()], "cross_entropy")
 
         def work() -> dict[str, Any]:

@@ -26,7 +26,7 @@ from tests.e2e.serving import (
     started,
     wait_gone,
 )
-from tests.e2e.workers import datum, sample
+from tests.e2e.workers import datum, losses, sample
 from tests.patience import PATIENCE_S
 from tinkex import AdamParams, ServiceClient
 
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tests.e2e.serving import Served
-    from tinkex import TrainingClient
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="uses pidfd and /proc"),
@@ -51,14 +50,6 @@ def client(server: Served) -> ServiceClient:
     return ServiceClient(base_url=server.url, api_key=KEY)
 
 
-def steps(training: TrainingClient, count: int) -> list[float]:
-    futures = []
-    for _ in range(count):
-        futures.append(training.forward_backward([datum()], "cross_entropy"))
-        training.optim_step(AdamParams(learning_rate=0.01))
-    return [future.result(PATIENCE_S).metrics["loss:sum"] for future in futures]
-
-
 def status_of(url: str) -> tuple[int, dict[str, Any]]:
     try:
         with urllib.request.urlopen(url, timeout=PATIENCE_S) as reply:
@@ -73,8 +64,8 @@ def status_of(url: str) -> tuple[int, dict[str, Any]]:
 def test_a_server_trains_samples_and_ends_when_told_to_without_leaving_a_process(tmp_path: Path):
     with served(tmp_path / "data") as server, client(server) as service:
         training = service.create_lora_training_client(MODEL, rank=2, seed=1)
-        losses = steps(training, 3)
-        assert losses[2] < losses[0]
+        told = losses(training, 3)
+        assert told[2] < told[0]
         assert sample(training.save_weights_and_get_sampling_client())
         service.close().result(PATIENCE_S)
         engine = children(server.pid)
@@ -90,7 +81,7 @@ def test_what_was_saved_is_there_after_a_restart(tmp_path: Path):
     data_dir = tmp_path / "data"
     with served(data_dir) as server, client(server) as service:
         training = service.create_lora_training_client(MODEL, rank=2, seed=1)
-        steps(training, 1)
+        losses(training, 1)
         path = training.save_state("kept").result(PATIENCE_S).path
         loss = training.forward([datum()], "cross_entropy").result(PATIENCE_S).metrics["loss:sum"]
         service.close().result(PATIENCE_S)
@@ -104,7 +95,7 @@ def test_what_was_saved_is_there_after_a_restart(tmp_path: Path):
 def test_a_stop_in_the_middle_of_a_run_loses_nothing_that_was_accepted(tmp_path: Path, port: str):
     with served(tmp_path / "calm") as server, client(server) as service:
         training = service.create_lora_training_client(MODEL, rank=2, seed=1)
-        expected = steps(training, 20)
+        expected = losses(training, 20)
         assert server.end() == 0
 
     data_dir = tmp_path / "disturbed"
@@ -118,8 +109,8 @@ def test_a_stop_in_the_middle_of_a_run_loses_nothing_that_was_accepted(tmp_path:
         futures[1].result(PATIENCE_S)
         assert server.end() == 0
     with served(data_dir, "--port", port):
-        losses = [future.result(PATIENCE_S).metrics["loss:sum"] for future in futures]
-        assert losses == expected
+        told = [future.result(PATIENCE_S).metrics["loss:sum"] for future in futures]
+        assert told == expected
         service.close().result(PATIENCE_S)
 
 

@@ -12,17 +12,16 @@ import pytest
 
 from tests.contracts.conftest import postgres
 from tests.e2e.serving import KEY, reserved_port, served
-from tests.e2e.workers import datum, sample
+from tests.e2e.workers import losses, sample
 from tests.patience import PATIENCE_S
 from tests.s3 import bucket, s3_environment, s3_url
-from tinkex import AdamParams, ServiceClient
+from tinkex import ServiceClient
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
     from tests.contracts.postgres import PostgresServer
-    from tinkex import TrainingClient
 
 __all__ = ["bucket", "postgres", "s3_environment", "s3_url"]
 
@@ -31,14 +30,6 @@ __all__ = ["bucket", "postgres", "s3_environment", "s3_url"]
 def port() -> Iterator[str]:
     with reserved_port() as port:
         yield str(port)
-
-
-def losses(training: TrainingClient, count: int) -> list[float]:
-    futures = []
-    for _ in range(count):
-        futures.append(training.forward_backward([datum()], "cross_entropy"))
-        training.optim_step(AdamParams(learning_rate=0.01))
-    return [future.result(PATIENCE_S).metrics["loss:sum"] for future in futures]
 
 
 def test_a_server_on_another_machine_goes_on_with_database_and_bucket(

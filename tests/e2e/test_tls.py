@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.e2e.serving import MODEL, START_S, environment, refused, served
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, until
 from tests.unit.serving.authority import Authority
-from tinkex.clock import SystemClock
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -66,9 +65,7 @@ def test_clients_reach_a_server_whose_authority_they_trust(tmp_path: Path):
         for new, old in zip(authority.issue("two"), (certificate, key), strict=True):
             new.replace(old)
         server.popen.send_signal(signal.SIGHUP)
-        deadline = SystemClock().now() + PATIENCE_S
-        while shown(server, authority) != "two":
-            assert SystemClock().now() < deadline
+        until(lambda: shown(server, authority) == "two")
         assert server.popen.poll() is None
 
 

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tinkex import SamplingClient, TrainingClient
+    from tinkex.futures.future import APIFuture
+    from tinkex.types import ForwardBackwardOutput
 
 MODEL = "tinkex/tiny"
 PROMPT = ModelInput.from_ints([1, 2, 3])
@@ -27,6 +29,15 @@ def datum() -> Datum:
         model_input=ModelInput.from_ints([1, 2, 3]),
         loss_fn_inputs={"target_tokens": [2, 3, 4], "weights": [1.0, 1.0, 1.0]},
     )
+
+
+def losses(training: TrainingClient, count: int) -> list[float]:
+    """The losses of so many steps, submitted all at once."""
+    futures: list[APIFuture[ForwardBackwardOutput]] = []
+    for _ in range(count):
+        futures.append(training.forward_backward([datum()], "cross_entropy"))
+        training.optim_step(AdamParams(learning_rate=0.01))
+    return [future.result(PATIENCE_S).metrics["loss:sum"] for future in futures]
 
 
 def sample(client: SamplingClient) -> list[list[int]]:

@@ -7,19 +7,19 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from tests.cluster.nodes import cluster, owned_by
+from tests.cluster.nodes import cluster, owned_by, sample_many
 from tests.contracts.postgres import postgres_server
 from tests.e2e.serving import KEY, started
 from tests.patience import PATIENCE_S
 from tests.unit.engine.models.reference import random_model
-from tinkex import AdamParams, Datum, ModelInput, SamplingParams, ServiceClient
+from tinkex import AdamParams, Datum, ModelInput, ServiceClient
 from tinkex.engine.models.tokenizer import byte_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
     from tests.cluster.nodes import Cluster
-    from tinkex import SamplingClient, TrainingClient
+    from tinkex import TrainingClient
 
 NAME = "test/gpu"
 STEPS = 12
@@ -74,7 +74,7 @@ def alone(
         with ServiceClient(base_url=server.url, api_key=KEY) as client:
             training = new_model(client)
             told = losses(training, range(STEPS))
-            return told, samples(training.save_weights_and_get_sampling_client())
+            return told, sample_many(training.save_weights_and_get_sampling_client(), SAMPLES, 24)
 
 
 def new_model(client: ServiceClient) -> TrainingClient:
@@ -98,18 +98,6 @@ def losses(training: TrainingClient, steps: range) -> list[float]:
     return [future.result(PATIENCE_S).metrics["loss:sum"] for future in futures]
 
 
-def samples(sampler: SamplingClient) -> list[list[int]]:
-    futures = [
-        sampler.sample(
-            ModelInput.from_ints([1 + number % 7, 2, 3]),
-            1,
-            SamplingParams(max_tokens=24, seed=number),
-        )
-        for number in range(SAMPLES)
-    ]
-    return [list(future.result(PATIENCE_S).sequences[0].tokens) for future in futures]
-
-
 @pytest.mark.parametrize("owner", ["a", "b"])
 def test_the_loss_of_the_owner_changes_no_loss_and_no_sample(
     nodes: Cluster, alone: tuple[list[float], list[list[int]]], owner: str
@@ -126,4 +114,4 @@ def test_the_loss_of_the_owner_changes_no_loss_and_no_sample(
         nodes.start(owner)
         # Computed by both nodes as soon as the new one has the weights.
         sampler = training.save_weights_and_get_sampling_client()
-        assert [samples(sampler) for _ in range(3)] == [alone[1]] * 3
+        assert [sample_many(sampler, SAMPLES, 24) for _ in range(3)] == [alone[1]] * 3

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import sys
-import time
 import urllib.request
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +19,7 @@ from tinkex.ray_cluster.restarts import RestartPolicy
 from tinkex.ray_cluster.secrets import NodeSecrets
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Generator
 
     from ray.cluster_utils import Cluster as RayCluster
 
@@ -135,15 +134,6 @@ def is_running(pid: int) -> bool:
 def parent(pid: int) -> int:
     """The process that has started this one."""
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
-def until(condition: Callable[[], Any]) -> Any:
-    """Wait until something is true, and return it."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not (found := condition()):
-        assert time.monotonic() < deadline, "it did not come about"
-        time.sleep(0.05)
-    return found
 
 
 def mentions(text: str) -> list[str]:

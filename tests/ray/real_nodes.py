@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from tests.cluster.nodes import Cluster, until
+from tests.cluster.nodes import Cluster
 from tests.e2e.serving import MODEL, ROOT, children, environment, wait_gone
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, until
 from tests.ray.raylets import add_machine, kill, raylet_of, raylets
 
 if TYPE_CHECKING:

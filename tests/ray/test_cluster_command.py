@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.docs.blocks import ROOT
-from tests.patience import PATIENCE_S
-from tests.ray.raylets import PASSWORD, ask, mentions, until
+from tests.patience import PATIENCE_S, until
+from tests.ray.raylets import PASSWORD, ask, mentions
 
 if TYPE_CHECKING:
     from collections.abc import Generator

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 import pytest
 
 from tests.cluster.disturbances import Disturber, check_records, planned
-from tests.cluster.nodes import until
 from tests.cluster.test_chaos import calm, in_bucket, saved
 from tests.contracts.conftest import postgres
 from tests.e2e.killing import Relay
 from tests.e2e.serving import children
 from tests.e2e.test_durability import run
+from tests.patience import until
 from tests.ray.real_nodes import ray_nodes
 from tests.s3 import bucket, s3_environment, s3_url
 

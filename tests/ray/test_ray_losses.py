@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.ray.raylets import Driver, add_machine, ask, is_running, kill, raylets, until
+from tests.patience import until
+from tests.ray.raylets import Driver, add_machine, ask, is_running, kill, raylets
 from tinkex.ray_cluster.connection import RayConnection
 
 if TYPE_CHECKING:

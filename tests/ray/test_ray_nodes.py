@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.docs.blocks import ROOT
-from tests.patience import PATIENCE_S
-from tests.ray.raylets import PASSWORD, Driver, ask, is_running, mentions, parent, raylets, until
+from tests.patience import PATIENCE_S, until
+from tests.ray.raylets import PASSWORD, Driver, ask, is_running, mentions, parent, raylets
 from tinkex.ray_cluster.connection import ClusterError, RayConnection
 
 pytest.importorskip("ray")

@@ -32,11 +32,11 @@ from tests.e2e.serving import (
     served,
     wait_gone,
 )
-from tests.patience import PATIENCE_S
-from tests.ray.raylets import ask, is_running, mentions, parent, until
+from tests.e2e.workers import losses
+from tests.patience import PATIENCE_S, until
+from tests.ray.raylets import ask, is_running, mentions, parent
 from tests.ray.real_nodes import command_line
-from tests.ray.test_ray_page import PAGE, short
-from tests.ray.test_real_nodes import losses
+from tests.ray.test_ray_page import PAGE, port, short
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -51,7 +51,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.timeout(3 * PATIENCE_S),
 ]
-__all__ = ["postgres", "short"]
+__all__ = ["port", "postgres", "short"]
 
 # Not the marker of other tests, which look for it in the command lines of all processes.
 _WORDS = ("of-redis", "of-the-machine", "that-up-passes")
@@ -196,12 +196,6 @@ def _command(beginning: str) -> str:
     lines = [line for block in blocks_of(PAGE) for line in block.text.splitlines()]
     (command,) = [line for line in lines if line.startswith(beginning)]
     return command
-
-
-@pytest.fixture
-def port() -> Generator[int]:
-    with reserved_port("127.0.0.11") as port:
-        yield port
 
 
 @pytest.fixture

@@ -11,10 +11,9 @@ import tinkex
 from tests.contracts.conftest import postgres
 from tests.e2e.killing import Relay
 from tests.e2e.serving import MODEL, served
-from tests.e2e.workers import datum, sample
+from tests.e2e.workers import losses, sample
 from tests.patience import PATIENCE_S
 from tests.ray.real_nodes import NODES, ray_nodes
-from tinkex import AdamParams
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
 
     from tests.contracts.postgres import PostgresServer
     from tests.ray.real_nodes import RayNodes
-    from tinkex import TrainingClient
 
 pytest.importorskip("ray")
 pytestmark = [
@@ -58,14 +56,6 @@ def address(nodes: RayNodes) -> Generator[str]:
         yield f"http://127.0.0.1:{relay.port}"
     finally:
         relay.stop()
-
-
-def losses(training: TrainingClient, count: int) -> list[float]:
-    futures = []
-    for _ in range(count):
-        futures.append(training.forward_backward([datum()], "cross_entropy"))
-        training.optim_step(AdamParams(learning_rate=0.01))
-    return [future.result(PATIENCE_S).metrics["loss:sum"] for future in futures]
 
 
 def test_a_model_outlives_the_machine_of_its_owner_and_ray_brings_the_node_back(

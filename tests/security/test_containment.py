@@ -8,7 +8,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from tests.e2e.serving import ROOT, children, served
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, until
 from tests.security.world import Tenant, world_on
 from tinkex.clock import SystemClock
 
@@ -38,7 +38,7 @@ if "serve" in sys.orig_argv:
 """
 
 
-def until(world: World, path: str, wanted: int) -> Answer:
+def answer_with(world: World, path: str, wanted: int) -> Answer:
     """Ask until the answer has a status."""
     deadline = SystemClock().now() + PATIENCE_S
     while (answer := world.neighbour.get(path)).status != wanted:
@@ -50,9 +50,8 @@ def test_the_largest_number_of_a_model_stops_no_work(world: World) -> None:
     attacker = world.attacker
     session = attacker.session()
     model = attacker.model(session)
-    deadline = SystemClock().now() + PATIENCE_S
-    while world.metric("tinkex_engine_adapters_resident") != 1:  # 0 from an engine that is busy
-        assert SystemClock().now() < deadline
+    # An engine that is busy says 0.
+    until(lambda: world.metric("tinkex_engine_adapters_resident") == 1)
     for number in ({"seq_id": (1 << 63) - 1}, {}):
         answer = attacker.post("optim_step", {"model_id": model, **STEP, **number})
         assert answer.status in (200, 400), (number, answer.status, answer.body)
@@ -94,7 +93,7 @@ def test_a_stopped_engine_holds_up_samples_and_nothing_else(tmp_path: Path) -> N
         (engine,) = children(world.server.pid)
         os.kill(engine, signal.SIGSTOP)
         try:
-            assert "stopped by a signal" in until(world, "/readyz", 503).detail
+            assert "stopped by a signal" in answer_with(world, "/readyz", 503).detail
             assert neighbour.get("/healthz").status == 200
             assert neighbour.get("sessions").status == 200
             made = neighbour.made(
@@ -109,7 +108,7 @@ def test_a_stopped_engine_holds_up_samples_and_nothing_else(tmp_path: Path) -> N
             neighbour.finish(other)
         finally:
             os.kill(engine, signal.SIGCONT)
-        until(world, "/readyz", 200)
+        answer_with(world, "/readyz", 200)
         assert neighbour.result(made["request_id"])["sequences"] == before["sequences"]
         assert children(world.server.pid) == [engine]
         world.assert_well()

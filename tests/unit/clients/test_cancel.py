@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.held import held
 from tests.patience import PATIENCE_S
 from tests.unit.clients.world import MODEL, World, datum
 from tinkex import AdamParams, APIFuture, ModelInput, SamplingParams, ServiceClient
@@ -68,18 +69,12 @@ def test_the_documentation_says_what_cannot_be_cancelled():
 
 def test_a_blocking_timeout_leaves_the_call_running_and_an_async_one_cancels_it():
     go_on = threading.Event()
-
-    async def held(exchange: Any) -> None:
-        while not go_on.is_set():
-            await exchange.clock.sleep(0.01)
-        await exchange.forward()
-
     with (
         FakeServer().serve() as server,
         ServiceClient(base_url=server.url, api_key=API_KEY) as service,
     ):
         sampler = service.create_sampling_client(base_model=MODEL)
-        server.faults.on("asample", held, times=None)
+        server.faults.on("asample", held(go_on), times=None)
         patient = sampler.sample(PROMPT, 1, PARAMS)
         with pytest.raises(TimeoutError):
             patient.result(0.01)

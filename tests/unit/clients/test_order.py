@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.held import held
 from tests.patience import PATIENCE_S
 from tests.unit.clients.world import MODEL, World, datum
 from tinkex import AdamParams, BadRequestError, InternalServerError, ServiceClient, types
@@ -224,11 +225,11 @@ def test_a_call_withdrawn_while_it_waits_is_never_sent_and_leaves_no_gap(how: st
             training = await service.create_lora_training_client_async(MODEL, rank=2)
             hold = asyncio.Event()
 
-            async def held(exchange: Any) -> None:
+            async def handle(exchange: Any) -> None:
                 await hold.wait()
                 await exchange.forward()
 
-            world.server.faults.on("optim_step", held)
+            world.server.faults.on("optim_step", handle)
             calls = [training.optim_step(tagged(i)) for i in (1, 2, 3)]
             await world.clock.sleep(1.0)
             assert [call.status().position for call in calls] == [0, 1, 2]
@@ -247,18 +248,12 @@ def test_a_call_withdrawn_while_it_waits_is_never_sent_and_leaves_no_gap(how: st
 @pytest.mark.req("B3")
 def test_a_call_that_times_out_while_it_waits_lets_the_next_one_through():
     go_on = threading.Event()
-
-    async def held(exchange: Any) -> None:
-        while not go_on.is_set():
-            await exchange.clock.sleep(0.01)
-        await exchange.forward()
-
     with (
         FakeServer().serve() as server,
         ServiceClient(base_url=server.url, api_key=API_KEY) as service,
     ):
         training = service.create_lora_training_client(MODEL, rank=2)
-        server.faults.on("optim_step", held)
+        server.faults.on("optim_step", held(go_on))
         first, second, third = (training.optim_step(tagged(i)) for i in (1, 2, 3))
 
         async def hasty() -> None:

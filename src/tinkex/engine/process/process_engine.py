@@ -265,7 +265,7 @@ class ProcessEngine(ForwardingEngine):
 
         A process that had no CPU time sends what is due as soon as it gets some, and sleeps again.
         """
-        for _ in range(2):  # the loop reads, then calls what it has read for
+        for _ in range(2):  # one pass of the loop reads the socket, the next one handles it
             await anyio.lowlevel.checkpoint()
         return self._channel.heard()
 
